@@ -1,0 +1,50 @@
+# Everything runs inside .venv/, which this file makes by itself: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+BIN := .venv/bin
+READY := .venv/.ready
+PACKAGES := coordinator node router wire
+
+.PHONY: demo test quick lint types unit bench neuter lock clean mac-check
+
+demo: $(READY)
+	$(BIN)/python -m tests.support.demo
+
+test: $(READY) lint types
+	$(BIN)/python -m pytest -n 2 -m "not hosts" tests
+	$(BIN)/python -m pytest -m hosts tests
+
+quick: $(READY) lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/lint-imports --no-cache > .venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+
+types: $(READY)
+	$(BIN)/basedpyright --level error
+
+unit: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not hosts and not slow" tests
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench
+
+neuter: $(READY)
+	$(BIN)/python -m tests.neuter
+
+mac-check: $(READY)
+	$(BIN)/python -m deploy.mac_check
+
+lock: $(READY)
+	UV=$(UV) sh requirements/compile.sh
+
+clean:
+	rm -rf .venv .uv
+
+$(READY): requirements/dev.txt pyproject.toml
+	@command -v $(UV) >/dev/null 2>&1 || { $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(UV) pip sync --quiet --python $(BIN)/python requirements/dev.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
+	@touch $@

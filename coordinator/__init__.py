@@ -1,0 +1,1 @@
+"""The cluster: membership, certificates, keys, links, and the processes that hold them."""

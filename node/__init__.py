@@ -1,0 +1,1 @@
+"""One Mac: the agent that never imports MLX, and the engine child that alone does."""

@@ -1,0 +1,1 @@
+"""The engine process: the only place where a model runs."""

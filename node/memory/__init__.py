@@ -1,0 +1,1 @@
+"""Memory readings of this machine, and the cap that follows from them."""

@@ -1,0 +1,1 @@
+"""The single endpoint: queue, placement, dispatch, and the dialects that clients speak."""

@@ -1,0 +1,1 @@
+"""Client dialects: bodies in, frames out; frames in, bodies out."""

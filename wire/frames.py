@@ -1,0 +1,325 @@
+"""The frames of the link and of the agent-engine socket, and their tags.
+
+A frame is `u32 length | u8 tag | msgpack array` (see codec.py). One table for both sockets: the agent forwards what the
+engine says without decoding more than its head, `request`. Fields are only ever appended; whatever was not in protocol
+1 has a default.
+
+Sizes in bytes, times in seconds, `request` is the coordinator's number for a request (unique over its restarts, because
+the epoch is its upper half), `seq` grows with every Generate so that a report can acknowledge what it already counts.
+"""
+
+from enum import IntEnum
+
+from wire.refusals import Refused
+from wire.report import EngineState, Hardware, Memory, Model, Part
+
+
+class Channel(IntEnum):
+    """Where a piece of text belongs."""
+
+    CONTENT = 0
+    REASONING = 1
+    TOOL_CALL = 2
+
+
+class Frame(Part, frozen=True, array_like=True, gc=False):
+    """Base of all frames."""
+
+
+# enrolment: the only frames that are read from a peer without a certificate
+
+
+class EnrolStart(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: who are you? `commitment` only where a short code will be shown."""
+
+    protocol: int
+    commitment: bytes = b""
+
+
+class EnrolAuthority(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: the CA (DER) to compare with the token's pin, and a nonce for the short code."""
+
+    ca: bytes
+    cluster: str
+    cluster_name: str
+    nonce: bytes = b""
+
+
+class Enrol(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator, over a connection verified with that CA: sign this request (DER).
+
+    With a token: `token` and `mac`. Without: `opening`, the nonce of the commitment; a person then approves the code.
+    """
+
+    csr: bytes
+    name: str
+    machine: str
+    hardware: Hardware
+    token: str = ""
+    mac: bytes = b""
+    opening: bytes = b""
+
+
+class EnrolPending(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: wait, a person must approve the code that both sides show within `seconds`."""
+
+    seconds: float
+
+
+class Enrolled(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: your certificate (DER) and your id."""
+
+    node: str
+    certificate: bytes
+    cluster: str
+
+
+# the link
+
+
+class Hello(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator, first frame of a link. `instance` is new at every agent start; `takeover` marks a second link
+    of the same instance that replaces the first without ending its requests."""
+
+    protocol: int
+    node: str
+    name: str
+    instance: str
+    machine: str
+    version: str
+    hardware: Hardware
+    takeover: bool = False
+
+
+class Welcome(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember."""
+
+    epoch: int
+    cluster: str
+    cluster_name: str
+    time: float
+    version: str
+    addresses: tuple[str, ...] = ()
+
+
+class Denied(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: no, and why. `final`: asking again will not help until a person acts."""
+
+    reason: str
+    message: str
+    final: bool = False
+    retry_after: float = 0.0
+
+
+class Report(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: heartbeat and facts. `sequence` counts reports, `acked_seq` is the highest `seq` that
+    `memory.reserved` already counts, `ping` echoes the newest Ping."""
+
+    sequence: int
+    memory: Memory
+    engine: EngineState
+    models: tuple[Model, ...] = ()
+    acked_seq: int = 0
+    draining: bool = False
+    ping: int = 0
+
+
+class Goodbye(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator, last frame: `stopping`, `asleep` or `leave`."""
+
+    reason: str
+
+
+class Ping(Frame, frozen=True, array_like=True, gc=False):
+    """either way: are you there? Answered by the next report, or by Pong on the engine's socket."""
+
+    nonce: int
+
+
+class Pong(Frame, frozen=True, array_like=True, gc=False):
+    """engine → agent: its second thread is alive. `busy`: seconds in the native call that runs, `expected`: its length."""
+
+    nonce: int
+    busy: float = 0.0
+    expected: float = 0.0
+
+
+class Renew(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: sign this request (DER), my certificate is two thirds through its life."""
+
+    csr: bytes
+
+
+class Renewed(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: the new certificate (DER); open a second link with it."""
+
+    certificate: bytes
+
+
+class Ask(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: a question whose answer may be long (`logs`: the newest `limit` bytes; `settings`)."""
+
+    ask: int
+    what: str
+    limit: int = 0
+
+
+class Answer(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: one piece of an answer; `error` ends it."""
+
+    ask: int
+    payload: bytes
+    last: bool = False
+    error: str = ""
+
+
+class Fragment(Frame, frozen=True, array_like=True, gc=False):
+    """either way: a piece of one long frame; the codec cuts and joins, nobody else sees these."""
+
+    message: int
+    payload: bytes
+    last: bool = False
+
+
+# requests
+
+
+class Message(Part, frozen=True, array_like=True, gc=False):
+    """One chat message."""
+
+    role: str
+    content: str = ""
+    name: str = ""
+
+
+class Params(Part, frozen=True, array_like=True, gc=False):
+    """How to generate. None means: the model's default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+
+
+class Generate(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → engine. `created` is the template's clock, `expected` the output tokens to reserve."""
+
+    request: int
+    seq: int
+    request_id: str
+    model: str
+    messages: tuple[Message, ...]
+    params: Params
+    created: int
+    expected: int = 256
+
+
+class Cancel(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → engine: nobody waits for this any more."""
+
+    request: int
+
+
+class Admitted(Frame, frozen=True, array_like=True, gc=False):
+    """engine → coordinator: committed, with the exact count."""
+
+    request: int
+    prompt_tokens: int
+    cached_tokens: int = 0
+    prompt_hash: bytes = b""
+
+
+class Delta(Part, frozen=True, array_like=True, gc=False):
+    """What one step gave one choice: token ids and the text that became final, by channel."""
+
+    request: int
+    choice: int
+    ids: tuple[int, ...]
+    pieces: tuple[tuple[int, str], ...]
+
+
+class Deltas(Frame, frozen=True, array_like=True, gc=False):
+    """engine → coordinator: one frame for a whole engine step."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Timings(Part, frozen=True, array_like=True, gc=False):
+    """Where a request's time went on the node, in seconds."""
+
+    waiting: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Finished(Frame, frozen=True, array_like=True, gc=False):
+    """engine → coordinator: done. One reason (`stop`, `length`) per choice, and the exact usage."""
+
+    request: int
+    reasons: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    timings: Timings = Timings()
+
+
+class Refusal(Frame, frozen=True, array_like=True, gc=False):
+    """engine → coordinator: this request was not begun, with the verdict and all its numbers."""
+
+    request: int
+    refused: Refused
+    prompt_tokens: int | None = None
+
+
+class Failed(Frame, frozen=True, array_like=True, gc=False):
+    """engine or agent → coordinator: begun and broken, with a machine-readable reason."""
+
+    request: int
+    code: str
+    message: str
+
+
+# agent ↔ engine only
+
+
+class Limits(Frame, frozen=True, array_like=True, gc=False):
+    """agent → engine: the cap and ceiling in force, and the margin."""
+
+    cap: int
+    ceiling: int
+    margin: int
+    bound_by: str
+    guard: bool = True
+    leases: int = 0
+
+
+class EngineReport(Frame, frozen=True, array_like=True, gc=False):
+    """engine → agent: the snapshot its inference thread published, judged by the limits that it holds."""
+
+    memory: Memory
+    models: tuple[Model, ...]
+    running: int
+    waiting: int
+    queued_tokens: int = 0
+    acked_seq: int = 0
+
+
+class Head(Part, frozen=True, array_like=True, gc=False):
+    """The first field of every frame about one request: all that the agent decodes of what it forwards."""
+
+    request: int
+
+
+TAGS: dict[int, type[Frame]] = {
+    1: EnrolStart, 2: EnrolAuthority, 3: Enrol, 4: EnrolPending, 5: Enrolled,
+    10: Hello, 11: Welcome, 12: Denied, 13: Report, 14: Goodbye, 15: Ping, 16: Pong, 17: Renew, 18: Renewed,
+    19: Ask, 20: Answer, 21: Fragment,
+    30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
+    50: Limits, 51: EngineReport,
+}  # fmt: skip
+"""Never reuse a number."""
+
+ENROLMENT = frozenset({EnrolStart, Enrol})
+"""What a peer without a certificate may send."""

@@ -1,0 +1,88 @@
+"""What a node says of itself, twice a second while busy: the facts that placement and the tables read.
+
+All sizes are bytes, all speeds tokens per second, all times seconds. Every structure is appended to, never reordered:
+readers take defaults for fields that an older node does not send and ignore those that they do not know.
+"""
+
+import msgspec
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of everything that travels inside a frame."""
+
+
+class Hardware(Part, frozen=True, array_like=True, gc=False):
+    """The machine, told once in `Hello`."""
+
+    chip: str = ""
+    memory: int = 0
+    cores: int = 0
+    system: str = ""
+    python: str = ""
+
+
+class Memory(Part, frozen=True, array_like=True, gc=False):
+    """One consistent reading and the limits it was judged by (architecture §3).
+
+    `phys` is None when it could not be read; then `headroom` is None too and nothing is placed there. `source` names
+    the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written.
+    """
+
+    cap: int = 0
+    ceiling: int = 0
+    margin: int = 0
+    phys: int | None = None
+    active: int = 0
+    recent: int = 0
+    current: int | None = None
+    reserved: int = 0
+    headroom: int | None = None
+    leases: int = 0
+    bound_by: str = ""
+    guard: bool = True
+    armed: bool = False
+    source: str = ""
+    age: float = 0.0
+    total: int = 0
+
+
+class Group(Part, frozen=True, array_like=True, gc=False):
+    """One padded decode batch: its bytes are rows × longest row."""
+
+    rows: int = 0
+    longest: int = 0
+
+
+class Model(Part, frozen=True, array_like=True, gc=False):
+    """A model that this node can serve.
+
+    `transient` is what a prefill chunk adds for a moment, `bytes_per_token` the measured ratio of request text to
+    prompt tokens, `features` what a request may ask for beyond plain sampling.
+    """
+
+    name: str
+    fingerprint: str = ""
+    loaded: bool = False
+    weights: int = 0
+    kv_per_token: int = 0
+    transient: int = 0
+    context: int = 0
+    load_seconds: float = 0.0
+    prefill_speed: float = 0.0
+    decode_speed: float = 0.0
+    bytes_per_token: float = 4.0
+    features: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+    expected_output: int = 256
+
+
+class EngineState(Part, frozen=True, array_like=True, gc=False):
+    """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why."""
+
+    kind: str = ""
+    state: str = "starting"
+    cause: str = ""
+    restarts: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0

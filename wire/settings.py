@@ -1,0 +1,138 @@
+"""Settings from a file, the environment and the command line, refused when unknown, with the origin of each kept.
+
+Pure: the caller reads files and environment. Precedence: TOML file < MACPOOL_* environment < --set. A settings type is
+a tree of msgspec structs; a leaf's key is its dotted path (`memory.cap`), its environment name MACPOOL_MEMORY__CAP.
+Coordinator and node read the same file: each validates its own sections and skips the other's by name.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+
+PREFIX = "MACPOOL_"
+OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
+"""Environment names of command-line options, not settings."""
+
+Flat = Mapping[str, object]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or its value is not possible; the text names origin, key and the nearest known key."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of settings sections: every field has a default and a description."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One documented setting."""
+
+    key: str
+    default: object
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[T]):
+    """The settings in force and where each that is not a default came from."""
+
+    value: T
+    origins: Mapping[str, str]
+
+
+def describe(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
+    """List every leaf of a settings type with default and description."""
+    found: list[Setting] = []
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        key = prefix + field.name
+        hint = hints[field.name]
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            found += describe(hint, key + ".")
+            continue
+        default: object = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        found.append(Setting(key, default, _description(hint)))
+    return found
+
+
+def _description(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        for extra in get_args(hint)[1:]:
+            if isinstance(extra, msgspec.Meta) and extra.description:
+                return extra.description
+    return ""
+
+
+def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Flatten a parsed TOML file to dotted keys."""
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= from_tree(cast("dict[str, object]", value), f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    """Take MACPOOL_SECTION__KEY=value as section.key, leaving out the command line's own names."""
+    return {
+        name[len(PREFIX) :].lower().replace("__", "."): value
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name not in OUTSIDE
+    }
+
+
+def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
+    """Take `key=value` texts of --set; SettingsError for a text without `=`."""
+    flat: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"--set takes key=value, not {pair!r}")
+        flat[key.strip()] = value
+    return flat
+
+
+def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()) -> Resolved[T]:
+    """Merge layers (weakest first, each with the name of its origin) into one settings value.
+
+    `others` are keys or first sections that belong to another process and are skipped. Raises SettingsError for an
+    unknown key, with the nearest known one, and for a value that its type does not take.
+    """
+    known = {setting.key: setting for setting in describe(kind)}
+    merged: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for origin, flat in layers:
+        for key, value in flat.items():
+            if key in known:
+                merged[key], origins[key] = value, origin
+            elif key not in others and key.split(".")[0] not in others:
+                raise SettingsError(_unknown(key, origin, [*known, *others]))
+    return Resolved(_convert(kind, merged, origins), origins)
+
+
+def _unknown(key: str, origin: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, known, 1, 0.5)
+    return f"unknown setting {key} ({origin})" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _convert(kind: type[T], merged: Flat, origins: Mapping[str, str]) -> T:
+    tree: dict[str, Any] = {}
+    for key, value in merged.items():
+        *path, leaf = key.split(".")
+        branch = tree
+        for step in path:
+            branch = branch.setdefault(step, {})
+        branch[leaf] = value
+    try:
+        return msgspec.convert(tree, kind, strict=False)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$.")
+        key = where.rstrip("`")
+        raise SettingsError(f"setting {key or '?'} ({origins.get(key, 'value')}): {text}") from None

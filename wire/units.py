@@ -1,0 +1,45 @@
+"""Sizes: `int` bytes inside, "96GiB" where a person reads or writes them."""
+
+import re
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*$", re.IGNORECASE)
+_FACTOR = {
+    "": 1, "b": 1,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+
+
+def parse_size(text: str | int, *, whole: int | None = None) -> int:
+    """Read a size in bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `whole`, or plain bytes.
+
+    Raises ValueError with the accepted forms when the text is none of them, or a percentage without a whole.
+    """
+    if isinstance(text, int):
+        if text < 0:
+            raise ValueError(f"a size cannot be negative: {text}")
+        return text
+    match = _SIZE.match(text)
+    unit = match[2].lower() if match else None
+    if match is None or (unit not in _FACTOR and unit != "%"):
+        raise ValueError(f'{text!r} is not a size: write "96GiB", "12GB", "80%" or a number of bytes')
+    if unit != "%":
+        return int(float(match[1]) * _FACTOR[unit]) if "." in match[1] else int(match[1]) * _FACTOR[unit]
+    if whole is None or float(match[1]) > 100:
+        raise ValueError(
+            f"{text!r}: a percentage must be at most 100 % and is not possible for this setting without a whole"
+        )
+    return int(whole * float(match[1]) / 100)
+
+
+def show_size(size: int | None) -> str:
+    """Write bytes for a person, in GiB or MiB with one decimal: `31.0 GB` would be ambiguous, so the unit is exact."""
+    if size is None:
+        return "-"
+    if abs(size) >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / MIB:.1f} MiB" if abs(size) >= MIB or size == 0 else f"{size / KIB:.1f} KiB"

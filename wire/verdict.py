@@ -1,0 +1,117 @@
+"""The only memory arithmetic of the project: may this much more be written here, now?
+
+Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, the need of a
+request, the load test of a model. The engine's gate, its preflight, its decode join, model loading, the video lease
+and the router's placement all call `judge` on the same fields, so what the router says "fits" the node's gate agrees
+with on the same reading (a property test holds the two together).
+Does not cover: readings (`node/memory`), where a cap comes from (`node/memory/cap`), what to do at a level.
+
+    current   = max(active, phys, recent)                 unreadable phys → None → refuse
+    headroom  = ceiling − margin − current − reserved     may be negative; the one definition
+    predicted = current + reserved + estimate + margin
+    verdict   = Fits if predicted <= ceiling else Refused with every number
+
+so `predicted <= ceiling` ⇔ `estimate <= headroom`. Margin and recent come from seed 000 (a 10.6 GiB spike measured on a
+mixture of experts under a 107.52 GiB cap; 12 / 107.52 = 11.2 %).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wire.refusals import Code, Numbers, Refused
+from wire.report import Group, Memory, Model
+from wire.units import GIB, MIB, show_size
+
+MARGIN_SHARE = 12 / 107.52
+MARGIN_MOST = 12 * GIB
+MARGIN_LEAST = 512 * MIB
+WASTE_SHARE = 0.25
+WASTE_BYTES = 256 * MIB
+
+
+def default_margin(cap: int) -> int:
+    """Give the margin in bytes for a cap without a measured profile: 11.2 % of it, 512 MiB to 12 GiB."""
+    return max(MARGIN_LEAST, min(MARGIN_MOST, int(cap * MARGIN_SHARE)))
+
+
+def current(active: int, phys: int | None, recent: int) -> int | None:
+    """Give the number that is judged, in bytes; None when the footprint could not be read."""
+    return None if phys is None else max(active, phys, recent)
+
+
+def headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
+    """Give ceiling − margin − current − reserved in bytes, negative when over; None when current is unknown."""
+    return None if now is None else ceiling - margin - now - reserved
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Yes: the predicted peak stays under the ceiling, with this much (bytes) to spare."""
+
+    predicted: int
+    spare: int
+
+
+def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str = "") -> Fits | Refused:
+    """Say whether `estimate` more bytes may be written under this reading.
+
+    `unacknowledged` is what the router has promised there and the reading does not contain yet; the node itself
+    passes 0. With the guard off by name everything fits; with an unreadable footprint nothing does.
+    """
+    reserved = memory.reserved + unacknowledged
+    now = current(memory.active, memory.phys, memory.recent)
+    if not memory.guard:
+        return Fits((now or 0) + reserved + estimate, 0)
+    room = headroom(memory.ceiling, memory.margin, now, reserved)
+    predicted = None if now is None else now + reserved + estimate + memory.margin
+    if predicted is not None and room is not None and predicted <= memory.ceiling:
+        return Fits(predicted, room - estimate)
+    numbers = Numbers(
+        predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, room, memory.bound_by
+    )
+    if predicted is None:
+        return Refused(Code.UNREADABLE, "the footprint of the engine cannot be read, so nothing more is started there "
+                       "until it can", numbers, 2.0, node)  # fmt: skip
+    return Refused(Code.NO_ROOM, f"needs {show_size(estimate)}, headroom is {show_size(room)}", numbers, None, node)
+
+
+def padded(group: Group, kv_per_token: int) -> int:
+    """Give the bytes of a decode batch: rows × longest row, because every row is padded to the longest."""
+    return group.rows * group.longest * kv_per_token
+
+
+def joinable(group: Group, length: int, kv_per_token: int) -> bool:
+    """Say whether a row of `length` tokens may join a batch: padding wastes at most 25 % or 256 MiB."""
+    longest = max(group.longest, length)
+    waste = (longest * (group.rows + 1) - group.longest * group.rows - length) * kv_per_token
+    whole = longest * (group.rows + 1) * kv_per_token
+    return waste <= WASTE_BYTES or waste <= WASTE_SHARE * whole
+
+
+def join_bytes(groups: Iterable[Group], length: int, kv_per_token: int) -> int:
+    """Give what a new row of `length` tokens adds, padding included, in the batch where it adds least (or its own)."""
+    own = length * kv_per_token
+    joins = [
+        padded(Group(group.rows + 1, max(group.longest, length)), kv_per_token) - padded(group, kv_per_token)
+        for group in groups
+        if joinable(group, length, kv_per_token)
+    ]
+    return min(joins, default=own)
+
+
+def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
+    """Give the bytes a request needs: KV of prompt and expected output for every choice, transient, weights if absent.
+
+    The whole prompt counts, cached or not: a prefix-cache hit is a copy once it is written.
+    """
+    length = prompt_tokens + output_tokens
+    kv = join_bytes(model.groups, length, model.kv_per_token) + (choices - 1) * length * model.kv_per_token
+    return kv + model.transient + (0 if model.loaded else model.weights)
+
+
+def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
+    """Say whether the request would fit on this node if nothing else ran there: weights and KV under cap − margin."""
+    if not memory.guard:
+        return True
+    alone = (prompt_tokens + output_tokens) * model.kv_per_token * choices + model.transient + model.weights
+    return alone <= memory.cap - memory.margin
