@@ -137,7 +137,7 @@ class Ping(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Pong(Frame, frozen=True, array_like=True, gc=False):
-    """engine → agent: its second thread is alive. `busy`: seconds in the native call that runs, `expected`: its length."""
+    """engine → agent: its second thread is alive. `busy`: seconds in the native call, `expected`: its length."""
 
     nonce: int
     busy: float = 0.0

@@ -1,8 +1,8 @@
 """One end of a link without its socket: frames in, bytes out, urgent before long.
 
 Urgent frames (tokens, reports, refusals) are written at once. A long frame and a long answer wait here as pieces and
-are handed out one at a time, only when the shell says that its transport has little left to send; so a token never waits
-behind more than one piece and what the transport holds (64 KiB, about 5 ms of a 100 Mbit/s line).
+are handed out one at a time, only when the shell says that its transport has little left to send; so a token never
+waits behind more than one piece and what the transport holds (64 KiB, about 5 ms of a 100 Mbit/s line).
 """
 
 from collections import deque
