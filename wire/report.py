@@ -47,10 +47,11 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
-    """One padded decode batch: its bytes are rows × longest row."""
+    """One padded decode batch: its bytes are rows × longest row; `tokens` is what its rows really hold."""
 
     rows: int = 0
     longest: int = 0
+    tokens: int = 0
 
 
 class Model(Part, frozen=True, array_like=True, gc=False):

@@ -81,11 +81,10 @@ def padded(group: Group, kv_per_token: int) -> int:
 
 
 def joinable(group: Group, length: int, kv_per_token: int) -> bool:
-    """Say whether a row of `length` tokens may join a batch: padding wastes at most 25 % or 256 MiB."""
-    longest = max(group.longest, length)
-    waste = (longest * (group.rows + 1) - group.longest * group.rows - length) * kv_per_token
-    whole = longest * (group.rows + 1) * kv_per_token
-    return waste <= WASTE_BYTES or waste <= WASTE_SHARE * whole
+    """Say whether a row of `length` tokens may join a batch: padding then wastes at most 25 % or 256 MiB."""
+    whole = max(group.longest, length) * (group.rows + 1)
+    waste = whole - group.tokens - length
+    return waste * kv_per_token <= WASTE_BYTES or waste <= WASTE_SHARE * whole
 
 
 def join_bytes(groups: Iterable[Group], length: int, kv_per_token: int) -> int:

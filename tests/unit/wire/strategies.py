@@ -1,0 +1,44 @@
+"""Hypothesis strategies that fill any wire struct from its annotations."""
+
+import types
+from enum import IntEnum, StrEnum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from hypothesis import strategies as st
+
+from wire.report import Part
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+def of(hint: Any) -> st.SearchStrategy[Any]:
+    """Give values of one annotation."""
+    if isinstance(hint, type) and issubclass(hint, Part):
+        return structs(hint)
+    if isinstance(hint, type) and issubclass(hint, (StrEnum, IntEnum)):
+        return st.sampled_from(list(hint))
+    plain = {
+        int: st.integers(-(2**63), 2**64 - 1),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: TEXT,
+        bytes: st.binary(max_size=16),
+        type(None): st.none(),
+    }
+    if hint in plain:
+        return plain[hint]
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return st.one_of([of(argument) for argument in arguments])
+    if get_origin(hint) is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return st.lists(of(arguments[0]), max_size=3).map(tuple)
+    if get_origin(hint) is tuple:
+        return st.tuples(*[of(argument) for argument in arguments])
+    raise AssertionError(f"no strategy for {hint}")
+
+
+def structs(kind: type[Part]) -> st.SearchStrategy[Any]:
+    """Give instances of a wire struct."""
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{field.name: of(hints[field.name]) for field in msgspec.structs.fields(kind)})

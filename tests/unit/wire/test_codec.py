@@ -1,0 +1,169 @@
+"""Frames survive the wire, older and newer peers are read, and no bytes can do more than end a connection."""
+
+import json
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.wire.strategies import structs
+from wire import codec
+from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
+from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, Message, Params, Report
+from wire.report import EngineState, Memory
+
+FRAMES = st.one_of([structs(kind) for kind in TAGS.values()])
+PLAIN = st.one_of([structs(kind) for kind in TAGS.values() if kind is not Fragment])
+GOLDEN = Path(__file__).parent / "protocol_1.json"
+
+
+def split(data: bytes, splitter: Splitter | None = None) -> list[Frame]:
+    return [decode(tag, body) for tag, body in (splitter or Splitter()).feed(data)]
+
+
+@given(PLAIN)
+def test_round_trip(frame: Frame) -> None:
+    assert split(encode(frame)) == [frame]
+
+
+@given(st.lists(PLAIN, max_size=6), st.integers(1, 97))
+def test_any_slicing_of_the_stream_gives_the_same_frames(frames: list[Frame], step: int) -> None:
+    data = b"".join(encode(frame) for frame in frames)
+    splitter = Splitter()
+    got = [frame for start in range(0, len(data), step) for frame in split(data[start : start + step], splitter)]
+    assert got == frames
+
+
+@given(FRAMES)
+def test_extra_trailing_fields_are_ignored(frame: Frame) -> None:
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
+    body = msgspec.msgpack.encode([*fields, {"new": [1, 2]}, "later"])
+    assert decode(codec._TAG_OF[type(frame)], body) == frame
+
+
+@given(FRAMES)
+def test_missing_trailing_fields_take_defaults(frame: Frame) -> None:
+    kind = type(frame)
+    fields = msgspec.structs.fields(kind)
+    required = sum(field.required for field in fields)
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
+    got = decode(codec._TAG_OF[kind], msgspec.msgpack.encode(packed[:required]))
+    for index, field in enumerate(fields):
+        expected = getattr(frame, field.name) if index < required else field.default
+        assert getattr(got, field.name) == expected
+
+
+def test_required_fields_come_first() -> None:
+    for kind in TAGS.values():
+        order = [field.required for field in msgspec.structs.fields(kind)]
+        assert order == sorted(order, reverse=True), kind
+
+
+@given(st.binary(max_size=400))
+def test_garbage_never_does_more_than_raise_wire_error(data: bytes) -> None:
+    try:
+        split(data)
+    except WireError:
+        return
+
+
+@given(st.sampled_from(sorted(TAGS)), st.binary(max_size=200))
+def test_garbage_behind_a_good_header_never_does_more_than_raise_wire_error(tag: int, body: bytes) -> None:
+    try:
+        split(struct.pack(">IB", len(body) + 1, tag) + body)
+    except WireError:
+        return
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 5000 + b"\xc0",
+        b"\xc7\x04\x01abcd",
+        b"\xd6\xff\0\0\0\0",
+    ],
+    ids=["array bomb", "map bomb", "deep nesting", "ext type", "timestamp"],
+)
+@pytest.mark.parametrize("tag", sorted(TAGS))
+def test_msgpack_bombs_are_refused(tag: int, body: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(tag, body)
+
+
+@pytest.mark.parametrize("length", [0, codec.LONGEST_WIRE + 1, 2**32 - 1])
+def test_impossible_lengths_are_refused_before_any_byte_of_the_body(length: int) -> None:
+    with pytest.raises(WireError, match=str(length)):
+        split(struct.pack(">IB", length, 13))
+
+
+@given(st.binary(min_size=0, max_size=300_000), st.integers(1, 70_000))
+def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
+    frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), Params(), 0)
+    pieces = list(fragments(encode(frame), 7))
+    assert all(len(piece) <= codec.PIECE + 64 for piece in pieces)
+    data = b"".join(pieces)
+    splitter = Splitter()
+    assert [f for i in range(0, len(data), step) for f in split(data[i : i + step], splitter)] == [frame]
+
+
+def test_urgent_frames_pass_between_fragments() -> None:
+    first, *rest = fragments(encode(Generate(1, 2, "r", "m", (Message("user", "x" * 200_000),), Params(), 0)), 1)
+    got = split(first + encode(Cancel(9)) + b"".join(rest))
+    assert [type(frame) for frame in got] == [Cancel, Generate]
+
+
+def test_joined_messages_are_bounded_in_bytes_and_in_number() -> None:
+    splitter = Splitter(longest_joined=10_000)
+    with pytest.raises(WireError, match="10000"):
+        split(b"".join(encode(Fragment(number, b"x" * 3_000)) for number in range(4)), splitter)
+    with pytest.raises(WireError, match="messages"):
+        split(b"".join(encode(Fragment(number, b"x")) for number in range(codec.MOST_OPEN + 1)))
+
+
+@pytest.mark.parametrize("inner", [b"", b"abc", struct.pack(">IB", 99, 13) + b"x", encode(Fragment(1, b"x", True))])
+def test_a_joined_message_must_be_one_plain_frame(inner: bytes) -> None:
+    with pytest.raises(WireError, match="joined"):
+        split(encode(Fragment(1, inner, True)))
+
+
+def test_a_frame_longer_than_the_receiver_joins_is_refused_by_the_sender() -> None:
+    with pytest.raises(WireError, match="longer"):
+        encode(Generate(1, 2, "r", "m", (Message("user", "x" * codec.LONGEST_JOINED),), Params(), 0))
+
+
+def test_a_lone_surrogate_cannot_be_sent() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        encode(Generate(1, 2, "r", "m", (Message("user", "\ud800"),), Params(), 0))
+
+
+def test_heads_are_read_without_the_rest() -> None:
+    body = msgspec.msgpack.encode([2**63, {"anything": [1]}, "more"])
+    assert head_of(body) == 2**63
+    with pytest.raises(WireError):
+        head_of(b"\xc0")
+
+
+def test_the_bytes_of_protocol_1_are_frozen() -> None:
+    golden = json.loads(GOLDEN.read_text())
+    assert sorted(golden) == sorted(str(tag) for tag in TAGS)
+    for tag, entry in golden.items():
+        decoded = decode(int(tag), bytes.fromhex(entry["body"]))
+        assert type(decoded).__name__ == entry["frame"]
+        assert repr(decoded).startswith(entry["repr"][:-1]), "a field of protocol 1 changed or moved"
+
+
+def test_one_deltas_frame_carries_a_whole_step() -> None:
+    frame = Deltas(tuple(Delta(number, 0, (5,), ((0, "word "),)) for number in range(64)))
+    assert len(encode(frame)) < 64 * 40
+
+
+def test_an_unreadable_footprint_travels_as_none() -> None:
+    report = Report(1, Memory(phys=None), EngineState())
+    (got,) = split(encode(report))
+    assert isinstance(got, Report)
+    assert got.memory.phys is None

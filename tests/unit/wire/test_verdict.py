@@ -1,0 +1,133 @@
+"""The one memory arithmetic: its identity, its monotony, padding, and what counts as unreadable."""
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from wire.refusals import STATUS, Code, Refused
+from wire.report import Group, Memory, Model
+from wire.units import GIB, MIB
+from wire.verdict import (
+    Fits,
+    can_ever_fit,
+    current,
+    default_margin,
+    headroom,
+    join_bytes,
+    joinable,
+    judge,
+    padded,
+    request_need,
+)
+
+SIZE = st.integers(0, 2**40)
+MEMORY = st.builds(Memory, cap=SIZE, ceiling=SIZE, margin=SIZE, phys=SIZE, active=SIZE, recent=SIZE, reserved=SIZE)
+GROUPS = st.lists(st.builds(Group, rows=st.integers(1, 64), longest=st.integers(1, 100_000)), max_size=4)
+
+
+@given(MEMORY, SIZE, SIZE)
+def test_fits_exactly_when_the_estimate_is_within_headroom(memory: Memory, estimate: int, promised: int) -> None:
+    room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
+    assert room is not None
+    verdict = judge(memory, estimate, unacknowledged=promised)
+    assert isinstance(verdict, Fits) == (estimate <= room - promised)
+
+
+@given(MEMORY, SIZE, SIZE)
+def test_less_never_refuses_what_more_would_pass(memory: Memory, estimate: int, less: int) -> None:
+    assume(less <= estimate)
+    if isinstance(judge(memory, estimate), Fits):
+        assert isinstance(judge(memory, less), Fits)
+
+
+@given(MEMORY, SIZE)
+def test_a_refusal_carries_numbers_that_add_up(memory: Memory, estimate: int) -> None:
+    verdict = judge(memory, estimate)
+    if isinstance(verdict, Refused):
+        numbers = verdict.numbers
+        assert numbers is not None
+        assert numbers.current is not None
+        assert numbers.predicted == numbers.current + numbers.reserved + numbers.estimate + numbers.margin
+        assert numbers.predicted > numbers.ceiling
+        assert numbers.headroom == numbers.ceiling - numbers.margin - numbers.current - numbers.reserved
+
+
+def test_the_seed_case_is_refused_with_the_seed_numbers() -> None:
+    gib = 1000
+    verdict = judge(Memory(cap=107_520 * gib, ceiling=107_520 * gib, margin=12_000 * gib, phys=97_655 * gib), 0)
+    assert isinstance(verdict, Refused)
+    assert verdict.numbers is not None
+    assert verdict.numbers.predicted == 109_655 * gib
+
+
+@given(SIZE)
+def test_an_unreadable_footprint_refuses_everything(estimate: int) -> None:
+    verdict = judge(Memory(cap=2**50, ceiling=2**50, phys=None), estimate)
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Code.UNREADABLE
+
+
+@given(MEMORY, SIZE)
+def test_only_the_named_switch_turns_the_guard_off(memory: Memory, estimate: int) -> None:
+    off = Memory(cap=memory.cap, ceiling=1, margin=memory.margin, phys=memory.phys, guard=False)
+    assert isinstance(judge(off, estimate), Fits)
+
+
+def test_current_is_the_highest_of_its_three_readings() -> None:
+    assert current(3, 5, 4) == 5
+    assert current(3, 2, 4) == 4
+    assert current(9, 2, 4) == 9
+    assert current(9, None, 4) is None
+
+
+def test_the_default_margin_is_the_measured_share_within_its_bounds() -> None:
+    assert abs(default_margin(int(107.52 * GIB)) - 12 * GIB) <= 1
+    assert default_margin(512 * GIB) == 12 * GIB
+    assert default_margin(2 * GIB) == 512 * MIB
+    assert 2.6 * GIB < default_margin(24 * GIB) < 2.7 * GIB
+
+
+def test_a_padded_batch_costs_rows_times_its_longest_row() -> None:
+    assert padded(Group(8, 6000), 2) == 8 * 6000 * 2
+
+
+def test_a_short_row_does_not_join_where_padding_wastes_more_than_its_worth() -> None:
+    kv = 131_072
+    short, long = Group(7, 20, 140), Group(7, 6000, 42_000)
+    assert not joinable(short, 6000, kv)
+    assert join_bytes([short], 6000, kv) == 6000 * kv
+    assert joinable(long, 5000, kv)
+    assert join_bytes([long], 5000, kv) == 6000 * kv
+    assert joinable(short, 200, kv), "256 MiB of padding or less is not worth a second batch"
+    assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv
+
+
+@given(GROUPS, st.integers(1, 100_000), st.integers(1, 10**6))
+def test_joining_never_costs_more_than_a_batch_of_its_own_unless_nothing_else_is_allowed(
+    groups: list[Group], length: int, kv: int
+) -> None:
+    cost = join_bytes(groups, length, kv)
+    assert cost >= length * kv or any(joinable(group, length, kv) for group in groups)
+    assert cost >= min([length * kv, *[length * kv for _ in groups]])
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**5), st.integers(1, 8))
+def test_the_need_counts_the_whole_prompt_every_choice_and_absent_weights(prompt: int, output: int, n: int) -> None:
+    loaded = Model("m", loaded=True, weights=GIB, kv_per_token=10, transient=7)
+    absent = Model("m", loaded=False, weights=GIB, kv_per_token=10, transient=7)
+    assert request_need(loaded, prompt, output, n) == n * (prompt + output) * 10 + 7
+    assert request_need(absent, prompt, output, n) - request_need(loaded, prompt, output, n) == GIB
+
+
+@given(MEMORY, st.integers(0, 10**6))
+def test_what_fits_now_can_ever_fit(memory: Memory, prompt: int) -> None:
+    model = Model("m", loaded=True, weights=0, kv_per_token=1000)
+    assume(memory.ceiling <= memory.cap)
+    if isinstance(judge(memory, request_need(model, prompt, 100)), Fits):
+        assert can_ever_fit(memory, model, prompt, 100)
+
+
+def test_every_code_has_a_status() -> None:
+    assert set(STATUS) == set(Code)
+    assert Refused(Code.OVER_SHARE, "").status == 429
+    assert Refused(Code.TOO_LARGE, "").final
+    assert not Refused(Code.NO_ROOM, "").final
