@@ -1,10 +1,12 @@
 """Sizes as people write them, and urgent frames before long ones."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 from wire.codec import Splitter, decode
 from wire.frames import Answer, Cancel, Generate, Message, Params
-from wire.stream import Outbox
+from wire.stream import TURN, Outbox
 from wire.units import GIB, parse_size, show_size
 
 
@@ -33,14 +35,55 @@ def test_sizes_are_shown_with_their_unit() -> None:
     ]  # fmt: skip
 
 
+def sent(written: list[bytes]) -> list[str]:
+    return [type(decode(tag, body)).__name__ for tag, body in Splitter().feed(b"".join(written))]
+
+
+def long_request() -> Generate:
+    return Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0)
+
+
 def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
-    outbox = Outbox()
-    assert outbox.urgent(Cancel(1))
-    assert outbox.urgent(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0)) == b""
+    written: list[bytes] = []
+    deferred: list[Callable[[], None]] = []
+    outbox = Outbox(written.append, deferred.append)
+    outbox.send(long_request())
     outbox.later(Answer(5, b"y" * 10, last=number == 1) for number in range(2))
-    assert outbox.waiting
-    splitter, kinds = Splitter(), []
-    while (piece := outbox.piece()) is not None:
-        kinds += [type(decode(tag, body)).__name__ for tag, body in splitter.feed(piece)]
-    assert kinds == ["Answer", "Answer", "Generate"]
-    assert not outbox.waiting
+    outbox.send(Cancel(1))
+    while deferred:
+        deferred.pop(0)()
+    assert sent(written) == ["Cancel", "Answer", "Answer", "Generate"]
+
+
+def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> None:
+    written: list[bytes] = []
+    deferred: list[Callable[[], None]] = []
+    outbox = Outbox(written.append, deferred.append)
+    outbox.pause()
+    outbox.send(long_request())
+    outbox.send(Cancel(1))
+    assert not deferred
+    assert sent(written) == ["Cancel"]
+    outbox.resume()
+    deferred.pop(0)()
+    assert not deferred
+    assert sent(written) == ["Cancel", "Generate"]
+
+
+def test_a_long_answer_is_made_piece_by_piece_and_gives_way_to_the_loop() -> None:
+    written: list[bytes] = []
+    deferred: list[Callable[[], None]] = []
+    made: list[int] = []
+
+    def answers() -> Iterator[Answer]:
+        for number in range(100):
+            made.append(number)
+            yield Answer(1, b"z" * 1000)
+
+    outbox = Outbox(written.append, deferred.append)
+    outbox.later(answers())
+    deferred.pop(0)()
+    assert len(made) == TURN
+    outbox.close()
+    deferred.pop(0)()
+    assert len(made) == TURN
