@@ -157,20 +157,24 @@ class Renewed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ask(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: a question whose answer may be long (`logs`: the newest `limit` bytes; `settings`)."""
+    """coordinator → node: give `limit` bytes of `what` (`logs`) from `offset`; a negative offset counts from the end.
+
+    Long answers are asked for in windows, so a slow reader of one holds up nobody and fills no memory."""
 
     ask: int
     what: str
+    offset: int = 0
     limit: int = 0
 
 
 class Answer(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: one piece of an answer; `error` ends it."""
+    """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more)."""
 
     ask: int
     payload: bytes
     last: bool = False
     error: str = ""
+    next: int = 0
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):

@@ -5,14 +5,21 @@ and are written one at a time, only while the transport is not paused; so a toke
 and what the transport holds (64 KiB, about 5 ms of a 100 Mbit/s line).
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
-from wire.codec import LONGEST_PLAIN, encode, fragments
+from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, Splitter, WireError, encode, fragments
 from wire.frames import Frame
 
 MOST_BUFFERED = 64 * 1024
 """Bytes that the transport may hold before pieces wait; also what the kernel may hold unsent."""
+AF_UNIX = 1
+IPPROTO_TCP = 6
+TCP_NODELAY = 1
+TCP_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
+"""Python's socket module does not name the last (sys/tcp.h on macOS, linux/tcp.h)."""
 TURN = 8
 """Pieces written in one go, so that a fast socket does not keep the loop to itself."""
 
@@ -77,3 +84,123 @@ class Outbox:
                 self._bulk.append(source)
                 self._write(piece)
         self._start()
+
+
+class Transport(Protocol):
+    """What an endpoint needs of asyncio's transports (this module imports no asyncio: it can be driven by a test)."""
+
+    def write(self, data: bytes) -> None:
+        """Queue bytes."""
+
+    def close(self) -> None:
+        """Close after what was written."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+    def is_closing(self) -> bool:
+        """Whether it closes or is closed."""
+        ...
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Call pause_writing above `high` bytes."""
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        """Socket, peer name, certificate."""
+
+
+class Endpoint:
+    """One end of a link as an asyncio protocol: splits what comes, sends through an Outbox, ends on a breach.
+
+    Subclasses override `opened`, `received` and `lost`. `defer` is the loop's call_soon.
+    """
+
+    def __init__(self, defer: Callable[[Callable[[], None]], object], longest_joined: int = LONGEST_JOINED) -> None:
+        self._defer = defer
+        self._splitter = Splitter(longest_joined=longest_joined)
+        self._reason = "the peer closed the connection"
+        self.transport: Transport | None = None
+        self.outbox: Outbox | None = None
+
+    def opened(self) -> None:
+        """The connection is up."""
+
+    def received(self, tag: int, body: bytes) -> None:
+        """One frame came. A WireError raised here ends the connection with its text."""
+        raise NotImplementedError
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone; called once."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: Transport) -> None:
+        """Keep the buffers small, so that urgent frames find the line free."""
+        self.transport = transport
+        transport.set_write_buffer_limits(high=MOST_BUFFERED)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family != AF_UNIX:
+            connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+            connection.setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, MOST_BUFFERED)
+        self.outbox = Outbox(transport.write, self._defer)
+        self.opened()
+
+    def data_received(self, data: bytes) -> None:
+        """Split and hand on."""
+        try:
+            for tag, body in self._splitter.feed(data):
+                self.received(tag, body)
+        except WireError as error:
+            self.abort(f"the peer sent a {error}")
+
+    def eof_received(self) -> None:
+        """Let the transport close."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget what waits and tell the subclass why."""
+        if self.outbox is not None:
+            self.outbox.close()
+        self.lost(f"{self._reason}" if exc is None else str(exc) or type(exc).__name__)
+
+    def pause_writing(self) -> None:
+        """Hold long frames back."""
+        if self.outbox is not None:
+            self.outbox.pause()
+
+    def resume_writing(self) -> None:
+        """Go on with long frames."""
+        if self.outbox is not None:
+            self.outbox.resume()
+
+    @property
+    def open(self) -> bool:
+        """Whether frames can still be sent."""
+        return self.transport is not None and not self.transport.is_closing()
+
+    def send(self, frame: Frame) -> bool:
+        """Send a frame; False once the connection is closing. Raises what `encode` raises."""
+        if self.outbox is None or not self.open:
+            return False
+        self.outbox.send(frame)
+        return True
+
+    def forward(self, encoded: bytes) -> None:
+        """Send an encoded frame as it is."""
+        if self.outbox is not None and self.open:
+            self.outbox.forward(encoded)
+
+    def later(self, frames: Iterator[Frame]) -> None:
+        """Send frames that give way to all others."""
+        if self.outbox is not None and self.open:
+            self.outbox.later(frames)
+
+    def close(self, reason: str = "") -> None:
+        """Send what was written, then close."""
+        self._reason = reason or self._reason
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close at once, keeping the reason for `lost`."""
+        self._reason = reason
+        if self.transport is not None:
+            self.transport.abort()

@@ -1,0 +1,311 @@
+"""The link server: the one port that nodes dial.
+
+Covers: TLS, enrolment of peers without a certificate, the greeting of peers with one, framing both ways, newest wins,
+second links that take over, pings, questions to nodes, limits on strangers.
+Does not cover: what a node's state means (`membership`), what is done with its frames (`router.dispatch`), who may join
+(`enrolment`).
+
+Rules
+- Identity is the URI in the verified certificate, and the frames of a connection speak for that node only.
+- A peer without a certificate gets STRANGER_SECONDS and STRANGER_BYTES to enrol; nothing but enrolment frames is
+  decoded for it. Waiting for a person's approval is the only thing that may take longer.
+- The newest connection of a node wins. Only a second link of the same agent instance that says so leaves the first
+  open, until the node closes it.
+"""
+
+import asyncio
+import itertools
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import structlog
+
+from coordinator.authority import peer_of, serial_of
+from coordinator.enrolment import Conversation
+from wire.codec import WireError, decode
+from wire.frames import ENROLMENT, TAGS, Answer, Ask, Denied, Frame, Hello, Ping, Welcome
+from wire.identity import NodeId, Peer
+from wire.stream import Endpoint
+
+HANDSHAKE_SECONDS = 5.0
+STRANGER_SECONDS = 5.0
+STRANGER_BYTES = 16 * 1024
+STRANGERS = 64
+"""Connections that have not said Hello yet; a quarter of it from one address."""
+PING_SECONDS = 1.0
+ASK_WINDOW = 1024 * 1024
+"""Bytes of a long answer that are under way at one time."""
+ASK_SECONDS = 10.0
+"""Longest silence between two pieces of an answer."""
+
+log = structlog.get_logger("coordinator.links")
+
+
+class Owner(Protocol):
+    """What the registry decides for the link server."""
+
+    def greet(self, peer: Peer, serial: int, hello: Hello) -> Welcome | Denied:
+        """Say whether this node may link."""
+        ...
+
+    def linked(self, node: NodeId, hello: Hello) -> None:
+        """The node's newest link is up."""
+        ...
+
+    def unlinked(self, node: NodeId, reason: str) -> None:
+        """The node's newest link ended."""
+        ...
+
+    def received(self, node: NodeId, frame: Frame) -> None:
+        """Take a frame of a linked node."""
+        ...
+
+    def converse(self, address: str) -> Conversation | Denied:
+        """Begin an enrolment, or say why not now."""
+        ...
+
+
+class Connection(Endpoint):
+    """One accepted connection: a stranger until its Hello was answered with Welcome."""
+
+    def __init__(self, server: "LinkServer") -> None:
+        self._loop = asyncio.get_running_loop()
+        super().__init__(self._loop.call_soon)
+        self._server = server
+        self._conversation: Conversation | None = None
+        self._bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self.address = ""
+        self.peer: Peer | None = None
+        self.serial = 0
+        self.node: NodeId | None = None
+        self.hello: Hello | None = None
+
+    def opened(self) -> None:
+        """Read who it is from the certificate and start the stranger's clock."""
+        assert self.transport is not None  # noqa: S101  set by connection_made
+        self.address = (self.transport.get_extra_info("peername") or ("?",))[0]
+        tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
+        certificate = tls.getpeercert(True) if tls else None
+        if certificate:
+            self.peer, self.serial = peer_of(certificate), serial_of(certificate)
+        self._deadline = self._loop.call_later(STRANGER_SECONDS, self._too_slow)
+        self._server.arrived(self)
+
+    def _too_slow(self) -> None:
+        if self._conversation is not None and self._conversation.waiting:
+            return
+        self.abort(f"no Hello and no enrolment within {STRANGER_SECONDS:.0f} s")
+
+    def data_received(self, data: bytes) -> None:
+        """Count a stranger's bytes before they are read."""
+        if self.node is None:
+            self._bytes += len(data)
+            if self._bytes > STRANGER_BYTES:
+                self.abort(f"more than {STRANGER_BYTES} bytes before a Hello")
+                return
+        super().data_received(data)
+
+    def received(self, tag: int, body: bytes) -> None:
+        """Enrol, greet, or hand on."""
+        if self.node is not None:
+            self._server.take(self, decode(tag, body))
+        elif self.peer is None:
+            self._enrol(tag, body)
+        else:
+            hello = decode(tag, body)
+            if not isinstance(hello, Hello):
+                raise WireError(f"{type(hello).__name__} before Hello")
+            self._server.greet(self, self.peer, hello)
+
+    def _enrol(self, tag: int, body: bytes) -> None:
+        if TAGS.get(tag) not in ENROLMENT:
+            raise WireError(f"frame {tag} from a peer without a certificate")
+        if self._conversation is None:
+            begun = self._server.owner.converse(self.address)
+            if isinstance(begun, Denied):
+                self.refuse(begun)
+                return
+            self._conversation = begun
+            begun.on_reply = self._reply
+        self._reply(self._conversation.receive(decode(tag, body), self._loop.time()))
+
+    def _reply(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            self.send(frame)
+        if self._conversation is not None and self._conversation.closed:
+            self.close("the enrolment ended")
+
+    def refuse(self, denied: Denied) -> None:
+        """Say no and hang up."""
+        log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
+        self.send(denied)
+        self.close(denied.message)
+
+    def welcomed(self, node: NodeId, hello: Hello) -> None:
+        """Become a node's link."""
+        self.node, self.hello = node, hello
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def lost(self, reason: str) -> None:
+        """Tell the server."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._conversation is not None:
+            self._conversation.abandon()
+        self._server.gone(self, reason)
+
+
+class LinkServer:
+    """All links. Everything happens on one loop; `owner` decides, this class connects."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self._server: asyncio.Server | None = None
+        self._strangers: set[Connection] = set()
+        self._links: dict[NodeId, Connection] = {}
+        self._retired: set[Connection] = set()
+        self._nonces = itertools.count(1)
+        self._asks: dict[int, asyncio.Queue[Answer]] = {}
+        self._ask_numbers = itertools.count(1)
+        self._ping_timer: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
+        """Listen; give the port. OSError when the address is taken."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self),  # type: ignore[arg-type,return-value]
+            host,
+            port,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_shutdown_timeout=1.0,
+        )
+        self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Stop listening and hang up on everybody."""
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._strangers, *self._links.values(), *self._retired]:
+            connection.close("the coordinator stops")
+
+    # -- connections --------------------------------------------------------------
+
+    def arrived(self, connection: Connection) -> None:
+        """Count a stranger; too many, or too many from one address, are turned away."""
+        self._strangers.add(connection)
+        here = Counter(stranger.address for stranger in self._strangers)[connection.address]
+        if len(self._strangers) > STRANGERS or here > STRANGERS // 4:
+            connection.abort(f"{len(self._strangers)} strangers are connected, {here} from this address")
+
+    def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
+        """Answer a Hello."""
+        answer = self.owner.greet(peer, connection.serial, hello)
+        if isinstance(answer, Denied):
+            connection.refuse(answer)
+            return
+        node = NodeId(hello.node)
+        self._strangers.discard(connection)
+        older = self._links.get(node)
+        if older is not None:
+            self._replace(older, hello)
+        connection.welcomed(node, hello)
+        self._links[node] = connection
+        connection.send(answer)
+        self.owner.linked(node, hello)
+
+    def _replace(self, older: Connection, hello: Hello) -> None:
+        same = older.hello is not None and older.hello.instance == hello.instance
+        if same and hello.takeover:
+            self._retired.add(older)
+        else:
+            del self._links[NodeId(hello.node)]
+            self.owner.unlinked(NodeId(hello.node), "a newer connection of the same node replaced this one")
+            older.close("a newer connection of the same node replaced this one")
+
+    def gone(self, connection: Connection, reason: str) -> None:
+        """A connection ended."""
+        self._strangers.discard(connection)
+        self._retired.discard(connection)
+        if connection.node is None:
+            log.info("stranger gone", peer=connection.address, reason=reason)
+        elif self._links.get(connection.node) is connection:
+            del self._links[connection.node]
+            self.owner.unlinked(connection.node, reason)
+
+    def take(self, connection: Connection, frame: Frame) -> None:
+        """Take a node's frame: answers are delivered here, the rest is the owner's."""
+        assert connection.node is not None  # noqa: S101  only linked connections get here
+        if isinstance(frame, Answer):
+            queue = self._asks.get(frame.ask)
+            if queue is not None:
+                queue.put_nowait(frame)
+            return
+        self.owner.received(connection.node, frame)
+
+    # -- towards the nodes -----------------------------------------------------------
+
+    def send(self, node: NodeId, frame: Frame) -> bool:
+        """Send on the node's newest link; False when there is none."""
+        link = self._links.get(node)
+        return link is not None and link.send(frame)
+
+    def hang_up(self, node: NodeId, reason: str, denied: Denied | None = None) -> None:
+        """End every link of a node at once, telling it why when there is a reason that it should know."""
+        for link in [*self._links.values(), *self._retired]:
+            if link.node == node:
+                if denied is not None:
+                    link.send(denied)
+                    link.close(reason)
+                else:
+                    link.abort(reason)
+
+    def newest(self, node: NodeId) -> Connection | None:
+        """Give the node's newest link."""
+        return self._links.get(node)
+
+    def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        ping = Ping(next(self._nonces))
+        for link in self._links.values():
+            link.send(ping)
+        self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
+
+    async def ask(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
+        """Yield the newest `limit` bytes of what a node is asked for, window by window, as fast as they are taken.
+
+        LookupError when the node is not linked or cannot answer; TimeoutError when it stops answering.
+        """
+        offset, left = -limit, limit
+        while left > 0:
+            async for answer in self._window(node, what, offset, min(left, ASK_WINDOW)):
+                left -= len(answer.payload)
+                offset = answer.next
+                if answer.payload:
+                    yield answer.payload
+            if offset == 0:
+                return
+
+    async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
+        number = next(self._ask_numbers)
+        queue = self._asks[number] = asyncio.Queue[Answer]()
+        try:
+            if not self.send(node, Ask(number, what, offset, limit)):
+                raise LookupError("the node is not linked")
+            last = False
+            while not last:
+                async with asyncio.timeout(ASK_SECONDS):
+                    answer = await queue.get()
+                if answer.error:
+                    raise LookupError(answer.error)
+                last = answer.last
+                yield answer
+        finally:
+            del self._asks[number]

@@ -1,0 +1,40 @@
+"""Settings of the coordinator; `config.toml` in the state folder, MACPOOL_* or --set."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from router.settings import RouterSettings
+from wire.settings import Section
+
+OTHERS = frozenset({"memory", "engine", "node"})
+"""Sections of the same file that belong to the node on this machine."""
+
+
+class ClusterSettings(Section, frozen=True, kw_only=True):
+    """The cluster itself."""
+
+    name: Annotated[str, Meta(description="Friendly name of the cluster, shown by Bonjour and to joining Macs.")] = "home"
+    bonjour: Annotated[bool, Meta(description="Announce the coordinator on the local network.")] = True
+    certificate_days: Annotated[
+        float, Meta(gt=0, le=825, description="Life of the certificates that nodes get; renewed at two thirds of it.")
+    ] = 90.0
+
+
+class HttpSettings(Section, frozen=True, kw_only=True):
+    """The endpoint that clients use."""
+
+    drain_seconds: Annotated[
+        float, Meta(ge=0, description="At shutdown, longest wait for running requests to end.")
+    ] = 20.0
+    hosts: Annotated[
+        str, Meta(description="Host names, beside IP addresses and *.local, that requests may name; comma separated.")
+    ] = ""
+
+
+class CoordinatorSettings(Section, frozen=True, kw_only=True):
+    """Everything the coordinator can be told."""
+
+    cluster: ClusterSettings = ClusterSettings()
+    http: HttpSettings = HttpSettings()
+    router: RouterSettings = RouterSettings()

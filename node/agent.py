@@ -1,0 +1,372 @@
+"""The agent: this Mac's long-lived loop to the coordinator.
+
+Covers: staying connected for ever (remembered addresses, then Bonjour by cluster id, jittered back-off), reports,
+handing requests to the engine and its frames back, certificate renewal by a second link, a clean goodbye.
+Does not cover: the engine's process (`supervise`), limits and readings (`memory`), enrolment (`enrol`).
+
+Rules
+- A request belongs to the link it came on. When that link ends the request is cancelled, and nothing of it is ever
+  sent on another link, so the coordinator may place it elsewhere without hearing two answers.
+- The end of a link never unloads a model.
+- A renewed certificate opens a second link that takes over; the first is closed when its last request is done.
+"""
+
+import asyncio
+import random
+import ssl
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+
+import structlog
+
+from node import bonjour
+from node.enrol import Identity, client_context, install, needs_renewal, new_csr
+from node.link import Link, dial
+from node.settings import NodeSettings
+from node.supervise import Supervisor
+from wire.codec import decode, encode, head_of
+from wire.frames import (
+    TAGS,
+    Answer,
+    Ask,
+    Cancel,
+    Deltas,
+    Denied,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Goodbye,
+    Hello,
+    Ping,
+    Refusal,
+    Renew,
+    Renewed,
+    Report,
+    Welcome,
+)
+from wire.identity import PROTOCOL
+from wire.report import Hardware
+
+SILENCE = 10.0
+"""Seconds without a frame after which the link is given up."""
+BACK_OFF = (0.5, 30.0)
+"""First and longest wait between two rounds of dialling, in seconds; each is jittered by half."""
+CHANGE_GAP = 0.1
+"""Least seconds between two reports that are sent because something changed."""
+ANSWER_PIECE = 32 * 1024
+
+log = structlog.get_logger("node.agent")
+
+
+class Expelled(Exception):
+    """The coordinator will not have this node; the text says why and what a person can do."""
+
+
+class Agent:
+    """Owns the links of this node. `run` ends after `stop`, or raises Expelled."""
+
+    def __init__(
+        self, identity: Identity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
+    ) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._version = version
+        self._hardware = hardware
+        self._log_file = log_file
+        self._instance = uuid.uuid4().hex
+        self._link: Link | None = None
+        self._links: set[Link] = set()
+        self._context = client_context(identity)
+        self._sequence = 0
+        self._ping = 0
+        self._reported_at = 0.0
+        self._report_timer: asyncio.TimerHandle | None = None
+        self._draining = False
+        self._expelled: str | None = None
+        self._retry_after = 0.0
+        self._woken = asyncio.Event()
+        self._stopping = False
+        self._renewing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.supervisor: Supervisor | None = None
+        self.on_welcome: Callable[[Welcome], None] = lambda _: None
+
+    # -- staying connected ---------------------------------------------------
+
+    async def run(self) -> None:
+        """Stay connected until `stop`. Raises Expelled when the coordinator says no for good."""
+        wait = BACK_OFF[0]
+        while not self._stopping:
+            link = await self._connect(takeover=False)
+            if link is not None:
+                wait = BACK_OFF[0]
+                await self._until_lost(link)
+            if self._expelled is not None:
+                raise Expelled(self._expelled)
+            if not self._stopping:
+                await self._sleep(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
+                wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+
+    async def _connect(self, *, takeover: bool) -> Link | None:
+        async for address in self._addresses():
+            try:
+                link = await dial(address, self._context, self._new_link)
+            except (OSError, ssl.SSLError, TimeoutError) as error:
+                log.info("dial failed", address=address, error=str(error) or type(error).__name__)
+                continue
+            self._identity.remember(address)
+            self._links.add(link)
+            link.send(self._hello(takeover))
+            return link
+        return None
+
+    async def _addresses(self) -> AsyncIterator[str]:
+        known = list(self._identity.addresses)
+        for address in known:
+            yield address
+        if not self._stopping:
+            for found in await bonjour.find(3.0, cluster=self._identity.cluster):
+                for address in found.addresses:
+                    if address not in known:
+                        yield address
+
+    def _new_link(self) -> Link:
+        return Link(self._identity.cluster, self._received, self._lost)
+
+    def _hello(self, takeover: bool) -> Hello:
+        identity = self._identity
+        return Hello(
+            PROTOCOL, identity.node, identity.name, self._instance, identity.machine, self._version, self._hardware,
+            takeover,
+        )  # fmt: skip
+
+    async def _until_lost(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        while link.open and not self._stopping:
+            silent = loop.time() - link.heard_at
+            if silent >= SILENCE:
+                link.abort(f"the coordinator was silent for {silent:.0f} s")
+                return
+            self._woken.clear()
+            await self._sleep(SILENCE - silent)
+            link = self._link or link
+            self._renew_if_due()
+
+    def _lost(self, link: Link, reason: str) -> None:
+        self._links.discard(link)
+        for request in link.requests:
+            self._to_engine(Cancel(request))
+        if link is self._link:
+            self._link = None
+            log.warning("link lost", reason=reason, cancelled=len(link.requests))
+        elif self._link is not None:
+            for request in link.requests:
+                self._link.send(Failed(request, "link_lost", "the older of two links to the node was lost"))
+        self._woken.set()
+
+    # -- frames from the coordinator ------------------------------------------
+
+    def _received(self, link: Link, tag: int, body: bytes) -> None:
+        kind = TAGS.get(tag)
+        if kind is Generate:
+            self._take(link, tag, body)
+        else:
+            self._act(link, decode(tag, body))
+
+    def _take(self, link: Link, tag: int, body: bytes) -> None:
+        assert self.supervisor is not None  # noqa: S101  set before the first link
+        request = head_of(body)
+        link.requests.add(request)
+        encoded = (len(body) + 1).to_bytes(4, "big") + bytes((tag,)) + body
+        self.supervisor.send(encoded, Generate, request)
+
+    def _act(self, link: Link, frame: Frame) -> None:
+        match frame:
+            case Cancel():
+                for each in self._links:
+                    each.requests.discard(frame.request)
+                self._to_engine(frame)
+            case Ping():
+                self._ping = frame.nonce
+                if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle / 2:
+                    self.report()
+            case Welcome():
+                self._welcomed(link, frame)
+            case Denied():
+                self._denied(frame)
+            case Ask():
+                self._answer(link, frame)
+            case Renewed():
+                self._spawn(self._take_over(frame))
+            case _:
+                link.abort(f"the coordinator sent {type(frame).__name__}, which only nodes send")
+
+    def _welcomed(self, link: Link, welcome: Welcome) -> None:
+        older, self._link = self._link, link
+        for address in welcome.addresses:
+            self._identity.remember(address)
+        log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
+        if older is not None:
+            self._retire(older)
+        self._renewing = False
+        self.on_welcome(welcome)
+        self.report()
+
+    def _retire(self, link: Link) -> None:
+        if not link.requests:
+            link.close()
+
+    def _denied(self, denied: Denied) -> None:
+        log.error("denied", reason=denied.reason, message=denied.message)
+        if denied.final:
+            self._expelled = denied.message
+        self._retry_after = denied.retry_after
+        self._woken.set()
+
+    # -- frames from the engine -------------------------------------------------
+
+    def from_engine(self, tag: int, encoded: bytes, request: int) -> None:
+        """Forward what the engine says of a request to the link that it came on, and a step to the links it is for."""
+        if TAGS.get(tag) is Deltas:
+            self._forward_step(encoded)
+            return
+        ended = TAGS.get(tag) in (Finished, Refusal, Failed)
+        for link in tuple(self._links):
+            if request in link.requests:
+                link.forward(encoded)
+                if ended:
+                    self._end(link, request)
+
+    def _forward_step(self, encoded: bytes) -> None:
+        users = [link for link in self._links if link.requests]
+        if len(users) == 1:
+            users[0].forward(encoded)
+            return
+        step = decode(encoded[4], encoded[5:])
+        assert isinstance(step, Deltas)  # noqa: S101  the tag was read by the caller
+        for link in users:
+            mine = tuple(delta for delta in step.deltas if delta.request in link.requests)
+            if mine:
+                link.send(Deltas(mine))
+
+    def _end(self, link: Link, request: int) -> None:
+        link.requests.discard(request)
+        if link is not self._link:
+            self._retire(link)
+        if self._draining:
+            self._woken.set()
+
+    def changed(self) -> None:
+        """Report soon: the engine published, or a limit moved."""
+        if self._link is None or self._report_timer is None:
+            return
+        loop = asyncio.get_running_loop()
+        due = max(loop.time(), self._reported_at + CHANGE_GAP)
+        if due < self._report_timer.when():
+            self._report_timer.cancel()
+            self._report_timer = loop.call_at(due, self.report)
+
+    def _to_engine(self, frame: Cancel) -> None:
+        if self.supervisor is not None:
+            self.supervisor.send(encode(frame), Cancel, frame.request)
+
+    # -- reports -----------------------------------------------------------------
+
+    def report(self) -> None:
+        """Send a report now and plan the next."""
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_timer = None
+        supervisor, link = self.supervisor, self._link
+        if supervisor is None or link is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._sequence += 1
+        self._reported_at = loop.time()
+        state, snapshot = supervisor.state, supervisor.report
+        link.send(
+            Report(
+                self._sequence,
+                supervisor.memory(),
+                state,
+                snapshot.models if snapshot else (),
+                snapshot.acked_seq if snapshot else 0,
+                self._draining,
+                self._ping,
+            )
+        )
+        busy = state.running + state.waiting > 0
+        settings = self._settings.node
+        # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
+        due = settings.report_busy if busy else settings.report_idle * 1.5
+        self._report_timer = loop.call_later(due, self.report)
+
+    # -- questions ---------------------------------------------------------------
+
+    def _answer(self, link: Link, ask: Ask) -> None:
+        if ask.what == "logs":
+            link.later(_pieces(ask, self._log_file))
+        else:
+            link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
+
+    # -- renewal -------------------------------------------------------------------
+
+    def _renew_if_due(self) -> None:
+        if self._link is not None and not self._renewing and needs_renewal(self._identity, time.time()):
+            self._renewing = True
+            self._link.send(Renew(new_csr(self._identity)))
+
+    async def _take_over(self, renewed: Renewed) -> None:
+        install(self._identity, renewed.certificate)
+        self._context = client_context(self._identity)
+        log.info("certificate renewed")
+        await self._connect(takeover=True)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- the end ---------------------------------------------------------------------
+
+    async def stop(self, drain: float, reason: str = "stopping") -> None:
+        """Take no more work, let running requests end for at most `drain` seconds, say goodbye and hang up."""
+        self._draining = True
+        self.report()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain
+        while any(link.requests for link in self._links) and (left := deadline - loop.time()) > 0:
+            self._woken.clear()
+            await self._sleep(left)
+        self._stopping = True
+        if self._link is not None:
+            self._link.send(Goodbye(reason))
+        for link in tuple(self._links):
+            link.close()
+        self._woken.set()
+
+
+def _pieces(ask: Ask, path: Path) -> Iterator[Answer]:
+    """Give a window of a file as answers, read as they are sent."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size + ask.offset) if ask.offset < 0 else min(ask.offset, size)
+            end = min(size, start + ask.limit)
+            file.seek(start)
+            while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):
+                start += len(piece)
+                yield Answer(ask.ask, piece)
+        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0)
+    except OSError as error:
+        yield Answer(ask.ask, b"", last=True, error=str(error))

@@ -1,0 +1,72 @@
+"""The node's end of the link: one TLS connection that the node dialled."""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+
+from wire.identity import coordinator_uri
+from wire.stream import Endpoint
+
+DIAL_SECONDS = 5.0
+"""Longest wait for TCP, and again for TLS, before the next address is tried."""
+
+
+class NotTheCoordinator(ConnectionError):
+    """The other end has no certificate of our cluster's coordinator."""
+
+
+class Link(Endpoint):
+    """One connection. `take(link, tag, body)` and `gone(link, reason)` are called on the loop."""
+
+    def __init__(
+        self, cluster: str, take: Callable[["Link", int, bytes], None], gone: Callable[["Link", str], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        super().__init__(self._loop.call_soon)
+        self._cluster = cluster
+        self._take = take
+        self._gone = gone
+        self.verified = False
+        self.heard_at = self._loop.time()
+        self.requests: set[int] = set()
+        """Requests that came over this link and are not finished; they are cancelled with it."""
+
+    def received(self, tag: int, body: bytes) -> None:
+        """Hand on."""
+        self._take(self, tag, body)
+
+    def data_received(self, data: bytes) -> None:
+        """Note when the coordinator was heard."""
+        self.heard_at = self._loop.time()
+        if self.verified:
+            super().data_received(data)
+
+    def lost(self, reason: str) -> None:
+        """Tell the owner."""
+        self._gone(self, reason)
+
+    def verify(self) -> None:
+        """Check that the certificate at the other end is our coordinator's; NotTheCoordinator otherwise."""
+        certificate = (self.transport.get_extra_info("peercert") if self.transport else None) or {}
+        names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
+        if names != [coordinator_uri(self._cluster)]:
+            self.abort("the other end is not our coordinator")
+            raise NotTheCoordinator(f"the peer's certificate names {names}, not {coordinator_uri(self._cluster)}")
+        self.verified = True
+
+
+async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Link]) -> Link:
+    """Connect to `host:port` and verify who answers. OSError, ssl.SSLError, TimeoutError or NotTheCoordinator."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(2 * DIAL_SECONDS):
+        _, link = await asyncio.get_running_loop().create_connection(
+            make,  # type: ignore[arg-type]
+            host.strip("[]"),
+            int(port),
+            ssl=context,
+            server_hostname="",
+            ssl_handshake_timeout=DIAL_SECONDS,
+            happy_eyeballs_delay=0.25,
+        )
+    link.verify()
+    return link
