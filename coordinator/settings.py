@@ -3,8 +3,8 @@
 from typing import Annotated
 
 from msgspec import Meta
-
 from router.settings import RouterSettings
+
 from wire.settings import Section
 
 OTHERS = frozenset({"memory", "engine", "node"})
@@ -14,7 +14,9 @@ OTHERS = frozenset({"memory", "engine", "node"})
 class ClusterSettings(Section, frozen=True, kw_only=True):
     """The cluster itself."""
 
-    name: Annotated[str, Meta(description="Friendly name of the cluster, shown by Bonjour and to joining Macs.")] = "home"
+    name: Annotated[str, Meta(description="Friendly name of the cluster, shown by Bonjour and to joining Macs.")] = (
+        "home"
+    )
     bonjour: Annotated[bool, Meta(description="Announce the coordinator on the local network.")] = True
     certificate_days: Annotated[
         float, Meta(gt=0, le=825, description="Life of the certificates that nodes get; renewed at two thirds of it.")

@@ -1,0 +1,1 @@
+"""Proof that the tests of safety properties can fail."""

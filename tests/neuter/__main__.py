@@ -1,0 +1,99 @@
+"""`make neuter`: break each safety property in a copy of the repository and demand that its tests turn red.
+
+Each entry of entries.toml names a property, the text to replace in one file, and tests. The tests must pass as the code
+stands and fail once it is broken; an entry whose text is no longer there exactly once is itself a failure.
+`python -m tests.neuter NAME…` runs only the entries with these names.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS_FAILED = 1
+"""pytest's exit code for red tests; all other codes mean that the tests did not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One property and how to break it."""
+
+    name: str
+    property: str
+    file: str
+    find: str
+    replace: str
+    tests: list[str]
+
+
+def load() -> list[Entry]:
+    """Read entries.toml."""
+    entries = tomllib.loads((ROOT / "tests/neuter/entries.toml").read_text())["entry"]
+    return [Entry(**entry) for entry in entries]
+
+
+def tracked() -> list[str]:
+    """List the files that git tracks or would."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def run(folder: Path, tests: list[str]) -> tuple[int, str]:
+    """Run tests in a copy; give pytest's exit code and its last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return done.returncode, lines[-1] if lines else ""
+
+
+def check(entry: Entry, files: list[str]) -> str | None:
+    """Break one property; give what is wrong, or None when its tests noticed."""
+    text = (ROOT / entry.file).read_text()
+    if text.count(entry.find) != 1:
+        return f"its text stands {text.count(entry.find)} times in {entry.file}: the entry no longer applies"
+    with tempfile.TemporaryDirectory(prefix="neuter-") as name:
+        folder = Path(name)
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, folder / file)
+        (folder / entry.file).write_text(text.replace(entry.find, entry.replace))
+        code, last = run(folder, entry.tests)
+    if code == TESTS_FAILED:
+        return None
+    return f"its tests stay green: {last}" if code == 0 else f"its tests did not run (exit {code}): {last}"
+
+
+def main() -> int:
+    """Check all entries, or those named on the command line."""
+    wanted = set(sys.argv[1:])
+    entries = [entry for entry in load() if not wanted or entry.name in wanted]
+    tests = sorted({test for entry in entries for test in entry.tests})
+    code, last = run(ROOT, tests)
+    if code != 0:
+        print(f"the tests must be green before anything is broken: {last}")
+        return 1
+    files = tracked()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda entry: check(entry, files), entries))
+    for entry, wrong in zip(entries, results, strict=True):
+        print(f"{'RED as it must be' if wrong is None else 'WRONG: ' + wrong}  {entry.name}: {entry.property}")
+    bad = sum(wrong is not None for wrong in results)
+    print(f"{len(entries) - bad} of {len(entries)} properties are guarded by tests that fail without them")
+    return 1 if bad or not entries else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
