@@ -18,15 +18,15 @@ import itertools
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
-from coordinator.authority import peer_of, serial_of
 from coordinator.enrolment import Conversation
+from wire.certificate import read_certificate
 from wire.codec import WireError, decode
-from wire.frames import ENROLMENT, TAGS, Answer, Ask, Denied, Frame, Hello, Ping, Welcome
-from wire.identity import NodeId, Peer
+from wire.frames import Answer, Ask, Denied, Frame, Hello, Ping, Welcome
+from wire.identity import NodeId, Peer, parse_uri
 from wire.stream import Endpoint
 
 HANDSHAKE_SECONDS = 5.0
@@ -46,19 +46,19 @@ log = structlog.get_logger("coordinator.links")
 class Owner(Protocol):
     """What the registry decides for the link server."""
 
-    def greet(self, peer: Peer, serial: int, hello: Hello) -> Welcome | Denied:
+    def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
         """Say whether this node may link."""
         ...
 
-    def linked(self, node: NodeId, hello: Hello) -> None:
-        """The node's newest link is up."""
+    def linked(self, node: NodeId, hello: Hello) -> int:
+        """The node's newest link is up; give it a number."""
         ...
 
-    def unlinked(self, node: NodeId, reason: str) -> None:
-        """The node's newest link ended."""
+    def unlinked(self, node: NodeId, number: int, reason: str) -> None:
+        """A link ended."""
         ...
 
-    def received(self, node: NodeId, frame: Frame) -> None:
+    def received(self, node: NodeId, number: int, frame: Frame) -> None:
         """Take a frame of a linked node."""
         ...
 
@@ -79,8 +79,9 @@ class Connection(Endpoint):
         self._deadline: asyncio.TimerHandle | None = None
         self.address = ""
         self.peer: Peer | None = None
-        self.serial = 0
+        self.serial = ""
         self.node: NodeId | None = None
+        self.number = 0
         self.hello: Hello | None = None
 
     def opened(self) -> None:
@@ -90,17 +91,20 @@ class Connection(Endpoint):
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
         certificate = tls.getpeercert(True) if tls else None
         if certificate:
-            self.peer, self.serial = peer_of(certificate), serial_of(certificate)
+            known = read_certificate(certificate)
+            self.peer, self.serial = parse_uri(known.uri), known.serial
         self._deadline = self._loop.call_later(STRANGER_SECONDS, self._too_slow)
-        self._server.arrived(self)
+        if self._server.arrived(self) and not certificate:
+            self._begin_enrolment()
 
     def _too_slow(self) -> None:
-        if self._conversation is not None and self._conversation.waiting:
-            return
-        self.abort(f"no Hello and no enrolment within {STRANGER_SECONDS:.0f} s")
+        self.abort(f"no Hello within {STRANGER_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
-        """Count a stranger's bytes before they are read."""
+        """Count a stranger's bytes before they are read; what has no certificate can only enrol."""
+        if self._conversation is not None:
+            self._converse(self._conversation.feed(data, self._loop.time()))
+            return
         if self.node is None:
             self._bytes += len(data)
             if self._bytes > STRANGER_BYTES:
@@ -109,34 +113,40 @@ class Connection(Endpoint):
         super().data_received(data)
 
     def received(self, tag: int, body: bytes) -> None:
-        """Enrol, greet, or hand on."""
+        """Greet, or hand on."""
         if self.node is not None:
             self._server.take(self, decode(tag, body))
-        elif self.peer is None:
-            self._enrol(tag, body)
-        else:
-            hello = decode(tag, body)
-            if not isinstance(hello, Hello):
-                raise WireError(f"{type(hello).__name__} before Hello")
-            self._server.greet(self, self.peer, hello)
+            return
+        hello = decode(tag, body)
+        if not isinstance(hello, Hello):
+            raise WireError(f"{type(hello).__name__} before Hello")
+        if self.peer is None or self.peer.node is None:
+            raise WireError("certificate that names no node")
+        self._server.greet(self, self.peer, hello)
 
-    def _enrol(self, tag: int, body: bytes) -> None:
-        if TAGS.get(tag) not in ENROLMENT:
-            raise WireError(f"frame {tag} from a peer without a certificate")
-        if self._conversation is None:
-            begun = self._server.owner.converse(self.address)
-            if isinstance(begun, Denied):
-                self.refuse(begun)
-                return
-            self._conversation = begun
-            begun.on_reply = self._reply
-        self._reply(self._conversation.receive(decode(tag, body), self._loop.time()))
+    def _begin_enrolment(self) -> None:
+        begun = self._server.owner.converse(self.address)
+        if isinstance(begun, Denied):
+            self.refuse(begun)
+            return
+        self._conversation = begun
+        begun.wake = lambda: self._loop.call_soon(self._poll) and None
+        self._converse([])
 
-    def _reply(self, frames: list[Frame]) -> None:
+    def _poll(self) -> None:
+        if self._conversation is not None and self.open:
+            self._converse(self._conversation.poll(self._loop.time()))
+
+    def _converse(self, frames: list[Frame]) -> None:
+        assert self._conversation is not None  # noqa: S101  the callers have one
         for frame in frames:
             self.send(frame)
-        if self._conversation is not None and self._conversation.closed:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._conversation.closed:
             self.close("the enrolment ended")
+        else:
+            self._deadline = self._loop.call_at(self._conversation.deadline, self._poll)
 
     def refuse(self, denied: Denied) -> None:
         """Say no and hang up."""
@@ -144,9 +154,9 @@ class Connection(Endpoint):
         self.send(denied)
         self.close(denied.message)
 
-    def welcomed(self, node: NodeId, hello: Hello) -> None:
+    def welcomed(self, node: NodeId, hello: Hello, number: int) -> None:
         """Become a node's link."""
-        self.node, self.hello = node, hello
+        self.node, self.hello, self.number = node, hello, number
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -155,7 +165,7 @@ class Connection(Endpoint):
         if self._deadline is not None:
             self._deadline.cancel()
         if self._conversation is not None:
-            self._conversation.abandon()
+            self._conversation.gone()
         self._server.gone(self, reason)
 
 
@@ -176,8 +186,8 @@ class LinkServer:
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
         """Listen; give the port. OSError when the address is taken."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: Connection(self),  # type: ignore[arg-type,return-value]
+        server = self._server = await loop.create_server(
+            lambda: cast("asyncio.Protocol", Connection(self)),
             host,
             port,
             ssl=context,
@@ -185,7 +195,7 @@ class LinkServer:
             ssl_shutdown_timeout=1.0,
         )
         self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
-        return self._server.sockets[0].getsockname()[1]
+        return server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop listening and hang up on everybody."""
@@ -198,12 +208,14 @@ class LinkServer:
 
     # -- connections --------------------------------------------------------------
 
-    def arrived(self, connection: Connection) -> None:
-        """Count a stranger; too many, or too many from one address, are turned away."""
+    def arrived(self, connection: Connection) -> bool:
+        """Count a stranger; too many, or too many from one address, are turned away (False)."""
         self._strangers.add(connection)
         here = Counter(stranger.address for stranger in self._strangers)[connection.address]
         if len(self._strangers) > STRANGERS or here > STRANGERS // 4:
             connection.abort(f"{len(self._strangers)} strangers are connected, {here} from this address")
+            return False
+        return True
 
     def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
         """Answer a Hello."""
@@ -216,10 +228,9 @@ class LinkServer:
         older = self._links.get(node)
         if older is not None:
             self._replace(older, hello)
-        connection.welcomed(node, hello)
         self._links[node] = connection
         connection.send(answer)
-        self.owner.linked(node, hello)
+        connection.welcomed(node, hello, self.owner.linked(node, hello))
 
     def _replace(self, older: Connection, hello: Hello) -> None:
         same = older.hello is not None and older.hello.instance == hello.instance
@@ -227,7 +238,6 @@ class LinkServer:
             self._retired.add(older)
         else:
             del self._links[NodeId(hello.node)]
-            self.owner.unlinked(NodeId(hello.node), "a newer connection of the same node replaced this one")
             older.close("a newer connection of the same node replaced this one")
 
     def gone(self, connection: Connection, reason: str) -> None:
@@ -236,9 +246,10 @@ class LinkServer:
         self._retired.discard(connection)
         if connection.node is None:
             log.info("stranger gone", peer=connection.address, reason=reason)
-        elif self._links.get(connection.node) is connection:
+            return
+        if self._links.get(connection.node) is connection:
             del self._links[connection.node]
-            self.owner.unlinked(connection.node, reason)
+        self.owner.unlinked(connection.node, connection.number, reason)
 
     def take(self, connection: Connection, frame: Frame) -> None:
         """Take a node's frame: answers are delivered here, the rest is the owner's."""
@@ -248,7 +259,7 @@ class LinkServer:
             if queue is not None:
                 queue.put_nowait(frame)
             return
-        self.owner.received(connection.node, frame)
+        self.owner.received(connection.node, connection.number, frame)
 
     # -- towards the nodes -----------------------------------------------------------
 
@@ -267,9 +278,11 @@ class LinkServer:
                 else:
                     link.abort(reason)
 
-    def newest(self, node: NodeId) -> Connection | None:
-        """Give the node's newest link."""
-        return self._links.get(node)
+    def close_link(self, node: NodeId, number: int, reason: str) -> None:
+        """End one link at once."""
+        for link in [*self._links.values(), *self._retired]:
+            if link.node == node and link.number == number:
+                link.abort(reason)
 
     def _ping(self) -> None:
         loop = asyncio.get_running_loop()

@@ -3,8 +3,8 @@
 from typing import Annotated
 
 from msgspec import Meta
-from router.settings import RouterSettings
 
+from router.settings import RouterSettings
 from wire.settings import Section
 
 OTHERS = frozenset({"memory", "engine", "node"})

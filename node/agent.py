@@ -16,13 +16,15 @@ import random
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 
 from node import bonjour
-from node.enrol import Identity, client_context, install, needs_renewal, new_csr
+from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
+from node.limits import Limiter
 from node.link import Link, dial
 from node.settings import NodeSettings
 from node.supervise import Supervisor
@@ -48,7 +50,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import PROTOCOL
-from wire.report import Hardware
+from wire.report import Hardware, Memory
 
 SILENCE = 10.0
 """Seconds without a frame after which the link is given up."""
@@ -57,12 +59,18 @@ BACK_OFF = (0.5, 30.0)
 CHANGE_GAP = 0.1
 """Least seconds between two reports that are sent because something changed."""
 ANSWER_PIECE = 32 * 1024
+FIND_SECONDS = 3.0
+"""How long Bonjour is asked for a coordinator whose address changed."""
 
 log = structlog.get_logger("node.agent")
 
 
 class Expelled(Exception):
     """The coordinator will not have this node; the text says why and what a person can do."""
+
+    def __init__(self, denied: Denied) -> None:
+        super().__init__(denied.message)
+        self.reason = denied.reason
 
 
 class Agent:
@@ -85,14 +93,16 @@ class Agent:
         self._reported_at = 0.0
         self._report_timer: asyncio.TimerHandle | None = None
         self._draining = False
-        self._expelled: str | None = None
+        self._expelled: Denied | None = None
         self._retry_after = 0.0
         self._woken = asyncio.Event()
         self._stopping = False
         self._renewing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor: Supervisor | None = None
-        self.on_welcome: Callable[[Welcome], None] = lambda _: None
+        self.limiter: Limiter | None = None
+        self.welcomed = asyncio.Event()
+        self.on_welcome: Callable[[Welcome, str], None] = lambda welcome, address: None
 
     # -- staying connected ---------------------------------------------------
 
@@ -118,27 +128,22 @@ class Agent:
             return
 
     async def _connect(self, *, takeover: bool) -> Link | None:
-        async for address in self._addresses():
+        last = next(iter(self._identity.addresses), None)
+        for address in (last, None):
+            where = address or await bonjour.locate(self._identity, FIND_SECONDS)
+            if where is None or self._stopping:
+                return None
             try:
-                link = await dial(address, self._context, self._new_link)
+                link = await dial(where, self._context, self._new_link)
             except (OSError, ssl.SSLError, TimeoutError) as error:
-                log.info("dial failed", address=address, error=str(error) or type(error).__name__)
+                log.info("dial failed", address=where, error=str(error) or type(error).__name__)
                 continue
-            self._identity.remember(address)
+            self._identity = remember(self._identity, where)
+            link.address = where
             self._links.add(link)
             link.send(self._hello(takeover))
             return link
         return None
-
-    async def _addresses(self) -> AsyncIterator[str]:
-        known = list(self._identity.addresses)
-        for address in known:
-            yield address
-        if not self._stopping:
-            for found in await bonjour.find(3.0, cluster=self._identity.cluster):
-                for address in found.addresses:
-                    if address not in known:
-                        yield address
 
     def _new_link(self) -> Link:
         return Link(self._identity.cluster, self._received, self._lost)
@@ -213,13 +218,14 @@ class Agent:
 
     def _welcomed(self, link: Link, welcome: Welcome) -> None:
         older, self._link = self._link, link
-        for address in welcome.addresses:
-            self._identity.remember(address)
+        for address in reversed((link.address, *welcome.addresses)):
+            self._identity = remember(self._identity, address)
         log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
         if older is not None:
             self._retire(older)
         self._renewing = False
-        self.on_welcome(welcome)
+        self.welcomed.set()
+        self.on_welcome(welcome, link.address)
         self.report()
 
     def _retire(self, link: Link) -> None:
@@ -229,7 +235,7 @@ class Agent:
     def _denied(self, denied: Denied) -> None:
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.final:
-            self._expelled = denied.message
+            self._expelled = denied
         self._retry_after = denied.retry_after
         self._woken.set()
 
@@ -297,7 +303,7 @@ class Agent:
         link.send(
             Report(
                 self._sequence,
-                supervisor.memory(),
+                self._memory(supervisor),
                 state,
                 snapshot.models if snapshot else (),
                 snapshot.acked_seq if snapshot else 0,
@@ -310,6 +316,24 @@ class Agent:
         # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
         due = settings.report_busy if busy else settings.report_idle * 1.5
         self._report_timer = loop.call_later(due, self.report)
+
+    def _memory(self, supervisor: Supervisor) -> Memory:
+        """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""
+        snapshot = supervisor.report
+        if snapshot is not None and supervisor.reported_at is not None:
+            return replace(snapshot.memory, age=time.monotonic() - supervisor.reported_at)
+        if self.limiter is None:
+            return Memory()
+        limits = self.limiter.now(None)
+        return Memory(
+            cap=limits.cap,
+            ceiling=limits.ceiling,
+            margin=limits.margin,
+            bound_by=limits.bound_by,
+            guard=limits.guard,
+            leases=limits.leases,
+            total=self._hardware.memory,
+        )
 
     # -- questions ---------------------------------------------------------------
 
@@ -327,7 +351,7 @@ class Agent:
             self._link.send(Renew(new_csr(self._identity)))
 
     async def _take_over(self, renewed: Renewed) -> None:
-        install(self._identity, renewed.certificate)
+        self._identity = install(self._identity, renewed.certificate)
         self._context = client_context(self._identity)
         log.info("certificate renewed")
         await self._connect(takeover=True)

@@ -3,8 +3,9 @@
 import asyncio
 import ssl
 from collections.abc import Callable
+from typing import cast
 
-from wire.identity import coordinator_uri
+from node.identity import proves_coordinator
 from wire.stream import Endpoint
 
 DIAL_SECONDS = 5.0
@@ -27,6 +28,7 @@ class Link(Endpoint):
         self._take = take
         self._gone = gone
         self.verified = False
+        self.address = ""
         self.heard_at = self._loop.time()
         self.requests: set[int] = set()
         """Requests that came over this link and are not finished; they are cancelled with it."""
@@ -47,11 +49,10 @@ class Link(Endpoint):
 
     def verify(self) -> None:
         """Check that the certificate at the other end is our coordinator's; NotTheCoordinator otherwise."""
-        certificate = (self.transport.get_extra_info("peercert") if self.transport else None) or {}
-        names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
-        if names != [coordinator_uri(self._cluster)]:
+        tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
+        if tls is None or not proves_coordinator(tls, self._cluster):
             self.abort("the other end is not our coordinator")
-            raise NotTheCoordinator(f"the peer's certificate names {names}, not {coordinator_uri(self._cluster)}")
+            raise NotTheCoordinator("the certificate at the other end is not our coordinator's")
         self.verified = True
 
 
@@ -59,8 +60,8 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Link]) 
     """Connect to `host:port` and verify who answers. OSError, ssl.SSLError, TimeoutError or NotTheCoordinator."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_SECONDS):
-        _, link = await asyncio.get_running_loop().create_connection(
-            make,  # type: ignore[arg-type]
+        _, protocol = await asyncio.get_running_loop().create_connection(
+            lambda: cast("asyncio.Protocol", make()),
             host.strip("[]"),
             int(port),
             ssl=context,
@@ -68,5 +69,6 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Link]) 
             ssl_handshake_timeout=DIAL_SECONDS,
             happy_eyeballs_delay=0.25,
         )
+    link = cast("Link", protocol)
     link.verify()
     return link

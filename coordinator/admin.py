@@ -1,0 +1,82 @@
+"""Tokens and keys: what an administrator makes and revokes, with or without a running coordinator."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.private import write_private
+from coordinator.store import KeyRow, Store
+from coordinator.tokens import Tokens
+from router.keys import ApiKey, KeyRing, new_key
+
+LOCAL = "local"
+"""Name of the key that the owner of the state folder uses; it lives as long as the coordinator and is in no list."""
+
+
+def load_pepper(state: Path) -> bytes:
+    """Read the secret that key digests are made with; make it at first (32 bytes, 0600)."""
+    file = state / "pepper"
+    if not file.exists():
+        write_private(file, secrets.token_bytes(32))
+    return file.read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """The verbs behind /api/v1/tokens and /api/v1/keys. `clock` gives Unix seconds."""
+
+    store: Store
+    tokens: Tokens
+    ring: KeyRing
+    pepper: bytes
+    clock: Callable[[], float]
+
+    def load(self) -> None:
+        """Put the stored keys into the ring."""
+        for row in self.store.keys.values():
+            self.ring.put(ApiKey(row.id, row.name, frozenset(row.scopes), row.digest, row.created, row.expires))
+
+    def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
+        """Make a join token; the answer holds its text."""
+        return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
+
+    def list_tokens(self) -> dict[str, Any]:
+        """List tokens without secrets."""
+        rows = [
+            {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
+            for t in self.tokens.list()
+        ]
+        return {"schema": 1, "tokens": rows}
+
+    def revoke_token(self, token: str) -> bool:
+        """Make a token useless; False when there is none."""
+        return self.tokens.revoke(token)
+
+    def create_key(self, name: str, scopes: list[str], ttl: float | None) -> dict[str, Any]:
+        """Make an API key; the answer holds its text, which is kept nowhere. ValueError for unknown scopes."""
+        now = self.clock()
+        key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl)
+        self.ring.put(key)
+        self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires))
+        return {"schema": 1, "id": key.id, "key": text}
+
+    def list_keys(self) -> dict[str, Any]:
+        """List keys without secrets."""
+        rows = [
+            {
+                "id": row.id,
+                "name": row.name,
+                "scopes": list(row.scopes),
+                "created": row.created,
+                "expires": row.expires,
+            }
+            for row in self.store.keys.values()
+        ]
+        return {"schema": 1, "keys": rows}
+
+    def revoke_key(self, key: str) -> bool:
+        """Make a key useless at once; False when there is none."""
+        self.ring.drop(key)
+        return self.store.revoke_key(key, self.clock())

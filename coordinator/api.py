@@ -1,0 +1,393 @@
+"""The control plane, /api/v1: every verb of `cluster` as one documented route, with the scope that it needs.
+
+FastAPI lives here and only here; the routes that generate are plain ASGI in `router/app.py`. A route without a declared
+scope does not exist: `_route` is the only way to add one.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from coordinator.admin import Admin
+from coordinator.approvals import Approvals, Decided, Locked
+from coordinator.registry import Registry
+from router.keys import KeyRing, credential
+from router.placement import Demand, NoPlacement, Placement, explain
+from router.problems import NO_KEY, WRONG_KEY, Problem, invalid, missing_scope, not_found
+from router.problems import from_refused as problem_of
+from wire.identity import PROTOCOL, NodeId
+
+LONGEST_LOG = 2**30
+
+
+class Body(BaseModel):
+    """Base of request bodies: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewToken(Body):
+    """A join token to make."""
+
+    ttl_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 3600.0
+    uses: Annotated[int, Field(ge=1, le=1000)] = 1
+    name: Annotated[str, Field(max_length=100)] = ""
+
+
+class NewKey(Body):
+    """An API key to make."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    scopes: Annotated[list[str], Field(min_length=1, max_length=3)] = ["infer"]
+    ttl_seconds: Annotated[float | None, Field(gt=0)] = None
+
+
+class DryRun(Body):
+    """A request to place without sending it."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
+    max_tokens: Annotated[int | None, Field(ge=1, le=10**9)] = None
+
+
+class Traffic(Protocol):
+    """What the API reads of the dispatcher."""
+
+    def in_flight(self, node: NodeId) -> int:
+        """Requests on a node."""
+        ...
+
+    def waiting(self) -> int:
+        """Requests that wait for a node."""
+        ...
+
+    def preview(self, demand: Demand) -> Placement | NoPlacement:
+        """Place without reserving."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the coordinator runs."""
+
+    name: str
+    version: str
+    epoch: int
+    base_url: str
+    cluster_url: str
+    cluster: str
+    started: float
+
+
+class ProblemError(Exception):
+    """Carries a Problem out of a route."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def respond(problem: Problem, request: Request) -> Response:
+    """Give a problem as an HTTP answer in the same shape as the routes that generate."""
+    headers = {name.decode(): value.decode() for name, value in problem.headers()}
+    body = problem.body(request.headers.get("x-request-id", "")[:64])
+    return Response(body, problem.status, headers, "application/json")
+
+
+class Api:
+    """The routes and what they act on."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        admin: Admin,
+        approvals: Approvals,
+        ring: KeyRing,
+        traffic: Traffic,
+        facts: Facts,
+        paths: Mapping[str, Any],
+    ) -> None:
+        self._registry = registry
+        self._admin = admin
+        self._approvals = approvals
+        self._ring = ring
+        self._traffic = traffic
+        self._facts = facts
+        self._paths = paths
+        self.app = FastAPI(
+            title="Macpool",
+            version=facts.version,
+            description="The pool's endpoint and its administration.",
+            docs_url=None,
+            redoc_url=None,
+            openapi_url="/api/v1/openapi.json",
+        )
+        self._install()
+        self._document()
+
+    def _install(self) -> None:
+        app = self.app
+        app.add_exception_handler(ProblemError, _on_problem)
+        app.add_exception_handler(RequestValidationError, _on_invalid)
+        app.add_exception_handler(HTTPException, _on_http)
+        for method, path, scope, handler in (
+            ("GET", "/status", "metrics", self.status),
+            ("GET", "/version", "infer", self.version),
+            ("GET", "/nodes", "metrics", self.nodes),
+            ("GET", "/nodes/{node}", "metrics", self.node),
+            ("GET", "/nodes/{node}/logs", "admin", self.logs),
+            ("POST", "/nodes/{node}/cordon", "admin", self.cordon),
+            ("POST", "/nodes/{node}/uncordon", "admin", self.uncordon),
+            ("DELETE", "/nodes/{node}", "admin", self.remove),
+            ("GET", "/models", "infer", self.models),
+            ("POST", "/place", "metrics", self.place),
+            ("GET", "/tokens", "admin", self.list_tokens),
+            ("POST", "/tokens", "admin", self.create_token),
+            ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
+            ("GET", "/keys", "admin", self.list_keys),
+            ("POST", "/keys", "admin", self.create_key),
+            ("DELETE", "/keys/{key}", "admin", self.revoke_key),
+            ("GET", "/joins", "admin", self.joins),
+            ("POST", "/joins/{code}", "admin", self.approve),
+            ("DELETE", "/joins/{code}", "admin", self.reject),
+        ):
+            self._route(method, path, scope, handler)
+
+    def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
+        self.app.add_api_route(
+            "/api/v1" + path,
+            handler,
+            methods=[method],
+            dependencies=[Depends(self._guard(scope))],
+            openapi_extra={"x-scope": scope, "security": [{"key": []}]},
+            summary=(handler.__doc__ or "").splitlines()[0],
+            response_model=None,
+        )
+
+    def _guard(self, scope: str) -> Callable[[Request], None]:
+        def check(request: Request) -> None:
+            presented = credential(request.scope["headers"])
+            if presented is None:
+                raise ProblemError(NO_KEY)
+            key = self._ring.check(presented)
+            if key is None:
+                raise ProblemError(WRONG_KEY)
+            if not key.allows(scope):
+                raise ProblemError(missing_scope(scope))
+
+        return check
+
+    def _document(self) -> None:
+        plain = self.app.openapi
+
+        def whole() -> dict[str, Any]:
+            document = plain()
+            document["paths"].update(self._paths)
+            document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            return document
+
+        self.app.openapi = whole  # type: ignore[method-assign]
+
+    # -- the pool -----------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """Say how the pool is and what needs a person."""
+        facts = self._facts
+        return {
+            "schema": 1,
+            "cluster": {"id": facts.cluster, "name": facts.name},
+            "version": facts.version,
+            "protocol": PROTOCOL,
+            "epoch": facts.epoch,
+            "uptime_seconds": round(time.monotonic() - facts.started, 3),
+            "base_url": facts.base_url,
+            "cluster_url": facts.cluster_url,
+            "nodes": self._registry.states(),
+            "models": sorted(self._registry.view().models()),
+            "in_flight": sum(self._traffic.in_flight(node) for node in self._registry.pool.members),
+            "queued": self._traffic.waiting(),
+            "self_suspect": self._registry.pool.self_suspect,
+            "warnings": self._registry.warnings(),
+        }
+
+    async def version(self) -> dict[str, Any]:
+        """Give version and protocol of the coordinator."""
+        return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL}
+
+    async def nodes(self) -> dict[str, Any]:
+        """List the nodes with their memory arithmetic; sizes in bytes."""
+        members = self._registry.pool.members
+        return {"schema": 1, "nodes": [self._describe(node) for node in members]}
+
+    def _describe(self, node: NodeId) -> dict[str, Any]:
+        return self._registry.describe(node, self._traffic.in_flight(node))
+
+    async def node(self, node: str) -> dict[str, Any]:
+        """Give everything that is known of one node."""
+        return {"schema": 1, "node": self._describe(self._find(node))}
+
+    async def logs(
+        self, node: str, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536
+    ) -> Response:
+        """Give the newest part of a node's log as text, fetched over its link."""
+        pieces = self._registry.links.ask(self._find(node), "logs", size)
+        try:
+            first = await anext(pieces, b"")
+        except (LookupError, TimeoutError) as error:
+            raise ProblemError(Problem(503, "node_unreachable", str(error) or "the node did not answer")) from None
+
+        async def body() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return StreamingResponse(body(), media_type="text/plain; charset=utf-8")
+
+    async def cordon(self, node: str) -> dict[str, Any]:
+        """Send no new requests to a node; running ones end."""
+        return self._set_cordon(node, on=True)
+
+    async def uncordon(self, node: str) -> dict[str, Any]:
+        """Send requests to a node again."""
+        return self._set_cordon(node, on=False)
+
+    def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
+        found = self._find(node)
+        self._registry.cordon(found, on=on)
+        return {"schema": 1, "node": found, "cordoned": on}
+
+    async def remove(self, node: str) -> dict[str, Any]:
+        """Revoke a node's certificate at once and take it out of the pool."""
+        found = self._find(node)
+        self._registry.remove(found)
+        await self._admin.store.flush()
+        return {"schema": 1, "node": found}
+
+    async def models(self) -> dict[str, Any]:
+        """List the models and the nodes that serve them; sizes in bytes."""
+        found: dict[str, dict[str, Any]] = {}
+        for node in self._registry.view().nodes:
+            for model in node.models.values():
+                row = found.setdefault(
+                    model.name, {"name": model.name, "nodes": [], "weights": model.weights, "context": model.context}
+                )
+                row["nodes"].append(node.name)
+        return {"schema": 1, "models": [found[name] for name in sorted(found)]}
+
+    async def place(self, body: DryRun) -> dict[str, Any]:
+        """Show where a request would go now: every node's arithmetic and why not. Nothing is sent or reserved."""
+        demand = Demand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
+        result = self._traffic.preview(demand)
+        answer: dict[str, Any] = {
+            "schema": 1,
+            "node": None,
+            "name": None,
+            "refused": None,
+            "candidates": explain(result),
+        }
+        if isinstance(result, Placement):
+            return {**answer, "node": result.chosen.node, "name": result.chosen.name}
+        problem = problem_of(result.refused)
+        return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
+
+    def _find(self, node: str) -> NodeId:
+        found = self._registry.find(node)
+        if found is None:
+            raise ProblemError(
+                Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`")
+            )
+        return found
+
+    # -- who may come in ------------------------------------------------------------------------
+
+    async def list_tokens(self) -> dict[str, Any]:
+        """List join tokens without their secrets."""
+        return self._admin.list_tokens()
+
+    async def create_token(self, body: NewToken) -> dict[str, Any]:
+        """Make a join token. The answer is the only time its secret is shown."""
+        answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
+        await self._admin.store.flush()
+        return {**answer, "join": f"cluster join {self._facts.cluster_url} --token {answer['token']}"}
+
+    async def revoke_token(self, token: str) -> dict[str, Any]:
+        """Make a join token useless at once."""
+        if not self._admin.revoke_token(token):
+            raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))
+        await self._admin.store.flush()
+        return {"schema": 1, "id": token}
+
+    async def list_keys(self) -> dict[str, Any]:
+        """List API keys without their secrets."""
+        return self._admin.list_keys()
+
+    async def create_key(self, body: NewKey) -> dict[str, Any]:
+        """Make an API key. The answer is the only time that it is shown."""
+        try:
+            answer = self._admin.create_key(body.name, body.scopes, body.ttl_seconds)
+        except ValueError as error:
+            raise ProblemError(invalid(str(error), "scopes")) from None
+        await self._admin.store.flush()
+        return answer
+
+    async def revoke_key(self, key: str) -> dict[str, Any]:
+        """Make an API key useless at once."""
+        if not self._admin.revoke_key(key):
+            raise ProblemError(Problem(404, "key_not_found", f"there is no key {key[:40]!r}"))
+        await self._admin.store.flush()
+        return {"schema": 1, "id": key}
+
+    async def joins(self) -> dict[str, Any]:
+        """List the machines that wait for a person to approve their code. The codes are not in the answer."""
+        waiting = self._approvals.list(asyncio.get_running_loop().time())
+        return {
+            "schema": 1,
+            "joins": [{"name": w.name, "address": w.address, "chip": w.hardware.chip} for w in waiting],
+        }
+
+    async def approve(self, code: str) -> dict[str, Any]:
+        """Let the machine in that shows this code."""
+        return self._decided(self._approvals.approve(code, asyncio.get_running_loop().time()))
+
+    async def reject(self, code: str) -> dict[str, Any]:
+        """Turn the machine away that shows this code."""
+        return self._decided(self._approvals.reject(code, asyncio.get_running_loop().time()))
+
+    def _decided(self, decided: object) -> dict[str, Any]:
+        if isinstance(decided, Decided):
+            return {"schema": 1, "name": decided.waiting.name, "decision": decided.decision.value}
+        if isinstance(decided, Locked):
+            raise ProblemError(
+                Problem(
+                    429, "too_many_wrong_codes", "too many wrong codes: nothing is decided for a while",
+                    retry_after=decided.seconds,
+                )
+            )  # fmt: skip
+        raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProblemError)  # noqa: S101  registered for this type
+    return respond(error.problem, request)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101  registered for this type
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"][1:])
+    return respond(invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101  registered for this type
+    if error.status_code == 404:
+        return respond(not_found(request.url.path), request)
+    return respond(Problem(error.status_code, "http_error", str(error.detail)), request)

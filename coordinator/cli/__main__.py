@@ -1,0 +1,5 @@
+"""`python -m coordinator.cli` is `cluster`."""
+
+from coordinator.cli import main
+
+main()

@@ -1,0 +1,145 @@
+"""The pool as a person looks at it, and what may be done to one node."""
+
+import sys
+from typing import Any, cast
+
+import click
+
+from coordinator.cli.session import Session, options, raise_for, table
+from wire.units import show_size
+
+
+def ago(seconds: float | None) -> str:
+    """Write how long ago something was."""
+    if seconds is None:
+        return "-"
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+@click.command()
+@options
+def status(session: Session) -> None:
+    """Say in a few lines how the pool is, and what needs a person."""
+    session.show(session.call("GET", "/api/v1/status"), _print_status)
+
+
+def _print_status(answer: dict[str, Any]) -> None:
+    states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
+    click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
+    click.echo(f"endpoint  {answer['base_url']}")
+    click.echo(f"nodes     {states}")
+    click.echo(f"models    {', '.join(answer['models']) or 'none'}")
+    click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
+    for warning in answer["warnings"]:
+        click.secho(f"warning   {warning}", fg="yellow")
+
+
+@click.group(invoke_without_command=True)
+@options
+def nodes(session: Session) -> None:
+    """List the nodes with their memory; inspect, cordon or remove one."""
+    if click.get_current_context().invoked_subcommand is None:
+        session.show(session.call("GET", "/api/v1/nodes"), _print_nodes)
+
+
+def _print_nodes(answer: dict[str, Any]) -> None:
+    columns = (
+        "NAME", "STATE", "CHIP", "CAP", "PHYS", "MARGIN", "HEADROOM", "IN FLIGHT", "MODELS", "HEARD", "VERSION",
+    )  # fmt: skip
+    table(columns, [_row(node) for node in answer["nodes"]])
+
+
+def _row(node: dict[str, Any]) -> tuple[str, ...]:
+    sizes = [show_size(node[name] or None) for name in ("cap", "phys", "margin")]
+    state = node["state"] + (" cordoned" if node["cordoned"] else "")
+    models = ", ".join(m["name"] + ("" if m["loaded"] else " (not loaded)") for m in node["models"]) or "-"
+    return (
+        node["name"], state, node["chip"], *sizes, show_size(node["headroom"]), str(node["in_flight"]), models,
+        ago(node["heard_seconds"]), node["version"],
+    )  # fmt: skip
+
+
+@nodes.command()
+@click.argument("node")
+@options
+def inspect(session: Session, node: str) -> None:
+    """Show everything that is known of one node."""
+    session.show(session.call("GET", f"/api/v1/nodes/{node}"), lambda answer: _print_tree(answer["node"]))
+
+
+def _print_tree(value: dict[str, Any], indent: str = "") -> None:
+    for name, item in value.items():
+        items = cast("list[Any]", item if isinstance(item, list) else [item])
+        trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
+        if not trees:
+            click.echo(f"{indent}{name:<16} {_shown(name, item)}")
+        for tree in trees:
+            click.echo(f"{indent}{name}")
+            _print_tree(tree, indent + "  ")
+
+
+def _shown(name: str, item: object) -> str:
+    sizes = {"cap", "ceiling", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "leases",
+             "weights", "total", "memory", "unacknowledged"}  # fmt: skip
+    if name in sizes and (item is None or isinstance(item, int)):
+        return show_size(item)
+    return str(item)
+
+
+@nodes.command()
+@click.argument("node")
+@options
+def cordon(session: Session, node: str) -> None:
+    """Send no new requests to a node; running ones end."""
+    session.show(session.call("POST", f"/api/v1/nodes/{node}/cordon"), lambda _: click.echo(f"{node} cordoned"))
+
+
+@nodes.command()
+@click.argument("node")
+@options
+def uncordon(session: Session, node: str) -> None:
+    """Send requests to a node again."""
+    session.show(session.call("POST", f"/api/v1/nodes/{node}/uncordon"), lambda _: click.echo(f"{node} uncordoned"))
+
+
+@nodes.command()
+@click.argument("node")
+@options
+def remove(session: Session, node: str) -> None:
+    """Revoke a node's certificate at once and forget it; it can only come back with a new token."""
+    session.show(session.call("DELETE", f"/api/v1/nodes/{node}"), lambda _: click.echo(f"{node} removed"))
+
+
+@nodes.command()
+@click.argument("node")
+@click.option("--bytes", "size", type=click.IntRange(1, 2**30), default=65536, show_default=True, help="How much.")
+@options
+def logs(session: Session, node: str, size: int) -> None:
+    """Print the newest part of a node's log, fetched over its link."""
+    response = session.request("GET", f"/api/v1/nodes/{node}/logs?bytes={size}")
+    if response.status >= 400:
+        raise_for(response.status, response.read())
+    while piece := response.read1(65536):
+        sys.stdout.buffer.write(piece)
+    sys.stdout.flush()
+
+
+@click.command()
+@click.argument("code", required=False)
+@click.option("--reject", is_flag=True, help="Turn the machine away instead.")
+@options
+def approve(session: Session, code: str | None, reject: bool) -> None:
+    """Let a machine in that shows this six-digit code; without a code, list who asks."""
+    if code is None:
+        session.show(
+            session.call("GET", "/api/v1/joins"),
+            lambda answer: table(
+                ("NAME", "ADDRESS", "CHIP"), [(j["name"], j["address"], j["chip"]) for j in answer["joins"]]
+            ),
+        )
+        return
+    answer = session.call("DELETE" if reject else "POST", f"/api/v1/joins/{code}")
+    session.show(answer, lambda made: click.echo(f"{made['name']} {'turned away' if reject else 'joined'}"))

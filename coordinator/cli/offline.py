@@ -1,0 +1,41 @@
+"""The access verbs without a running coordinator: the same administration, on the database under its lock."""
+
+import time
+from typing import Any
+
+from coordinator.admin import Admin, load_pepper
+from coordinator.authority import Authority
+from coordinator.cli.session import NOT_FOUND, Problem, Session
+from coordinator.store import Store, StoreError
+from coordinator.tokens import Tokens
+from router.keys import KeyRing
+
+
+def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Do what the route would do. Problem when there is no cluster, it is in use, or the id is unknown."""
+    if not (session.state / "cluster.db").exists():
+        raise Problem(NOT_FOUND, f"there is no cluster in {session.state}: make one with `cluster up`")
+    try:
+        store = Store(session.state)
+    except StoreError as error:
+        raise Problem(1, str(error)) from None
+    try:
+        authority = Authority(session.state / "authority", time.time)
+        pepper = load_pepper(session.state)
+        tokens = Tokens(store, authority.ca, time.time)
+        return _do(Admin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)
+    finally:
+        store.close()
+
+
+def _do(admin: Admin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    kind, _, name = path.removeprefix("/api/v1/").partition("/")
+    if method == "POST":
+        if kind == "tokens":
+            return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
+        return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"])
+    if method == "GET":
+        return admin.list_tokens() if kind == "tokens" else admin.list_keys()
+    if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
+        raise Problem(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
+    return {"schema": 1, "id": name}

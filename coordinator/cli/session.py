@@ -1,0 +1,167 @@
+"""What the verbs share: which coordinator, with which key, and how answers are printed."""
+
+import http.client
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import click
+
+UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 4, 5, 6, 7, 8, 9, 10
+"""Exit codes; the whole list is in `cluster --help`."""
+
+
+class Problem(click.ClickException):
+    """A failure with its exit code and, in its text, the next step."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = code  # pyright: ignore[reportAttributeAccessIssue]  click reads it from the instance
+
+
+def default_state() -> Path:
+    """Give the state folder that is used when none is named."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("macpool", appauthor=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One coordinator as this command reaches it, and the wanted form of output."""
+
+    state: Path
+    url: str | None
+    key_file: Path | None
+    output: str
+
+    @property
+    def json(self) -> bool:
+        """Whether the answer is for a program."""
+        return self.output == "json"
+
+    @property
+    def running(self) -> bool:
+        """Whether a coordinator can be asked: one was named, or one runs in the state folder."""
+        return self.url is not None or self._run_file is not None
+
+    @property
+    def _run_file(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.state / "run.json").read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise Problem(1, f"{self.state / 'run.json'} cannot be read: {error}") from None
+
+    def target(self) -> tuple[str, str]:
+        """Give base URL (no path) and key. Problem when neither the state folder nor the options say."""
+        if self.url is not None:
+            return self.url.rstrip("/").removesuffix("/v1"), self._key()
+        run = self._run_file
+        if run is None:
+            raise Problem(
+                UNREACHABLE,
+                f"no coordinator runs in {self.state}: start it with `cluster up`, or name another with --url and "
+                "--key-file",
+            )
+        return str(run["url"]), str(run["secret"])
+
+    def _key(self) -> str:
+        if self.key_file is None:
+            raise Problem(DENIED, "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key")
+        try:
+            return self.key_file.read_text().strip()
+        except OSError as error:
+            raise Problem(DENIED, f"the key file cannot be read: {error}") from None
+
+    def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
+        """Send a request and give the response, whatever its status. Problem when nobody answers."""
+        base, key = self.target()
+        parts = urlsplit(base)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+        headers = {"Authorization": f"Bearer {key}"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            return connection.getresponse()
+        except TimeoutError:
+            raise Problem(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
+        except OSError as error:
+            raise Problem(*unreached(base, error)) from None
+
+    def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        """Send a request and give its JSON. Problem with the server's own words for every error status."""
+        response = self.request(method, path, body)
+        raw = response.read()
+        if response.status >= 400:
+            raise_for(response.status, raw)
+        return json.loads(raw) if raw else {}
+
+    def show(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
+        """Print an answer as JSON or through `text`."""
+        if self.json:
+            click.echo(json.dumps(answer))
+        else:
+            text(answer)
+
+
+def unreached(base: str, error: OSError) -> tuple[int, str]:
+    """Give exit code and text for a connection that failed; errno 65 on macOS is privacy, not the network."""
+    if sys.platform == "darwin" and error.errno == 65:
+        return BLOCKED, (
+            f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
+            "it under System Settings > Privacy & Security > Local Network"
+        )
+    return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"
+
+
+def raise_for(status: int, raw: bytes) -> NoReturn:
+    """Turn an error body into a Problem."""
+    try:
+        error = json.loads(raw)["error"]
+        message = str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
+    code = {401: DENIED, 403: DENIED, 404: NOT_FOUND, 429: REFUSED, 503: REFUSED, 504: TIMED_OUT}.get(status, 1)
+    raise Problem(REFUSED if status == 400 and b"memory" in raw else code, message)
+
+
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command --state, --url, --key-file and -o, and a Session as its first argument."""
+
+    def wrapped(state: Path | None, url: str | None, key_file: Path | None, output: str, **rest: object) -> None:
+        command(Session(state or default_state(), url, key_file, output), **rest)
+
+    for option in (
+        click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer."),
+        click.option("--key-file", envvar="MACPOOL_KEY_FILE", type=click.Path(path_type=Path), help="File with a key."),
+        click.option("--url", envvar="MACPOOL_URL", help="Another coordinator, http://HOST:PORT."),
+        click.option(
+            "--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; its owner is admin."
+        ),
+    ):
+        wrapped = option(wrapped)
+    return update_wrapper(wrapped, command)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; plain text when the output is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        grid.add_column(column, no_wrap=True)
+    for row in rows:
+        grid.add_row(*(os.fsdecode(cell) for cell in row))
+    console.print(grid)

@@ -1,0 +1,127 @@
+"""`cluster up`: settings and addresses from the command line, then the composition root until a signal."""
+
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cli.session import Problem, default_state
+
+STRANGERS = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
+
+
+class Address(click.ParamType[tuple[str, int]]):
+    """`HOST:PORT`, `[V6]:PORT`; port 0 means any."""
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """Read one; a click usage error otherwise."""
+        if isinstance(value, tuple):
+            return value  # pyright: ignore[reportUnknownVariableType]  a default that was converted before
+        host, colon, port = str(value).rpartition(":")
+        if not colon or not port.isdecimal() or int(port) > 65535 or not host.strip("[]"):
+            self.fail(f"{value!r} is not HOST:PORT", param, ctx)
+        return host.strip("[]"), int(port)
+
+
+@click.command()
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
+@click.option("--listen", type=Address(), help="Where clients connect.  [default: 127.0.0.1:8080]")
+@click.option("--lan", is_flag=True, help="Let the whole local network use the endpoint: plain HTTP with API keys.")
+@click.option(
+    "--cluster-listen", type=Address(), default="0.0.0.0:8081", show_default=True, help="Where nodes connect (TLS)."
+)
+@click.option("--no-local-node", is_flag=True, help="Only coordinate; run no node on this machine.")
+@click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models for the local node.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the ready line.")
+def up(
+    state: Path | None,
+    listen: tuple[str, int] | None,
+    lan: bool,
+    cluster_listen: tuple[str, int],
+    no_local_node: bool,
+    models: tuple[Path, ...],
+    pairs: tuple[str, ...],
+    output: str,
+) -> None:
+    """Start the coordinator, and a node on this machine, until Ctrl-C.
+
+    The first start makes the cluster: its certificate authority, its id and the first API key, which is shown once.
+    """
+    if lan and listen is not None:
+        raise click.UsageError("--lan and --listen exclude each other: --lan is --listen 0.0.0.0:8080")
+    listen = listen or (("0.0.0.0", 8080) if lan else ("127.0.0.1", 8080))  # noqa: S104
+    if no_local_node and models:
+        raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
+
+    from coordinator.run import Options, serve
+    from coordinator.settings import OTHERS, CoordinatorSettings
+    from coordinator.store import StoreError
+    from wire.settings import SettingsError, from_environment, from_pairs, from_tree, resolve
+
+    folder = state or default_state()
+    try:
+        flags = from_pairs(pairs)
+        layers = [
+            (str(folder / "config.toml"), from_tree(_tree(folder / "config.toml"))),
+            ("environment", from_environment(os.environ)),
+            ("--set", flags),
+        ]
+        settings = resolve(CoordinatorSettings, layers, OTHERS).value
+    except SettingsError as error:
+        raise Problem(2, str(error)) from None
+    forwarded = [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
+    arguments = [item for pair in forwarded for item in ("--set", pair)]
+    arguments += [item for model in models for item in ("--models", str(model))]
+    if forwarded and no_local_node:
+        raise Problem(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
+
+    import uvloop
+
+    options = Options(folder, listen, cluster_listen, not no_local_node, tuple(arguments), settings)
+
+    def ready(facts: dict[str, Any]) -> None:
+        if output == "json":
+            print(json.dumps(facts), flush=True)
+        else:
+            _welcome(facts, listen)
+
+    try:
+        uvloop.run(serve(options, ready))
+    except StoreError as error:
+        raise Problem(1, str(error)) from None
+    except OSError as error:
+        raise Problem(1, error.strerror or str(error)) from None
+
+
+def _tree(file: Path) -> dict[str, Any]:
+    from wire.settings import SettingsError
+
+    try:
+        return tomllib.loads(file.read_text()) if file.exists() else {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{file}: {error}") from None
+
+
+def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
+    click.echo(f"endpoint  {facts['base_url']}")
+    if listen[0] in STRANGERS:
+        import socket
+
+        port = facts["base_url"].rpartition(":")[2].removesuffix("/v1")
+        click.echo(f"          http://{socket.gethostname().removesuffix('.local')}.local:{port}/v1")
+        click.echo(
+            "          open to the local network: every request needs an API key, but the connection is plain HTTP, so "
+            "whoever can listen on this network can read it",
+        )
+    if "api_key" in facts:
+        click.echo(f"API key   {facts['api_key']}  (shown only now)")
+    click.echo(f"add a Mac {facts['join']}")
+    click.echo("Ctrl-C stops it")
+    sys.stdout.flush()

@@ -1,0 +1,365 @@
+"""The registry: members, their links and newest reports; it drives membership and publishes the view.
+
+One owner of all of it, on one loop. Membership decides (`membership`, pure), the store remembers, links carry, the
+dispatcher places. Every path by which a node goes ends in `_forget`, so nothing of it stays behind in any map.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import structlog
+
+from coordinator import membership
+from coordinator.authority import Authority, BadRequestError
+from coordinator.enrolment import Conversation, Enrolment
+from coordinator.links import LinkServer
+from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
+from coordinator.store import MemberRow, Store
+from router.view import ClusterView, NodeView, view_of
+from wire.certificate import read_certificate
+from wire.frames import Denied, Frame, Goodbye, Hello, Renew, Renewed, Report, Welcome
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
+
+log = structlog.get_logger("coordinator.registry")
+
+
+class Placing(Protocol):
+    """What the registry tells the dispatcher."""
+
+    def set_view(self, view: ClusterView) -> None:
+        """The picture of the cluster changed."""
+        ...
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        """A node said something about a request."""
+        ...
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """What ran there must go on elsewhere."""
+        ...
+
+
+class Registry:
+    """Members and their state. `wall` gives Unix seconds; everything else is in the loop's seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        authority: Authority,
+        enrolment: Enrolment,
+        *,
+        name: str,
+        version: str,
+        epoch: int,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._authority = authority
+        self._enrolment = enrolment
+        self._name = name
+        self._version = version
+        self._epoch = epoch
+        self._wall = wall
+        self._loop = asyncio.get_running_loop()
+        members = [row for row in store.members.values() if row.removed is None]
+        self._pool = membership.restored(
+            (row.node for row in members), self._loop.time(), (row.node for row in members if row.cordoned)
+        )
+        self._reports: dict[NodeId, Report] = {}
+        self._heard: dict[NodeId, float] = {}
+        self._versions: dict[NodeId, str] = {}
+        self._views: dict[NodeId, NodeView] = {}
+        self._link_numbers = itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
+        self.some_ready = asyncio.Event()
+        """Set once a node is ready and serves a model."""
+        self.placing: Placing | None = None
+        self.links = LinkServer(self)
+        self.addresses: tuple[str, ...] = ()
+        """Where nodes can reach us, told in Welcome."""
+
+    # -- what the link server asks -----------------------------------------------------
+
+    def converse(self, address: str) -> Conversation | Denied:
+        """Begin an enrolment."""
+        return self._enrolment.converse(address, self._loop.time())
+
+    def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
+        """Say whether a node with this certificate may link, and why not."""
+        if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
+            older = "node" if hello.protocol < OLDEST_PROTOCOL else "coordinator"
+            return Denied(
+                "protocol",
+                f"the node speaks protocol {hello.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}: update "
+                f"macpool on the {older}",
+                final=True,
+            )
+        row = self._store.members.get(NodeId(hello.node))
+        if peer.node != hello.node:
+            return Denied("identity", "the node's name is not the one of its certificate", final=True)
+        if row is None or row.removed is not None or self._store.denied(row.node, serial):
+            return Denied("removed", "this node was removed from the cluster: join again with a new token", final=True)
+        if row.machine != hello.machine:
+            log.warning("cloned identity", node=row.node, name=row.name)
+            return Denied(
+                "cloned",
+                f"this identity belongs to another machine ({row.name}): join again with a new token",
+                final=True,
+            )
+        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses)
+
+    def linked(self, node: NodeId, hello: Hello) -> int:
+        """Count a new link; give its number."""
+        number = next(self._link_numbers)
+        self._versions[node] = hello.version
+        row = self._store.members[node]
+        if row.hardware != hello.hardware:
+            self._store.put_member(replace(row, hardware=hello.hardware))
+        log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
+        self._happen(node, membership.Connected(number, hello.instance, hello.takeover))
+        return number
+
+    def unlinked(self, node: NodeId, number: int, reason: str) -> None:
+        """The link with this number ended."""
+        if node in self._pool.members and self._pool.members[node].link == number:
+            log.info("node unlinked", node=node, reason=reason)
+            self._happen(node, membership.Disconnected(number, reason))
+
+    def received(self, node: NodeId, number: int, frame: Frame) -> None:
+        """Take a frame that came over a link."""
+        match frame:
+            case Report():
+                self._take_report(node, number, frame)
+            case Goodbye():
+                self._take_goodbye(node, number, frame)
+            case Renew():
+                self._renew(node, frame)
+            case _ if self.placing is not None:
+                self.placing.receive(node, frame)
+            case _:
+                pass
+
+    def _take_report(self, node: NodeId, number: int, report: Report) -> None:
+        if self._pool.members[node].link != number:
+            return
+        self._reports[node] = report
+        self._heard[node] = self._loop.time()
+        self._happen(node, membership.Reported(number, report.draining), always=True)
+
+    def _take_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
+        if self._pool.members[node].link != number:
+            return
+        log.info("node said goodbye", node=node, reason=goodbye.reason)
+        self._happen(node, membership.SaidGoodbye(number, goodbye.reason))
+        if goodbye.reason == "leave":
+            self._strike_off(node, "it left")
+
+    def _renew(self, node: NodeId, renew: Renew) -> None:
+        row = self._store.members[node]
+        try:
+            certificate = self._authority.sign(renew.csr, node, row.name)
+        except BadRequestError as error:
+            self.links.hang_up(node, "bad renewal", Denied("bad_request", str(error)))
+            return
+        self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
+        self.links.send(node, Renewed(certificate))
+
+    def enrolled(self, row: MemberRow) -> None:
+        """A machine was given a certificate."""
+        log.info("node enrolled", node=row.node, name=row.name)
+        self._happen(row.node, membership.Enrolled())
+
+    # -- what people do ------------------------------------------------------------------
+
+    def find(self, text: str) -> NodeId | None:
+        """Find a member by id or by name."""
+        for node in self._pool.members:
+            if text in (node, self._row(node).name):
+                return node
+        return None
+
+    def cordon(self, node: NodeId, *, on: bool) -> None:
+        """Give a node no new work, or work again."""
+        self._store.put_member(replace(self._row(node), cordoned=on))
+        self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
+
+    def remove(self, node: NodeId) -> None:
+        """Revoke a node at once: its certificate, its links, its membership."""
+        self.links.hang_up(
+            node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
+        )
+        self._happen(node, membership.Removed())
+        self._strike_off(node, "it was removed")
+
+    def _strike_off(self, node: NodeId, why: str) -> None:
+        row, now = self._row(node), self._wall()
+        self._store.deny_serial(row.serial, now, why)
+        self._store.put_member(replace(row, removed=now))
+
+    # -- membership ------------------------------------------------------------------------
+
+    def _happen(self, node: NodeId, event: membership.Event, *, always: bool = False) -> None:
+        self._pool, actions = membership.advance(self._pool, node, event, self._loop.time())
+        self._views.pop(node, None)
+        self._act(actions, always=always)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._pool, actions = membership.tick(self._pool, self._loop.time())
+        self._act(actions)
+
+    def _act(self, actions: tuple[membership.Action, ...], *, always: bool = False) -> None:
+        for action in actions:
+            match action:
+                case CloseLink():
+                    self.links.close_link(action.node, action.link, action.reason)
+                case NodeGone():
+                    log.warning("node gone", node=action.node, reason=action.reason)
+                    if self.placing is not None:
+                        self.placing.node_gone(action.node, action.reason)
+                case Forget():
+                    self._forget(action.node)
+                case Changed():
+                    self._views.pop(action.node, None)
+                    member = self._pool.members[action.node]
+                    log.info("node state", node=action.node, state=member.state, reason=member.reason)
+        if actions or always:
+            self._publish()
+        self._plan()
+
+    def _forget(self, node: NodeId) -> None:
+        for kept in (self._reports, self._heard, self._versions, self._views):
+            kept.pop(node, None)
+
+    def _plan(self) -> None:
+        due = membership.next_deadline(self._pool, self._loop.time())
+        if self._timer is not None:
+            if due is not None and self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+
+    def _publish(self) -> None:
+        view = self.view()
+        if any(node.state == State.READY and node.models for node in view.nodes):
+            self.some_ready.set()
+        if self.placing is not None:
+            self.placing.set_view(view)
+
+    def close(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- pictures ------------------------------------------------------------------------------
+
+    def view(self) -> ClusterView:
+        """Give the picture that placement decides on: every member, also those that sleep or are lost.
+
+        The view of a node is the same object until something about that node changes.
+        """
+        return ClusterView(tuple(self._node_view(node) for node in self._pool.members))
+
+    def _node_view(self, node: NodeId) -> NodeView:
+        found = self._views.get(node)
+        if found is None:
+            found = self._views[node] = self._new_view(node)
+        return found
+
+    def _new_view(self, node: NodeId) -> NodeView:
+        member, name, report = self._pool.members[node], self._row(node).name, self._reports.get(node)
+        if report is None:
+            return NodeView(node, name, member.state, member.cordoned)
+        return view_of(
+            report,
+            node=node,
+            name=name,
+            state=member.state,
+            heard_at=self._heard[node],
+            cordoned=member.cordoned,
+            epoch=member.link,
+        )
+
+    def _row(self, node: NodeId) -> MemberRow:
+        return self._store.members[node]
+
+    @property
+    def pool(self) -> membership.Pool:
+        """The membership as it is now."""
+        return self._pool
+
+    def states(self) -> dict[str, int]:
+        """Count the members by state; every state is there."""
+        counts = {state.value: 0 for state in State}
+        for member in self._pool.members.values():
+            counts[member.state.value] += 1
+        return counts
+
+    def warnings(self) -> list[str]:
+        """Say what needs a person, with the next step."""
+        found: list[str] = []
+        if self._pool.self_suspect:
+            found.append("half of the nodes fell silent at once: look at this machine's own network first")
+        for node, report in self._reports.items():
+            name, memory = self._row(node).name, report.memory
+            if not memory.guard:
+                found.append(f"{name}: memory.guard is off, so nothing keeps it under its cap")
+            elif memory.margin == 0:
+                found.append(f"{name}: memory.margin is 0, so no room is kept for spikes")
+            elif not memory.armed and self._pool.members[node].state is State.READY:
+                found.append(f"{name}: its gate is not armed, so it refuses everything ({report.engine.state})")
+            if report.engine.state in ("failed", "restarting", "hung"):
+                found.append(f"{name}: its engine is {report.engine.state}: {report.engine.cause}")
+        return found
+
+    def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
+        """Give one node as the API shows it; sizes in bytes, None where nothing is known."""
+        member, row, report = self._pool.members[node], self._row(node), self._reports.get(node)
+        view = self._node_view(node)
+        memory = view.memory
+        heard = self._heard.get(node)
+        known = report is not None
+        return {
+            "id": node,
+            "name": row.name,
+            "state": member.state.value,
+            "reason": member.reason,
+            "cordoned": member.cordoned,
+            "chip": row.hardware.chip,
+            "memory": row.hardware.memory,
+            "system": row.hardware.system,
+            "version": self._versions.get(node, ""),
+            "cap": memory.cap,
+            "ceiling": memory.ceiling,
+            "margin": memory.margin,
+            "phys": memory.phys if known else None,
+            "active": memory.active,
+            "recent": memory.recent,
+            "current": memory.current if known else None,
+            "reserved": memory.reserved,
+            "headroom": memory.headroom if known else None,
+            "leases": memory.leases,
+            "bound_by": memory.bound_by,
+            "gate_armed": memory.armed and memory.guard,
+            "guard": memory.guard,
+            "source": memory.source,
+            "in_flight": in_flight,
+            "running": view.engine.running,
+            "waiting": view.engine.waiting,
+            "heard_seconds": None if heard is None else round(self._loop.time() - heard, 3),
+            "joined": row.joined,
+            "engine": {
+                "kind": view.engine.kind,
+                "state": view.engine.state if known else "",
+                "cause": view.engine.cause,
+                "restarts": view.engine.restarts,
+            },
+            "models": [
+                {"name": m.name, "loaded": m.loaded, "weights": m.weights, "context": m.context}
+                for m in view.models.values()
+            ],
+        }

@@ -1,0 +1,242 @@
+"""The coordinator's composition root: state, certificates, links, router, HTTP, Bonjour and the local node on one loop.
+
+`serve` starts everything, says that it is ready, waits for a signal and takes everything down again in the opposite
+order. What it starts as processes (the node on this machine) ends with it, also when it is killed: the child watches
+its standard input.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import ipaddress
+import itertools
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+
+from coordinator.admin import LOCAL, Admin, load_pepper
+from coordinator.api import Api, Facts
+from coordinator.approvals import Approvals
+from coordinator.authority import Authority
+from coordinator.bonjour import Announcement, addresses
+from coordinator.enrolment import Cluster, Enrolment
+from coordinator.guard import Guard
+from coordinator.journal import open_journal
+from coordinator.local import LocalNode
+from coordinator.private import private_folder, write_private
+from coordinator.registry import Registry
+from coordinator.settings import CoordinatorSettings
+from coordinator.store import MemberRow, Store
+from coordinator.tokens import Tokens
+from router.app import FrontDoor, openapi_paths
+from router.dispatch import Dispatcher
+from router.keys import KeyRing, new_key
+from wire.advert import Advert, cluster_hint
+
+log = structlog.get_logger("coordinator.run")
+
+DAY = 86400.0
+"""Seconds between two looks at the coordinator's own certificate."""
+LOCAL_NODE_SECONDS = 20.0
+"""Longest wait for the node on this machine before we say that we are ready without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line gives. Addresses are (host, port), port 0 for any."""
+
+    state: Path
+    listen: tuple[str, int]
+    cluster_listen: tuple[str, int]
+    local_node: bool
+    node_arguments: tuple[str, ...]
+    settings: CoordinatorSettings
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its own signal handling: the composition root decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave signals alone."""
+        yield
+
+
+async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> None:
+    """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start; `ready` is told the facts once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        facts = await _start(options, stack)
+        ready(facts)
+        log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
+        await stop.wait()
+        log.info("stopping")
+
+
+async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
+    state, settings = private_folder(options.state), options.settings
+    open_journal(state / "logs" / "coordinator.log", "info")
+    store = Store(state)
+    stack.callback(store.close)
+    first = store.meta.cluster == ""
+    authority = Authority(state / "authority", time.time, settings.cluster.certificate_days * DAY)
+    if first:
+        store.found(authority.cluster, settings.cluster.name)
+    epoch = store.next_epoch()
+    version = installed("macpool")
+
+    tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(state)
+    ring = KeyRing(pepper)
+    admin = Admin(store, tokens, ring, pepper, time.time)
+    admin.load()
+    enrolled: list[Callable[[MemberRow], None]] = []
+
+    def tell(row: MemberRow) -> None:
+        for listener in enrolled:
+            listener(row)
+
+    enrolment = Enrolment(Cluster(settings.cluster.name, authority, tokens, store, approvals, time.time, tell))
+    registry = Registry(store, authority, enrolment, name=settings.cluster.name, version=version, epoch=epoch)
+    enrolled.append(registry.enrolled)
+    stack.callback(registry.close)
+
+    counter = itertools.count(1)
+
+    def numbers() -> tuple[int, int]:
+        number = epoch << 40 | next(counter)
+        return number, number
+
+    dispatcher = Dispatcher(
+        registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers
+    )
+    registry.placing = dispatcher
+    cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
+    stack.push_async_callback(registry.links.close)
+
+    sockets = [_listen(*options.listen)]
+    port = sockets[0].getsockname()[1]
+    base = f"http://{_reachable(options.listen[0])}:{port}"
+    cluster_url = f"macpool://{_reachable(options.cluster_listen[0])}:{cluster_port}"
+    registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
+    facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic())
+    api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
+    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=api.app), settings.http.hosts)
+    await stack.enter_async_context(_http(app, sockets, settings, dispatcher))
+
+    key = None
+    if first:
+        key = admin.create_key("first", ["infer"], None)["key"]
+    run = state / "run.json"
+    local = new_key(pepper, LOCAL, ["admin"], created=time.time())
+    ring.put(local[0])
+    url = f"http://{'127.0.0.1' if options.listen[0] in ('0.0.0.0', '::') else options.listen[0]}:{port}"  # noqa: S104
+    write_private(run, json.dumps({"url": url, "secret": local[1], "pid": os.getpid()}).encode())
+    stack.callback(run.unlink, missing_ok=True)
+    await store.flush()
+
+    stack.push_async_callback(_cancel, asyncio.create_task(_renew(authority)))
+    if settings.cluster.bonjour:
+        advert = Advert(
+            "coord", cluster_hint(authority.cluster), version, hashlib.sha256(authority.ca).hexdigest()[:16]
+        )
+        announcement = Announcement(advert, settings.cluster.name, authority.cluster, cluster_port)
+        announcement.start()
+        stack.push_async_callback(announcement.close)
+    if options.local_node:
+        node = LocalNode(state, f"127.0.0.1:{cluster_port}", options.node_arguments, lambda: str(tokens.create(600.0)))
+        await node.start()
+        stack.push_async_callback(node.close)
+        await node.linked(registry, LOCAL_NODE_SECONDS)
+    token = tokens.create()
+    await store.flush()
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "ready": True,
+        "base_url": facts.base_url,
+        "cluster_url": cluster_url,
+        "join": f"cluster join {cluster_url} --token {token}",
+    }
+    return {**answer, "api_key": key} if key else answer
+
+
+@asynccontextmanager
+async def _http(
+    app: Any, sockets: list[socket.socket], settings: CoordinatorSettings, dispatcher: Dispatcher
+) -> AsyncGenerator[None]:
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=None,
+    )
+    server = Server(config)
+    task = asyncio.create_task(server.serve(sockets))
+    try:
+        yield
+    finally:
+        await dispatcher.drain(settings.http.drain_seconds)
+        server.should_exit = True
+        await task
+
+
+async def _renew(authority: Authority) -> None:
+    while True:
+        authority.renew()
+        await asyncio.sleep(max(60.0, min(DAY, authority.renew_from - time.time())))
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Open the HTTP socket ourselves, so that port 0 is known before anything is announced."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _reachable(host: str) -> str:
+    """Give the host that others should use for a listening address; the best LAN address for a wildcard."""
+    if host not in ("0.0.0.0", "::"):  # noqa: S104
+        return f"[{host}]" if ":" in host else host
+    best = next(iter(addresses()), "127.0.0.1")
+    return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
+
+
+def _addresses(host: str, port: int) -> tuple[str, ...]:
+    if host not in ("0.0.0.0", "::"):  # noqa: S104
+        return (f"{_reachable(host)}:{port}",)
+    return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in addresses())

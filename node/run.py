@@ -1,0 +1,288 @@
+"""The node's composition root: settings, identity, engine and agent; `python -m node.run`, started by `cluster`.
+
+Exit codes are those of `cluster --help`. With `--lifeline` the node ends when its standard input does, so that the node
+that `cluster up` started never outlives it.
+"""
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import platform
+import signal
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import version as installed
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from node import bonjour, enrol
+from node.agent import Agent, Expelled
+from node.enrol import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
+from node.identity import forget, load_identity
+from node.journal import open_journal
+from node.limits import Limiter
+from node.machine import machine_id
+from node.memory.sensor import open_machine
+from node.private import private_folder
+from node.settings import NodeSettings, node_name, resolve
+from node.supervise import Supervisor
+from wire.advert import Advert
+from wire.frames import Welcome
+from wire.identity import JoinToken, parse_token
+from wire.report import Hardware
+from wire.settings import SettingsError, from_environment, from_pairs, from_tree
+
+OTHERS = frozenset({"cluster", "http", "router"})
+"""Sections of the same config.toml that belong to the coordinator on this machine."""
+POLL_SECONDS = 1.0
+DRAIN_SECONDS = 20.0
+FIND_SECONDS = 5.0
+
+log = structlog.get_logger("node.run")
+
+
+class Failure(Exception):
+    """The node cannot run; an exit code and a sentence."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a node until it is told to stop; give the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = _settings(options)
+        with _lock(options.state):
+            return uvloop.run(_run(options, settings))
+    except (Failure, SettingsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code if isinstance(error, Failure) else 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cluster join", allow_abbrev=False)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--url", help="where the coordinator listens for nodes; Bonjour unless given")
+    parser.add_argument("--token-fd", type=int, help="descriptor from which a join token is read")
+    parser.add_argument("--models", action="append", default=[], type=Path)
+    parser.add_argument("--set", action="append", default=[], dest="pairs")
+    parser.add_argument("--output", choices=["text", "json"], default="text")
+    parser.add_argument("--lifeline", action="store_true")
+    parser.add_argument("--leave", action="store_true", help="leave the cluster instead of serving")
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> NodeSettings:
+    file: Path = options.state / "config.toml"
+    try:
+        tree = tomllib.loads(file.read_text()) if file.exists() else {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{file}: {error}") from None
+    layers = [
+        (str(file), from_tree(tree)),
+        ("environment", from_environment(os.environ)),
+        ("--set", from_pairs(options.pairs)),
+    ]
+    settings = resolve(layers, OTHERS).value
+    if options.models:
+        raise SettingsError(
+            f"--models: the {settings.engine.kind} engine serves engine.scripted.model and reads no model folders"
+        )
+    return settings
+
+
+class _lock:  # noqa: N801  used as a with-statement's word
+    """One node per state folder, and its process number for `cluster leave`."""
+
+    def __init__(self, state: Path) -> None:
+        self._file = private_folder(state / "node") / "lock"
+
+    def __enter__(self) -> None:
+        self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Failure(1, f"a node runs already in {self._file.parent}") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+async def _run(options: argparse.Namespace, settings: NodeSettings) -> int:
+    state: Path = options.state
+    open_journal(state / "logs" / "node.log", settings.node.log_level)
+    machine = open_machine(settings)
+    hardware = machine.hardware
+    try:
+        identity = await _identity(options, settings, hardware)
+    except (EnrolError, IdentityError) as error:
+        raise Failure(_code(error), str(error)) from None
+    limiter = Limiter(settings, machine)
+    agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
+    supervisor = Supervisor(
+        settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log"
+    )
+    agent.supervisor, agent.limiter = supervisor, limiter
+    agent.on_welcome = Announce(options.output, identity)
+    return await _serve(options, agent, supervisor, limiter)
+
+
+async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, limiter: Limiter) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    reason = "leave" if options.leave else "stopping"
+
+    def leave() -> None:
+        nonlocal reason
+        reason = "leave"
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGUSR1, leave)
+    drain = DRAIN_SECONDS
+    if options.lifeline:
+        loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
+    if not options.leave:
+        limiter.poll(None, supervisor.set_limits)
+        await supervisor.start()
+    poll = asyncio.create_task(_poll(limiter, supervisor))
+    run = asyncio.create_task(agent.run())
+    waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
+    code = 0
+    try:
+        await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            await agent.stop(drain, reason)
+        await run
+        if reason == "leave":
+            forget(options.state / "node" / "identity")
+    except Expelled as error:
+        log.warning("expelled", reason=str(error))
+        print(f"error: {error}", file=sys.stderr)
+        code = 8 if error.reason == "protocol" else 4
+    finally:
+        for task in (poll, waiting):
+            task.cancel()
+        await supervisor.stop()
+    return code
+
+
+def _on_lifeline(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 64):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        stop.set()
+
+
+async def _poll(limiter: Limiter, supervisor: Supervisor) -> None:
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        limiter.poll(supervisor.phys().phys, supervisor.set_limits)
+
+
+class Announce:
+    """Prints the ready line once, at the first Welcome."""
+
+    def __init__(self, output: str, identity: Identity) -> None:
+        self._output = output
+        self._identity = identity
+        self._done = False
+
+    def __call__(self, welcome: Welcome, address: str) -> None:
+        """Take a Welcome."""
+        if self._done:
+            return
+        self._done = True
+        identity = self._identity
+        if self._output == "json":
+            line = {
+                "schema": 1, "ready": True, "node": identity.node, "name": identity.name,
+                "cluster": welcome.cluster_name, "cluster_url": f"macpool://{address}",
+            }  # fmt: skip
+            print(json.dumps(line), flush=True)
+        else:
+            print(f"{identity.name} is in the cluster {welcome.cluster_name} ({address}); Ctrl-C stops it", flush=True)
+
+
+# -- identity -----------------------------------------------------------------------------------
+
+
+async def _identity(options: argparse.Namespace, settings: NodeSettings, hardware: Hardware) -> Identity:
+    folder = options.state / "node" / "identity"
+    machine = machine_id(settings.node.machine)
+    known = load_identity(folder, machine)
+    if known is not None:
+        return enrol.remember(known, _plain(options.url)) if options.url else known
+    if options.leave:
+        raise Failure(5, f"there is no node in {options.state}")
+    token = _token(options)
+    name = node_name(settings, platform.node())
+    announcement = bonjour.Announcement(Advert(role="new", version=installed("macpool")), name, machine, 9)
+    announcement.start()
+    try:
+        url = options.url or await _find()
+        return await enrol.enrol(
+            _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
+        )
+    finally:
+        await announcement.close()
+
+
+def _plain(url: str) -> str:
+    host, port = enrol.parse_address(url)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _token(options: argparse.Namespace) -> JoinToken | None:
+    if options.token_fd is None:
+        return None
+    with open(options.token_fd, encoding="utf-8") as pipe:
+        text = pipe.read()
+    try:
+        return parse_token(text) if text.strip() else None
+    except ValueError as error:
+        raise Failure(4, str(error)) from None
+
+
+async def _find() -> str:
+    found = await bonjour.find(FIND_SECONDS)
+    if not found:
+        raise Failure(
+            3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token …`"
+        )
+    if len({one.cluster for one in found}) > 1:
+        names = ", ".join(f"{one.name} at {one.candidates[0]}" for one in found if one.candidates)
+        raise Failure(2, f"several clusters are here, say which by address: {names}")
+    return found[0].candidates[0]
+
+
+def _show_code(code: str, seconds: float) -> None:
+    print(
+        f"code {code}: on the coordinator run `cluster approve {code}` within {seconds / 60:.0f} minutes, if it lists "
+        "this machine",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _code(error: Exception) -> int:
+    """Give the exit code of a failed enrolment."""
+    if isinstance(error, PinMismatch):
+        return 9
+    if isinstance(error, EnrolDenied):
+        return 8 if error.reason == "protocol" else 4
+    return 3 if isinstance(error, Unreachable) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

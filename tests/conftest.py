@@ -1,0 +1,44 @@
+"""Every test runs with a hostile environment: junk where a developer may have settings, keys and proxies."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Pool, pool
+
+JUNK = {
+    "MACPOOL_STATE": "/nonexistent/state",
+    "MACPOOL_URL": "http://127.0.0.1:1",
+    "MACPOOL_MEMORY__CAP": "junk",
+    "MACPOOL_ROUTER__POLICY": "junk",
+    "OPENAI_API_KEY": "junk",
+    "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+    "HTTP_PROXY": "http://127.0.0.1:1",
+    "HTTPS_PROXY": "http://127.0.0.1:1",
+    "ALL_PROXY": "http://127.0.0.1:1",
+}
+os.environ.update(JUNK)
+
+
+@pytest.fixture
+def cluster_pool() -> Iterator[Pool]:
+    """An empty pool in a short temporary folder (some socket paths are limited to 103 bytes)."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        yield made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Print every skip's reason, and fail CI for one that tests/skips.txt does not list."""
+    if not os.environ.get("CI"):
+        return
+    listed = [
+        line for line in (Path(__file__).parent / "skips.txt").read_text().splitlines() if line[:1] not in ("", "#")
+    ]
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if not any(entry in reason for entry in listed):
+            terminalreporter.write_line(f"UNLISTED SKIP {report.nodeid}: {reason}", red=True)
+            terminalreporter._session.exitstatus = 1

@@ -1,0 +1,240 @@
+"""Pools of real processes: `cluster up` and `cluster join` as a user starts them, with a clean environment.
+
+Every process is ended by its own handle; `Process.close` also proves that nothing which it started is left.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+READY_SECONDS = 40.0
+JUNK = ("MACPOOL_", "OPENAI_", "ANTHROPIC_")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+CLI = (sys.executable, "-P", "-m", "coordinator.cli")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Give a process environment without what a developer's shell or a hostile test run may have set."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(JUNK) and name.lower() not in PROXIES
+    }
+    return {**kept, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **extra}
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
+    """Ask again until it holds; AssertionError when it does not within `seconds`. For states of other processes."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"{what} did not come true within {seconds:.0f} s")
+        time.sleep(0.02)
+
+
+class Process:
+    """One started command: its ready line, its output, its children."""
+
+    def __init__(
+        self, command: Sequence[str], log: Path, *, wrap: Sequence[str] = (), env: dict[str, str] | None = None
+    ):
+        self.log = log
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.output: list[str] = []
+        with log.open("ab") as errors:
+            self.popen = subprocess.Popen(
+                [*wrap, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=env or environment(), cwd=log.parent,
+            )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.output.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def ready(self, seconds: float = READY_SECONDS) -> dict[str, Any]:
+        """Wait for the JSON ready line; AssertionError with what it said instead."""
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            raise AssertionError(f"not ready within {seconds} s:\n{self.log.read_text()[-3000:]}") from None
+        if line is None:
+            raise AssertionError(f"ended with {self.popen.wait()}:\n{self.log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.popen.pid
+
+    def children(self) -> list[psutil.Process]:
+        """All processes below it."""
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """SIGKILL to it alone."""
+        self.popen.kill()
+        self.popen.wait(10)
+
+    def stop(self, seconds: float = 30.0) -> int:
+        """SIGTERM; give the exit code. AssertionError when something that it started is left."""
+        below = self.children()
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+        code = self.popen.wait(seconds)
+        gone(below)
+        return code
+
+    def close(self) -> None:
+        """End it whatever its state."""
+        below = self.children()
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(20)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait(10)
+        for child in below:
+            if child.is_running():
+                child.kill()
+
+
+def gone(processes: list[psutil.Process], seconds: float = 10.0) -> None:
+    """Wait until all of these have ended."""
+    _, alive = psutil.wait_procs(processes, seconds)
+    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    if left:
+        commands = [" ".join(p.cmdline()) for p in left]
+        for process in left:
+            process.kill()
+        raise AssertionError(f"left running: {commands}")
+
+
+class Pool:
+    """A coordinator and nodes below one temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.facts: dict[str, Any] = {}
+        self.key = ""
+        self.coordinator: Process | None = None
+        self.nodes: dict[str, Process] = {}
+        self._stack = ExitStack()
+
+    @property
+    def state(self) -> Path:
+        """The coordinator's state folder."""
+        return self.folder / "coordinator"
+
+    def up(
+        self,
+        *settings: str,
+        listen: str = "127.0.0.1:0",
+        cluster_listen: str = "127.0.0.1:0",
+        local_node: bool = False,
+        wrap: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Start the coordinator; give its ready line."""
+        command = [
+            *CLI, "up", "--state", str(self.state), "--listen", listen, "--cluster-listen", cluster_listen,
+            "-o", "json", "--set", "cluster.bonjour=false",
+        ]  # fmt: skip
+        command += [] if local_node else ["--no-local-node"]
+        command += [item for setting in settings for item in ("--set", setting)]
+        self.coordinator = Process(command, self.folder / "coordinator.err", wrap=wrap)
+        self._stack.callback(self.coordinator.close)
+        self.facts = self.coordinator.ready()
+        self.key = self.facts.get("api_key", self.key)
+        return self.facts
+
+    def join(self, name: str, *settings: str, wait: bool = True, wrap: Sequence[str] = ()) -> Process:
+        """Start a node; it joins when it has not joined before."""
+        joined = (self.folder / name / "node" / "identity").exists()
+        command = [*CLI, "join", "--state", str(self.folder / name), "--name", name, "-o", "json"]
+        if not joined:
+            command += [self.facts["cluster_url"], "--token", self.token()]
+        for setting in (f"node.machine={name}", *settings):
+            command += ["--set", setting]
+        process = Process(command, self.folder / f"{name}.err", wrap=wrap)
+        self._stack.callback(process.close)
+        self.nodes[name] = process
+        if wait:
+            process.ready()
+            until(lambda: self.node(name)["state"] == "ready", what=f"{name} ready")
+        return process
+
+    def token(self) -> str:
+        """Make a join token."""
+        return self.cli("token", "create")["token"]
+
+    def cli(self, *arguments: str, code: int = 0, wrap: Sequence[str] = ()) -> dict[str, Any]:
+        """Run a verb with -o json against this pool; give its answer, {} when it failed as expected."""
+        done = self.run(*arguments, "--state", str(self.state), "-o", "json", wrap=wrap)
+        if done.returncode != code:
+            raise AssertionError(f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return json.loads(done.stdout) if code == 0 else {"stderr": done.stderr, "stdout": done.stdout}
+
+    def run(self, *arguments: str, wrap: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run `cluster` as it is."""
+        return subprocess.run(
+            [*wrap, *CLI, *arguments], capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=60
+        )
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Give what the API says of one node."""
+        return next((node for node in self.nodes_now() if node["name"] == name), {"state": "unknown"})
+
+    def nodes_now(self) -> list[dict[str, Any]]:
+        """Give what the API says of all nodes."""
+        return self.get("/api/v1/nodes")["nodes"]
+
+    @property
+    def base(self) -> str:
+        """The base URL without /v1."""
+        return self.facts["base_url"].removesuffix("/v1")
+
+    @property
+    def secret(self) -> str:
+        """The local admin key."""
+        return json.loads((self.state / "run.json").read_text())["secret"]
+
+    def get(self, path: str) -> dict[str, Any]:
+        """GET with the admin key."""
+        request = urllib.request.Request(self.base + path, headers={"Authorization": f"Bearer {self.secret}"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
+            return json.loads(response.read())
+
+    def close(self) -> None:
+        """End everything."""
+        self._stack.close()
+
+
+@contextmanager
+def pool(folder: Path) -> Iterator[Pool]:
+    """Give a pool that is ended afterwards."""
+    made = Pool(folder)
+    try:
+        yield made
+    finally:
+        made.close()
