@@ -140,6 +140,8 @@ class Pool:
         self.key = ""
         self.coordinator: Process | None = None
         self.nodes: dict[str, Process] = {}
+        self.wrap: Sequence[str] = ()
+        """Words before every command that talks to the coordinator: how its host is entered."""
         self._stack = ExitStack()
 
     @property
@@ -162,6 +164,7 @@ class Pool:
         ]  # fmt: skip
         command += [] if local_node else ["--no-local-node"]
         command += [item for setting in settings for item in ("--set", setting)]
+        self.wrap = wrap
         self.coordinator = Process(command, self.folder / "coordinator.err", wrap=wrap)
         self._stack.callback(self.coordinator.close)
         self.facts = self.coordinator.ready()
@@ -188,18 +191,17 @@ class Pool:
         """Make a join token."""
         return self.cli("token", "create")["token"]
 
-    def cli(self, *arguments: str, code: int = 0, wrap: Sequence[str] = ()) -> dict[str, Any]:
-        """Run a verb with -o json against this pool; give its answer, {} when it failed as expected."""
-        done = self.run(*arguments, "--state", str(self.state), "-o", "json", wrap=wrap)
+    def cli(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """Run a verb with -o json against this pool; give its answer, its words when it failed as expected."""
+        done = self.run(*arguments, "--state", str(self.state), "-o", "json")
         if done.returncode != code:
             raise AssertionError(f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
         return json.loads(done.stdout) if code == 0 else {"stderr": done.stderr, "stdout": done.stdout}
 
-    def run(self, *arguments: str, wrap: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        """Run `cluster` as it is."""
-        return subprocess.run(
-            [*wrap, *CLI, *arguments], capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=60
-        )
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `cluster` as it is, on the coordinator's host."""
+        command = [*self.wrap, *CLI, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=60)
 
     def node(self, name: str) -> dict[str, Any]:
         """Give what the API says of one node."""
@@ -221,6 +223,8 @@ class Pool:
 
     def get(self, path: str) -> dict[str, Any]:
         """GET with the admin key."""
+        if self.wrap:
+            return self.cli(*path.removeprefix("/api/v1/").split("/"))
         request = urllib.request.Request(self.base + path, headers={"Authorization": f"Bearer {self.secret}"})
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
             return json.loads(response.read())

@@ -1,0 +1,1 @@
+"""`make bench`: speed as ratios against a named peer or a limit in one run."""

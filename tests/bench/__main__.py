@@ -1,0 +1,198 @@
+"""Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
+
+`python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, parts.
+"""
+
+import asyncio
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.bench import load
+from tests.bench.peers import Peer, mock_nodes, nginx, sglang
+from tests.support.hosts import Hosts, unsupported
+from tests.support.processes import CLI, ROOT, Pool, environment, pool
+
+STREAMS, TOKENS, ROUNDS = 64, 940, 5
+STEP_MS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured promise."""
+
+    name: str
+    target: str
+    figure: str
+    ok: bool
+    commit: str
+
+
+def commit() -> str:
+    """Give the commit, marked when the tree differs from it."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def two_nodes(made: Pool, *settings: str) -> Peer:
+    """Start a coordinator and two scripted nodes as a user would, keys and TLS on."""
+    made.up()
+    for name in ("one", "two"):
+        made.join(name, *settings)
+    assert made.coordinator is not None
+    return Peer(made.base, psutil.Process(made.coordinator.pid))
+
+
+def per_event(peer: Peer, key: str) -> float:
+    """Give CPU microseconds per streamed token over one round."""
+    before = peer.cpu()
+    seen = asyncio.run(load.streams(peer.base, key, STREAMS, TOKENS))
+    if seen.failed or seen.events != STREAMS * TOKENS:
+        raise RuntimeError(f"{seen.events} events of {STREAMS * TOKENS}, {seen.failed} streams failed")
+    return (peer.cpu() - before) / seen.events * 1e6
+
+
+def per_request(peer: Peer, key: str) -> float:
+    """Give CPU microseconds per plain request over one round."""
+    before = peer.cpu()
+    seen = asyncio.run(load.plain(peer.base, key, 32, 125, 8))
+    if seen.failed:
+        raise RuntimeError(f"{seen.failed} of {seen.requests} requests failed")
+    return (peer.cpu() - before) / seen.requests * 1e6
+
+
+def alternate(ours: Peer, key: str, theirs: Peer, measure: Callable[[Peer, str], float]) -> tuple[float, float, float]:
+    """Measure both in turn, A B A B …; give the medians and the median of the ratios pair by pair."""
+    measure(ours, key), measure(theirs, "x")
+    pairs = [(measure(ours, key), measure(theirs, "x")) for _ in range(ROUNDS)]
+    a, b = zip(*pairs, strict=True)
+    return statistics.median(a), statistics.median(b), statistics.median(x / y for x, y in pairs)
+
+
+def bench_stream(folder: Path) -> list[Row]:
+    """Streamed tokens against nginx."""
+    with pool(folder) as made, mock_nodes(STEP_MS) as ports, nginx(folder, ports) as peer:
+        ours, theirs, ratio = alternate(
+            two_nodes(made, f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock"),
+            made.key,
+            peer,
+            per_event,
+        )
+    figure = f"{ratio:.2f} x nginx ({ours:.1f} against {theirs:.1f} us of CPU, {STREAMS * TOKENS} events a round)"
+    return [Row("streamed token", "<= 1.3 x nginx", figure, ratio <= 1.3, commit())]
+
+
+def bench_plain(folder: Path) -> list[Row]:
+    """Plain requests against sglang-router."""
+    with pool(folder) as made, mock_nodes(1) as ports, sglang(folder, ports) as peer:
+        ours, theirs, ratio = alternate(two_nodes(made, "engine.scripted.step_ms=1"), made.key, peer, per_request)
+    figure = f"{ratio:.2f} x sglang-router ({ours:.0f} against {theirs:.0f} us of CPU)"
+    return [Row("plain request", "<= 0.8 x sglang-router", figure, ratio <= 0.8, commit())]
+
+
+def bench_memory(folder: Path) -> list[Row]:
+    """Resident memory of coordinator and agent, and growth from request 1,000 to 10,000."""
+    with pool(folder) as made:
+        ours = two_nodes(made, "engine.scripted.step_ms=1")
+        asyncio.run(load.plain(ours.base, made.key, 20, 50, 4))
+        before = ours.process.memory_info().rss
+        asyncio.run(load.plain(ours.base, made.key, 20, 450, 4))
+        after = ours.process.memory_info().rss
+        agent = max(psutil.Process(node.pid).memory_info().rss for node in made.nodes.values())
+    mib = 1024 * 1024
+    return [
+        Row("coordinator RSS", "<= 120 MiB", f"{after / mib:.1f} MiB", after <= 120 * mib, commit()),
+        Row("coordinator growth, request 1,000 to 10,000", "<= 5 MiB", f"{(after - before) / mib:.2f} MiB",
+            after - before <= 5 * mib, commit()),
+        Row("agent RSS", "<= 80 MiB", f"{agent / mib:.1f} MiB", agent <= 80 * mib, commit()),
+    ]  # fmt: skip
+
+
+def bench_idle(folder: Path) -> list[Row]:
+    """CPU and wake-ups of an idle agent."""
+    with pool(folder) as made:
+        two_nodes(made)
+        agent = psutil.Process(made.nodes["one"].pid)
+        time.sleep(3)
+        before, switches, began = sum(agent.cpu_times()[:2]), agent.num_ctx_switches().voluntary, time.monotonic()
+        time.sleep(30)
+        seconds = time.monotonic() - began
+        share = (sum(agent.cpu_times()[:2]) - before) / seconds * 100
+        wakes = (agent.num_ctx_switches().voluntary - switches) / seconds
+    return [Row("idle agent", "<= 0.3 % CPU", f"{share:.2f} % CPU, {wakes:.1f} wake-ups/s", share <= 0.3, commit())]
+
+
+def bench_help(_: Path) -> list[Row]:
+    """CPU of `cluster --help`."""
+    figures: list[float] = []
+    for _round in range(9):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*CLI, "--help"], check=True, capture_output=True, env=environment())
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        figures.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    median = statistics.median(figures)
+    return [Row("cluster --help", "<= 0.15 s CPU", f"{median:.3f} s", median <= 0.15, commit())]
+
+
+def bench_parts(folder: Path) -> list[Row]:
+    """A long answer over a link of 100 Mbit/s beside streams: how far it moves the gaps between tokens."""
+    target = "ITL p99 moves by <= 50 ms"
+    reason = unsupported()
+    if reason:
+        return [Row("100 MB of parts", target, f"not measured: {reason}", False, commit())]
+    with Hosts(folder, 2) as hosts, pool(folder) as made:
+        made.up(cluster_listen=f"{hosts[1].ip}:0", listen=f"{hosts[1].ip}:0", wrap=hosts[1].enter())
+        inside = hosts[1].enter()
+        made.join("far", f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock", wrap=hosts[2].enter(),
+                  inside=inside)  # fmt: skip
+        log = folder / "far" / "logs" / "node.log"
+        with log.open("ab") as file:
+            for _ in range(100):
+                file.write(b"x" * 999_999 + b"\n")
+        hosts.shape(hosts[2], "100mbit")
+        script = [*inside, sys.executable, "-m", "tests.bench.parts", made.base, made.key, made.secret]
+        done = subprocess.run(script, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+        found = json.loads(done.stdout)
+    moved = (found["beside"] - found["alone"]) * 1000
+    figure = (
+        f"{moved:.1f} ms (p99 {found['alone'] * 1000:.1f} alone, {found['beside'] * 1000:.1f} beside "
+        f"{found['bytes'] / 1e6:.0f} MB in {found['seconds']:.1f} s)"
+    )
+    return [Row("100 MB of parts over 100 Mbit/s", target, figure, moved <= 50, commit())]
+
+
+GROUPS: dict[str, Callable[[Path], list[Row]]] = {
+    "help": bench_help,
+    "idle": bench_idle,
+    "memory": bench_memory,
+    "plain": bench_plain,
+    "parts": bench_parts,
+    "stream": bench_stream,
+}
+
+
+def main() -> int:
+    """Run the groups and write the rows."""
+    rows: list[Row] = []
+    for name in sys.argv[1:] or GROUPS:
+        with tempfile.TemporaryDirectory(prefix="mp-bench-") as folder:
+            for row in GROUPS[name](Path(folder)):
+                rows.append(row)
+                print(f"{'ok  ' if row.ok else 'MISS'} {row.name}: {row.figure} (target {row.target})", flush=True)
+    (ROOT / "bench-results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0 if all(row.ok for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Bounded load over raw sockets: streams that are counted event by event, and plain requests in a few lanes."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+
+@dataclass(slots=True)
+class Seen:
+    """What came back. `gaps` in seconds between two events of one stream, `transit` from the node's clock to here."""
+
+    events: int = 0
+    requests: int = 0
+    failed: int = 0
+    gaps: list[float] = field(default_factory=list)
+    transit: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def request(base: str, key: str, body: dict[str, object]) -> bytes:
+    """Give the bytes of one request."""
+    parts = urlsplit(base)
+    content = json.dumps(body).encode()
+    return (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: {parts.hostname}:{parts.port}\r\n"
+        f"authorization: Bearer {key}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    ).encode() + content
+
+
+async def _open(base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(base)
+    return await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
+
+
+async def _stream(base: str, key: str, tokens: int, seen: Seen) -> None:
+    reader, writer = await _open(base)
+    body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "stream": True,
+            "max_tokens": tokens}  # fmt: skip
+    writer.write(request(base, key, body))
+    last = None
+    try:
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                if line.startswith(b"data: [DONE]"):
+                    break
+                continue
+            start = line.find(b'"content":"')
+            if start < 0:
+                continue
+            now = time.monotonic()
+            word = line[start + 11 : line.find(b'"', start + 11)].strip()
+            if not word:
+                continue
+            seen.events += 1
+            if word.isdigit():
+                seen.transit.append(now - int(word) / 1e9)
+            if last is not None:
+                seen.gaps.append(now - last)
+            last = now
+        else:
+            seen.failed += 1
+    finally:
+        writer.close()
+
+
+async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
+    """Run `count` streams of `tokens` tokens side by side."""
+    seen = Seen()
+    began = time.monotonic()
+    await asyncio.gather(*[_stream(base, key, tokens, seen) for _ in range(count)])
+    seen.seconds = time.monotonic() - began
+    return seen
+
+
+async def _lane(base: str, key: str, count: int, tokens: int, seen: Seen) -> None:
+    reader, writer = await _open(base)
+    body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": tokens}
+    sent = request(base, key, body)
+    try:
+        for _ in range(count):
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:")
+            await reader.readexactly(length)
+            seen.requests += 1
+            if not head.startswith(b"HTTP/1.1 200"):
+                seen.failed += 1
+    finally:
+        writer.close()
+
+
+async def plain(base: str, key: str, lanes: int, count: int, tokens: int) -> Seen:
+    """Run `count` plain requests in each of `lanes` lanes."""
+    seen = Seen()
+    began = time.monotonic()
+    await asyncio.gather(*[_lane(base, key, count, tokens, seen) for _ in range(lanes)])
+    seen.seconds = time.monotonic() - began
+    return seen

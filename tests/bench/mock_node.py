@@ -1,0 +1,104 @@
+"""An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
+
+`python -m tests.bench.mock_node STEP_MS` prints its port and serves until its standard input ends. All streams get
+their event of a step in the same instant, as from an engine that decodes them as one batch.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from typing import ClassVar
+
+import uvloop
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+EVENT = (
+    '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"scripted-1","choices":[{"index":0,'
+    '"delta":{"content":"%d "},"finish_reason":null}]}'
+)
+WHOLE = (
+    b'{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"scripted-1","choices":[{"index":0,"message":'
+    b'{"role":"assistant","content":%s},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":8,'
+    b'"total_tokens":13}}'
+)
+LAST = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"scripted-1","choices":[{"index":0,'
+    b'"delta":{},"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+)
+
+
+class Exchange(asyncio.Protocol):
+    """One keep-alive connection."""
+
+    streams: ClassVar["set[Exchange]"] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.buffer = b""
+        self.left = 0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.streams.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while b"\r\n\r\n" in self.buffer:
+            head, _, rest = self.buffer.partition(b"\r\n\r\n")
+            length = next(
+                (int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:"), 0
+            )
+            if len(rest) < length:
+                return
+            self.buffer = rest[length:]
+            self.answer(head, rest[:length])
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        if not head.startswith(b"POST /v1/chat"):
+            self.whole(b'{"status":"ok","data":[],"model_path":"scripted-1"}')
+            return
+        asked = json.loads(body)
+        if not asked.get("stream"):
+            self.whole(WHOLE % json.dumps("word " * asked["max_tokens"]).encode())
+            return
+        self.left = asked["max_tokens"]
+        self.transport.write(HEAD)
+        self.streams.add(self)
+
+    def whole(self, body: bytes) -> None:
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+
+    def chunk(self, data: bytes) -> None:
+        self.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def step(self, event: bytes) -> None:
+        self.chunk(event)
+        self.left -= 1
+        if self.left == 0:
+            self.streams.discard(self)
+            self.chunk(LAST)
+            self.transport.write(b"0\r\n\r\n")
+
+
+async def main(step: float) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Exchange, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    over = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), over.set)
+    due = loop.time()
+    while not over.is_set():
+        due = max(due + step, loop.time())
+        await asyncio.sleep(due - loop.time())
+        event = f"data: {EVENT % time.monotonic_ns()}\n\n".encode()
+        for stream in tuple(Exchange.streams):
+            stream.step(event)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(float(sys.argv[1]) / 1000))

@@ -1,0 +1,143 @@
+"""The peers: nginx (Debian's) and sglang-router (its wheel, in an environment of its own), before mock nodes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support.processes import ROOT, environment, until
+
+SGLANG = "sglang-router==0.3.2"
+NGINX = """
+daemon off; master_process on; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
+  uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  upstream nodes {{ least_conn; server 127.0.0.1:{one}; server 127.0.0.1:{two}; keepalive 128; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://nodes; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Something that routes: its base URL and its process."""
+
+    base: str
+    process: psutil.Process
+
+    def cpu(self) -> float:
+        """CPU seconds of its process tree so far."""
+        total = 0.0
+        for process in [self.process, *self.process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+def free_port() -> int:
+    """Give a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextmanager
+def mock_nodes(step_ms: float) -> Iterator[tuple[int, int]]:
+    """Run two mock nodes; give their ports."""
+    with ExitStack() as stack:
+        ports: list[int] = []
+        for _ in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
+            )  # fmt: skip
+            stack.callback(_end, process)
+            assert process.stdout is not None
+            ports.append(int(process.stdout.readline()))
+        yield ports[0], ports[1]
+
+
+@contextmanager
+def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
+    """Run nginx before two nodes. RuntimeError where it is not installed."""
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    if not os.path.exists(program):
+        raise RuntimeError("nginx is not installed (Debian: apt-get install nginx-light)")
+    port = free_port()
+    config = folder / "nginx.conf"
+    config.write_text(NGINX.format(folder=folder, one=ports[0], two=ports[1], port=port))
+    process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)], env=environment())
+    try:
+        base = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(base + "/v1/models"), 10, "nginx")
+        yield Peer(base, psutil.Process(process.pid))
+    finally:
+        _end(process)
+
+
+@contextmanager
+def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
+    """Run sglang-router before two nodes, installed on first use into .bench/."""
+    python = _sglang_python()
+    port = free_port()
+    with (folder / "sglang.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
+             "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports], "--policy", "power_of_two",
+             "--prometheus-port", str(free_port()), "--log-level", "warn"],
+            stdout=log, stderr=log, env=environment(), start_new_session=True,
+        )  # fmt: skip
+    try:
+        base = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(base + "/health"), 60, "sglang-router")
+        until(lambda: _answers(base + "/readiness"), 60, "sglang-router's workers")
+        yield Peer(base, psutil.Process(process.pid))
+    finally:
+        _end(process)
+
+
+def _sglang_python() -> Path:
+    python = ROOT / ".bench" / "bin" / "python"
+    if not python.exists():
+        uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
+        subprocess.run([uv, "venv", "--quiet", str(ROOT / ".bench"), "--python", sys.executable], check=True)
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), SGLANG], check=True)
+    return python
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=1) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def _end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(5)
+    time.sleep(0)
+    for child in below:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
