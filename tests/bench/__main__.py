@@ -151,15 +151,14 @@ def bench_parts(folder: Path) -> list[Row]:
         return [Row("100 MB of parts", target, f"not measured: {reason}", False, commit())]
     with Hosts(folder, 2) as hosts, pool(folder) as made:
         made.up(cluster_listen=f"{hosts[1].ip}:0", listen=f"{hosts[1].ip}:0", wrap=hosts[1].enter())
-        inside = hosts[1].enter()
-        made.join("far", f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock", wrap=hosts[2].enter(),
-                  inside=inside)  # fmt: skip
+        clock = (f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock")
+        made.join("far", *clock, wrap=hosts[2].enter())
         log = folder / "far" / "logs" / "node.log"
         with log.open("ab") as file:
             for _ in range(100):
                 file.write(b"x" * 999_999 + b"\n")
         hosts.shape(hosts[2], "100mbit")
-        script = [*inside, sys.executable, "-m", "tests.bench.parts", made.base, made.key, made.secret]
+        script = [*hosts[1].enter(), sys.executable, "-m", "tests.bench.parts", made.base, made.key, made.secret]
         done = subprocess.run(script, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)
