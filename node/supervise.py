@@ -30,6 +30,7 @@ import structlog
 
 import node
 from node.engine.child import settings_message
+from node.engine_log import EngineLog
 from node.memory.reading import Reading
 from node.memory.sensor import Sensor, open_sensor
 from node.settings import NodeSettings
@@ -56,11 +57,6 @@ from wire.units import MIB
 CRASHED = "engine_crashed"
 STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.child")
-LONGEST_LOG = 8 * MIB
-"""A log of this size is put aside when a child starts; one older log is kept."""
-TAIL = 2048
-"""Bytes of the log that the cause of a death may quote."""
-TAIL_LINES = 3
 MOST_UNSENT = 64 * MIB
 """Bytes that may wait for a child that does not read, before new requests are refused."""
 
@@ -164,7 +160,7 @@ class Supervisor:
         self._settings = settings
         self._on_frame = on_frame
         self._on_change = on_change
-        self._log_file = log_file
+        self._log = EngineLog(log_file)
         self._command = command
         self._patience = patience or Patience()
         self._child: Child | None = None
@@ -219,8 +215,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the first child and keep one alive from now on. OSError when the log cannot be opened."""
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        os.close(_open_log(self._log_file))
+        os.close(self._log.open())
         self._task = asyncio.create_task(self._keep())
 
     def send(self, encoded: bytes, kind: type[Frame], request: int) -> None:
@@ -274,7 +269,7 @@ class Supervisor:
 
     async def _live_once(self) -> str:
         """Run one child from start to death; give the cause."""
-        written = self._log_size()
+        written = self._log.size()
         try:
             child = await self._spawn()
         except OSError as error:
@@ -291,13 +286,13 @@ class Supervisor:
             child.sensor.close()
         healthy = time.monotonic() - child.started >= self._patience.healthy
         self._deaths = 1 if healthy else self._deaths + 1
-        return child.blame or _cause(child.process.returncode, self._log_tail(written))
+        return child.blame or _cause(child.process.returncode, self._log.tail(written))
 
     async def _spawn(self) -> Child:
         ours, theirs = socket.socketpair()
         errors = -1
         try:
-            errors = _open_log(self._log_file)
+            errors = self._log.open()
             process = await asyncio.create_subprocess_exec(
                 *self._command, "--socket", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(),),
@@ -400,33 +395,6 @@ class Supervisor:
         cause = f", it ended: {self._cause}" if self._cause else ""
         wait = self._patience.delay(max(1, self._deaths)) + 1.0
         return Refused(Code.NOT_READY, f"the engine is {self._state}{cause}", None, wait)
-
-    # the log
-
-    def _log_size(self) -> int:
-        with suppress(OSError):
-            return self._log_file.stat().st_size
-        return 0
-
-    def _log_tail(self, start: int) -> str:
-        """Give the last lines that a child wrote, if it wrote any since `start`."""
-        try:
-            with self._log_file.open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(start if start <= end else 0, end - TAIL))
-                lines = file.read(TAIL).decode(errors="replace").split("\n")
-        except OSError:
-            return ""
-        told = [line.strip() for line in lines if line.strip() and "[info" not in line]
-        return " | ".join(told[-TAIL_LINES:])
-
-
-def _open_log(path: Path) -> int:
-    """Open the engine's log to append, for its owner only; put a long one aside first."""
-    with suppress(FileNotFoundError):
-        if path.stat().st_size > LONGEST_LOG:
-            path.replace(path.with_suffix(path.suffix + ".1"))
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def _cause(code: int | None, tail: str) -> str:

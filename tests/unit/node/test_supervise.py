@@ -345,16 +345,6 @@ async def test_a_child_that_ignores_the_end_of_its_socket_is_killed(agent: Calla
 
 
 @pytest.mark.slow
-async def test_a_long_log_is_put_aside(agent: Callable[..., Agent]):
-    one = agent()
-    one.log_file.parent.mkdir()
-    one.log_file.write_bytes(b"x" * (8 * 2**20 + 1))
-    await one.supervisor.start()
-    assert one.log_file.stat().st_size < 2**20
-    assert one.log_file.with_suffix(".log.1").stat().st_size > 8 * 2**20
-
-
-@pytest.mark.slow
 def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
     parent = """
         import asyncio, pathlib, sys

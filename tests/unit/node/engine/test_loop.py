@@ -1,4 +1,3 @@
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +71,7 @@ def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Ru
     assert steps[-1] - steps[0] == pytest.approx(0.59, abs=0.1)
     published = [when for when, frame in seen if isinstance(frame, EngineReport)]
     assert len(published) >= 5
-    assert all(later - sooner > PUBLISH_EVERY * 0.8 for sooner, later in itertools.pairwise(published))
+    assert len(published) <= (published[-1] - published[0]) / PUBLISH_EVERY + 2
 
 
 def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
