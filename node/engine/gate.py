@@ -1,0 +1,96 @@
+"""The engine's side of the memory verdict: may this prefill, this join, this growth be written now?
+
+The arithmetic is wire/verdict's; the gate holds the limits that the agent sent, insists on a live reading, and counts.
+It fails closed: before the first limits, with a cap of 0 or without a reading, nothing passes. Only `memory.guard =
+"off"` (`Limits.guard`) lets everything pass, and then the gate does not call itself armed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from node.memory.reading import Reading
+from wire import verdict
+from wire.frames import Limits
+from wire.refusals import Code, Refused
+from wire.report import Memory
+from wire.verdict import Fits
+
+RETRY_NOT_READY = 1.0
+"""Seconds until the agent's first limits should have come."""
+
+
+class Site(StrEnum):
+    """Where the gate stands."""
+
+    PREFLIGHT = "preflight"
+    PREFILL = "prefill"
+    JOIN = "join"
+    GROW = "grow"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the engine itself knows of its memory, in bytes: active now, the recent height, promised and not written."""
+
+    active: int
+    recent: int
+    reserved: int
+
+
+class Gate:
+    """Limits in force, and every check against them."""
+
+    def __init__(self) -> None:
+        self.checks: Counter[Site] = Counter()
+        self.refusals: Counter[Site] = Counter()
+        self._limits: Limits | None = None
+
+    def hold(self, limits: Limits) -> None:
+        """Judge by these limits from now on."""
+        self._limits = limits
+
+    def armed(self, reading: Reading, now: float) -> bool:
+        """Whether this gate could refuse on facts: limits came, they are not 0, not off, and the reading is live."""
+        limits = self._limits
+        return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
+
+    def memory(self, use: Use, reading: Reading, total: int, now: float) -> Memory:
+        """Put one consistent reading and the limits in force into the form that is judged and reported."""
+        limits = self._limits or Limits(0, 0, 0, "")
+        phys = reading.phys if reading.live(now) else None
+        current = verdict.current(use.active, phys, use.recent)
+        return Memory(
+            cap=limits.cap, ceiling=limits.ceiling, margin=limits.margin, phys=phys, active=use.active,
+            recent=use.recent, current=current, reserved=use.reserved,
+            headroom=verdict.headroom(limits.ceiling, limits.margin, current, use.reserved),
+            leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard, armed=self.armed(reading, now),
+            source=reading.source, age=max(0.0, now - reading.at), total=total,
+        )  # fmt: skip
+
+    def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:
+        """Say whether `estimate` more bytes may be written under this reading."""
+        self.checks[site] += 1
+        answer = self._judge(memory, estimate)
+        if isinstance(answer, Refused):
+            self.refusals[site] += 1
+        return answer
+
+    def _judge(self, memory: Memory, estimate: int) -> Fits | Refused:
+        return self.closed() or verdict.judge(memory, estimate)
+
+    def closed(self) -> Refused | None:
+        """Say why nothing at all is started here; None once limits are in force."""
+        limits = self._limits
+        if limits is not None and (limits.cap > 0 or not limits.guard):
+            return None
+        return Refused(
+            Code.NOT_READY, "the engine has no memory limits yet, so it starts nothing", None, RETRY_NOT_READY
+        )
+
+    def describe(self) -> dict[str, object]:
+        """Give what the guard resolved to, for the log: everything but the ceiling, which moves all the time."""
+        limits = self._limits
+        if limits is None:
+            return {"state": "closed"}
+        return {"state": "on" if limits.guard else "OFF", "cap": limits.cap, "margin": limits.margin}

@@ -1,0 +1,77 @@
+"""What the scripted model counts and says: a pure function of the prompt and the position.
+
+A prompt has one token per word (by white space) and four per message, so its count is exact and anybody can check it.
+The id of an answer's token is its position, plus the number of the choice in the words' mode.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from wire.frames import Message
+
+MESSAGE_TOKENS = 4
+"""What a chat template adds around each message."""
+_SLICE = 1 << 16
+_PIECE = re.compile(r"\s{1,64}\S{0,64}|\S{1,64}")
+
+_LOREM = """
+lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt ut labore et dolore magna
+aliqua ut enim ad minim veniam quis nostrud exercitation ullamco laboris nisi ut aliquip ex ea commodo consequat duis
+aute irure dolor in reprehenderit in voluptate velit esse cillum dolore eu fugiat nulla pariatur excepteur sint
+occaecat cupidatat non proident sunt in culpa qui officia deserunt mollit anim id est laborum
+"""
+WORDS = tuple(_LOREM.split())
+
+Voice = Callable[[int, float], tuple[int, str]]
+"""`(position, now) → (id, text)` of one token of an answer."""
+
+
+def count_tokens(messages: Sequence[Message]) -> int:
+    """Count a prompt's tokens exactly."""
+    return sum(MESSAGE_TOKENS + _count_words(message.content) for message in messages)
+
+
+def _count_words(text: str) -> int:
+    """Count words slice by slice: a list of every word of an 8 MiB text would be 30 times as large as the text."""
+    total = 0
+    for start in range(0, len(text), _SLICE):
+        piece = text[start : start + _SLICE]
+        total += len(piece.split())
+        if start and not text[start - 1].isspace() and not piece[0].isspace():
+            total -= 1
+    return total
+
+
+def mentions(messages: Sequence[Message], word: str) -> bool:
+    """Say whether any message contains a text."""
+    return any(word in message.content for message in messages)
+
+
+def echo_pieces(messages: Sequence[Message]) -> list[str]:
+    """Cut the last user message into tokens whose texts join to exactly that message."""
+    last = next((message.content for message in reversed(messages) if message.role == "user"), "")
+    return _PIECE.findall(last) or [""]
+
+
+def words_voice(choice: int) -> Voice:
+    """Say fixed words; each choice starts at another one."""
+
+    def say(position: int, now: float) -> tuple[int, str]:
+        place = (position + choice) % len(WORDS)
+        return position + choice, WORDS[place] + " "
+
+    return say
+
+
+def echo_voice(pieces: Sequence[str]) -> Voice:
+    """Say the pieces one after the other."""
+
+    def say(position: int, now: float) -> tuple[int, str]:
+        return position, pieces[position]
+
+    return say
+
+
+def clock_voice(position: int, now: float) -> tuple[int, str]:
+    """Say the time of the step in ns of the monotonic clock, for measuring what lies between here and a reader."""
+    return position, f"{round(now * 1e9)} "

@@ -1,0 +1,338 @@
+"""The scripted engine: real frames, real admission and real pace over a model that is only pretended.
+
+Nothing is computed, everything else is meant: rows are committed in the ledger before they begin, every prefill, join
+and growth asks the gate, a decode step serves all rows at once and comes at absolute deadlines, so that delays never
+add up. It holds no clock and no socket; `loop` drives it.
+
+    Generate ─► preflight ─► waiting ─► prefill, join ─► rows in decode ─► Finished
+                   └ Refusal      └ Refusal                 └ Failed (no room to grow)
+
+Every request ends in exactly one of the three, unless it was cancelled: then nothing more is said about it. A Cancel
+that overtakes its Generate is remembered, and the Generate dropped.
+
+A prefill takes no time and gives no token; the first token comes with the row's first decode step. A row may write
+what was promised for it and then asks for GROWTH tokens more; where the gate says no, that request ends.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from node.engine import preflight, script
+from node.engine.gate import Gate, Site, Use
+from node.engine.ledger import Commitment, Ledger
+from node.engine.preflight import Shape
+from node.engine.stops import Stops
+from node.memory.reading import Reading, Recent
+from node.settings import EngineSettings, ScriptedSettings
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Channel,
+    Delta,
+    Deltas,
+    EngineReport,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Refusal,
+    Timings,
+)
+from wire.refusals import Refused
+from wire.report import Memory, Model
+from wire.units import GIB, parse_size
+
+GROWTH = 64
+"""Tokens promised at a time to an answer that outgrows what was expected."""
+REMEMBERED = 1024
+"""Cancelled requests that are remembered until their Generate comes."""
+LATE = 1.0
+"""Seconds behind after which steps are no longer made up for: the machine slept."""
+PREFILL_SPEED = 100_000.0
+"""Tokens per second told to the router for prefills that take no time: it divides by it."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One answer being written."""
+
+    choice: int
+    commitment: Commitment
+    stops: Stops
+    voice: script.Voice
+    produced: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One admitted request. `ends`: the token of its answers that is the last by itself, past the limit if none is."""
+
+    request: Generate
+    shape: Shape
+    ends: int
+    crashes: bool
+    arrived: float
+    rows: list[Row] = field(default_factory=list["Row"])
+    begun: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """The coordinator's number for it."""
+        return self.request.request
+
+    def writing(self) -> Iterator[Row]:
+        """Give the rows that are not at their end."""
+        return (row for row in self.rows if not row.reason)
+
+
+class Scripted:
+    """See the module's text. `crash` ends the process; it is called for the word that the settings name."""
+
+    def __init__(self, settings: ScriptedSettings, crash: Callable[[], None]) -> None:
+        self.gate = Gate()
+        self._settings = settings
+        self._crash = crash
+        self._step = settings.step_ms / 1000
+        self._total = parse_size(settings.memory)
+        self._weights = parse_size(settings.weights)
+        self._ledger = Ledger(settings.kv_per_token)
+        self._recent = Recent()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._rows = 0
+        self._deadline = 0.0
+        self._acked = 0
+        self._cancelled: dict[int, None] = {}
+
+    def take(self, frame: Frame, now: float) -> list[Frame]:
+        """Take in one frame and give what is answered at once."""
+        if isinstance(frame, Generate):
+            return self._generate(frame, now)
+        if isinstance(frame, Cancel):
+            self._cancel(frame.request, now)
+        elif isinstance(frame, Limits):
+            self.gate.hold(frame)
+        return []
+
+    def step(self, now: float) -> list[Frame]:
+        """Decode where a step is due, then try one prefill."""
+        frames: list[Frame] = []
+        if self._running and now >= self._deadline:
+            frames = self._decode(now)
+            missed = now - self._deadline > LATE
+            self._deadline = (now if missed else self._deadline) + self._step
+        if self._next_fits():
+            frames += self._prefill(self._waiting.popleft(), now)
+        self._observe(now)
+        return frames
+
+    def due(self, now: float) -> float | None:
+        """Say when the next step is due, or when the recent height falls; None when nothing will change by itself."""
+        if self._next_fits():
+            return now
+        if self._running:
+            return self._deadline
+        return self._recent.falls_at(self._active(), now)
+
+    def expected(self) -> float:
+        """A step takes at most about its own period."""
+        return self._step
+
+    def report(self, now: float) -> EngineReport:
+        """Give the snapshot."""
+        return EngineReport(
+            self._memory(now), (self._model(),), len(self._running), len(self._waiting),
+            sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
+        )  # fmt: skip
+
+    # requests
+
+    def _generate(self, request: Generate, now: float) -> list[Frame]:
+        self._acked = max(self._acked, request.seq)
+        number = request.request
+        if number in self._cancelled:
+            del self._cancelled[number]
+            return []
+        if any(sequence.number == number for sequence in (*self._waiting, *self._running)):
+            return []
+        prompt = script.count_tokens(request.messages)
+        pieces = self._pieces(request, prompt)
+        shape = preflight.shape_of(request, prompt, len(pieces) or self._settings.tokens, self._settings.context)
+        refused = self._refused(request, shape, now)
+        if refused is not None:
+            return [Refusal(number, refused, prompt)]
+        self._waiting.append(self._sequence(request, shape, pieces, now))
+        return [Admitted(number, prompt)]
+
+    def _pieces(self, request: Generate, prompt: int) -> list[str]:
+        """Give the tokens of an echo; none in the other modes, and none of a prompt that will be refused anyway."""
+        echo = self._settings.text == "echo" and prompt < self._settings.context
+        return script.echo_pieces(request.messages) if echo else []
+
+    def _refused(self, request: Generate, shape: Shape, now: float) -> Refused | None:
+        model, memory = self._model(), self._memory(now)
+        refused = self.gate.closed() or preflight.impossible(request, shape, model, self._settings.batch)
+        if refused is not None:
+            return refused
+        cost = self._ledger.cost(shape.length, shape.choices)
+        if self._must_refuse(request):
+            answer = self.gate.check(Site.PREFLIGHT, memory, max(cost, (memory.headroom or 0) + GIB))
+            return answer if isinstance(answer, Refused) else None
+        return preflight.admit(shape, memory, model, cost, self.gate)
+
+    def _must_refuse(self, request: Generate) -> bool:
+        word = self._settings.refuse
+        return word == "*" or (bool(word) and script.mentions(request.messages, word))
+
+    def _sequence(self, request: Generate, shape: Shape, pieces: list[str], now: float) -> Sequence:
+        word = self._settings.crash
+        crashes = bool(word) and script.mentions(request.messages, word)
+        rows = [
+            Row(choice, commitment, Stops(request.params.stop), self._voice(pieces, choice))
+            for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
+        ]
+        unlimited = request.params.max_tokens is None
+        ends = len(pieces) or (self._settings.tokens if unlimited else shape.limit + 1)
+        return Sequence(request, shape, ends, crashes, now, rows)
+
+    def _voice(self, pieces: list[str], choice: int) -> script.Voice:
+        if pieces:
+            return script.echo_voice(pieces)
+        return script.clock_voice if self._settings.text == "clock" else script.words_voice(choice)
+
+    def _cancel(self, number: int, now: float) -> None:
+        for sequence in (*self._waiting, *self._running):
+            if sequence.number == number:
+                self._drop(sequence)
+                self._observe(now)
+                return
+        self._cancelled[number] = None
+        while len(self._cancelled) > REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a request and give back all that was promised to it."""
+        for row in sequence.writing():
+            self._ledger.release(row.commitment)
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._rows -= sum(1 for _ in sequence.writing())
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    # prefill and decode
+
+    def _next_fits(self) -> bool:
+        return bool(self._waiting) and self._rows + len(self._waiting[0].rows) <= self._settings.batch
+
+    def _prefill(self, sequence: Sequence, now: float) -> list[Frame]:
+        """Write the prompt, then join the decode batch; each asks the gate, and a no takes back all of it."""
+        refused = self._checked(Site.PREFILL, now)
+        if refused is None:
+            for row in sequence.rows:
+                row.commitment.written = sequence.shape.prompt
+            refused = self._checked(Site.JOIN, now)
+        if refused is not None:
+            self._drop(sequence)
+            return [Refusal(sequence.number, refused, sequence.shape.prompt)]
+        if not self._running:
+            self._deadline = now + self._step
+        sequence.begun = now
+        self._running.append(sequence)
+        self._rows += len(sequence.rows)
+        return []
+
+    def _checked(self, site: Site, now: float) -> Refused | None:
+        """Ask the gate about rows whose bytes are all promised: the ledger holds the estimate already."""
+        answer = self.gate.check(site, self._memory(now), 0)
+        return answer if isinstance(answer, Refused) else None
+
+    def _decode(self, now: float) -> list[Frame]:
+        """Give every row one token: one Deltas frame for all, then the ends."""
+        deltas: list[Delta] = []
+        ends: list[Frame] = []
+        for sequence in self._running.copy():
+            if sequence.crashes:
+                self._crash()
+            end = self._decode_sequence(sequence, deltas, now)
+            if end is not None:
+                ends.append(end)
+        return [Deltas(tuple(deltas)), *ends] if deltas else ends
+
+    def _decode_sequence(self, sequence: Sequence, deltas: list[Delta], now: float) -> Frame | None:
+        for row in list(sequence.writing()):
+            refused = self._grow(sequence, row, now)
+            if refused is not None:
+                self._drop(sequence)
+                return Failed(
+                    sequence.number, "no_headroom", f"the answer outgrew what was expected: {refused.message}"
+                )
+            deltas.append(self._token(sequence, row, now))
+            if row.reason:
+                self._ledger.release(row.commitment)
+                self._rows -= 1
+        if any(sequence.writing()):
+            return None
+        self._running.remove(sequence)
+        return self._finished(sequence, now)
+
+    def _grow(self, sequence: Sequence, row: Row, now: float) -> Refused | None:
+        """Promise the next GROWTH tokens to a row that has written all that it had; a refusal when there is no room."""
+        commitment = row.commitment
+        if commitment.written < commitment.promised:
+            return None
+        more = min(GROWTH, sequence.shape.limit - row.produced)
+        answer = self.gate.check(Site.GROW, self._memory(now), self._ledger.extension(commitment, more))
+        if isinstance(answer, Refused):
+            return answer
+        self._ledger.extend(commitment, more)
+        return None
+
+    def _token(self, sequence: Sequence, row: Row, now: float) -> Delta:
+        token, text = row.voice(row.produced, now)
+        row.produced += 1
+        row.commitment.written += 1
+        shown, stopped = row.stops.feed(text)
+        if stopped:
+            row.reason = "stop"
+        elif row.produced >= min(sequence.ends, sequence.shape.limit):
+            row.reason = "stop" if row.produced == sequence.ends else "length"
+            shown += row.stops.flush()
+        return Delta(sequence.number, row.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
+
+    def _finished(self, sequence: Sequence, now: float) -> Finished:
+        return Finished(
+            sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
+            sum(row.produced for row in sequence.rows),
+            timings=Timings(sequence.begun - sequence.arrived, 0.0, now - sequence.begun),
+        )  # fmt: skip
+
+    # memory
+
+    def _active(self) -> int:
+        return self._weights + self._ledger.written()
+
+    def _observe(self, now: float) -> None:
+        self._recent = self._recent.observed(self._active(), now)
+
+    def _memory(self, now: float) -> Memory:
+        active = self._active()
+        use = Use(active, self._recent.highest(now), self._ledger.reserved())
+        return self.gate.memory(use, Reading(active, "scripted", now), self._total, now)
+
+    def _model(self) -> Model:
+        settings = self._settings
+        return Model(
+            name=settings.model, fingerprint=f"scripted:{settings.model}", loaded=True, weights=self._weights,
+            kv_per_token=settings.kv_per_token, context=settings.context, prefill_speed=PREFILL_SPEED,
+            decode_speed=1000 / max(settings.step_ms, 0.001), groups=self._ledger.groups(),
+            expected_output=settings.tokens,
+        )  # fmt: skip
+
+
+def build(settings: EngineSettings, crash: Callable[[], None]) -> Scripted:
+    """Make the scripted engine."""
+    return Scripted(settings.scripted, crash)

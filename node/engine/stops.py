@@ -1,0 +1,41 @@
+"""Stop strings over a stream: nothing of a stop string is ever shown, wherever the pieces are cut.
+
+Text that may be the beginning of a stop string is held back until it is one, or is not.
+"""
+
+from collections.abc import Iterable
+
+
+class Stops:
+    """The stop strings of one row and the text held back for them."""
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held: str = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Take the next piece; give what may be shown now, and whether a stop string was completed."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """Give what was held back: the row ends and no stop string came of it."""
+        held = self._held
+        self._held = ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Count the characters at the end of the text that begin the stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

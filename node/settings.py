@@ -1,0 +1,170 @@
+"""Everything that can be set on a node, with its default and meaning beside it, and the checks that need two values.
+
+The tree holds what a person wrote ("96GiB", "auto"); what follows from it on this machine is `node/memory/cap`'s
+answer. `resolve` refuses an impossible value by the key that holds it, before anything is started.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from node.engine import kinds
+from node.memory.cap import TIERS
+from wire.identity import valid_id, valid_name
+from wire.settings import Flat, Resolved, Section, SettingsError
+from wire.settings import resolve as resolve_layers
+from wire.units import parse_size
+
+Size = str | int
+AUTO: Final = "auto"
+MOST_BYTES: Final = 2**60
+"""Sums of a few sizes must stay within the 64 bits of a frame's integers."""
+
+
+class MemorySettings(Section, frozen=True):
+    """How much of this machine the engine may use."""
+
+    cap: Annotated[Size, Meta(description=(
+        'Most bytes that the engine may reach: "auto" (RAM minus the reserve of memory.tier, never above the Metal '
+        'limit), a size as "96GiB", or a share of the RAM as "70%".'))] = AUTO  # fmt: skip
+    margin: Annotated[Size, Meta(description=(
+        'Room kept free for spikes that no reading sees: "auto" (11.2 % of the cap, 512 MiB to 12 GiB) or a size, '
+        "taken as it is. 0 is possible and warned about for as long as it lasts."))] = AUTO  # fmt: skip
+    guard: Annotated[str, Meta(description=(
+        '"on", or "off": no request is ever refused for memory. A lasting warning; the machine may then panic.'
+        ))] = "on"  # fmt: skip
+    tier: Annotated[str, Meta(description=(
+        "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a machine "
+        "with less than 24 GiB."))] = "balanced"  # fmt: skip
+    above_metal: Annotated[bool, Meta(description=(
+        "Let an explicit memory.cap exceed the Metal limit. A lasting warning: macOS ends the process, or panics, "
+        "where the limit is crossed."))] = False  # fmt: skip
+
+
+class ScriptedSettings(Section, frozen=True):
+    """The scripted engine: real frames and real admission over a pretended model, for tests and benchmarks."""
+
+    model: Annotated[str, Meta(description="Name of the model that it serves.")] = "scripted-1"
+    step_ms: Annotated[float, Meta(ge=0, le=60_000, description="Milliseconds from one decode step to the next.")] = 20
+    batch: Annotated[int, Meta(ge=1, le=4096, description="Most rows that decode at once; more wait.")] = 64
+    tokens: Annotated[int, Meta(ge=1, le=10**6, description=(
+        "Tokens that an answer has when the request sets no max_tokens."))] = 16  # fmt: skip
+    text: Annotated[str, Meta(description=(
+        '"words" (fixed words by position), "echo" (the last user message once), or "clock" (each token is the '
+        "monotonic time in ns and a space)."))] = "words"  # fmt: skip
+    memory: Annotated[Size, Meta(description="Pretended RAM of the machine; its Metal limit is 75 % of it.")] = "128GiB"
+    weights: Annotated[Size, Meta(description="Pretended bytes of the model's weights.")] = "4GiB"
+    kv_per_token: Annotated[int, Meta(ge=0, le=2**26, description="Pretended bytes of KV that one token takes.")] = (
+        131072
+    )
+    context: Annotated[int, Meta(ge=1, le=2**24, description="Most tokens of prompt and answer together.")] = 32768
+    refuse: Annotated[str, Meta(description=(
+        'Requests that the gate refuses as if there were no room: "" none, "*" every one, or those whose messages '
+        "contain this word."))] = ""  # fmt: skip
+    crash: Annotated[str, Meta(description=(
+        'A request whose messages contain this word ends the engine process by a signal at its first decode step; "" '
+        "none."))] = ""  # fmt: skip
+
+
+class EngineSettings(Section, frozen=True):
+    """Which engine generates, and each kind's own settings."""
+
+    kind: Annotated[str, Meta(description='The kind of engine: "scripted".')] = "scripted"
+    scripted: ScriptedSettings = ScriptedSettings()
+
+
+class AgentSettings(Section, frozen=True):
+    """The node itself."""
+
+    name: Annotated[str, Meta(description="Friendly name of this node; empty: its host name.")] = ""
+    report_busy: Annotated[float, Meta(ge=0.05, le=5, description=(
+        "Seconds from one report to the next while the engine is busy."))] = 0.5  # fmt: skip
+    report_idle: Annotated[float, Meta(ge=0.05, le=5, description=(
+        "Seconds from one report to the next while it is idle. The coordinator suspects a node after 3 s of silence."
+        ))] = 1.0  # fmt: skip
+    machine: Annotated[str, Meta(description=(
+        "Overrides the machine's own id, which a certificate is bound to: for two nodes on one machine. Empty: the "
+        "machine's."))] = ""  # fmt: skip
+    log_level: Annotated[str, Meta(description="Least level that is logged: debug, info, warning or error.")] = "info"
+
+
+class NodeSettings(Section, frozen=True):
+    """All settings of a node."""
+
+    memory: MemorySettings = MemorySettings()
+    engine: EngineSettings = EngineSettings()
+    node: AgentSettings = AgentSettings()
+
+
+SECTIONS = frozenset(field.name for field in msgspec.structs.fields(NodeSettings))
+"""The top sections that belong to the node: another process skips them, and forwards them to it."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "memory.guard": ("on", "off"),
+    "memory.tier": tuple(TIERS),
+    "engine.kind": tuple(kinds.KINDS),
+    "engine.scripted.text": ("words", "echo", "clock"),
+    "node.log_level": ("debug", "info", "warning", "error"),
+}
+_SIZES = ("memory.cap", "memory.margin", "engine.scripted.memory", "engine.scripted.weights")
+_AUTOMATIC = frozenset({"memory.cap", "memory.margin"})
+_RELATIVE = frozenset({"memory.cap"})
+_IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "node.name": (valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),
+    "node.machine": (valid_id, "1 to 64 letters, digits or dashes"),
+}
+
+
+def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()) -> Resolved[NodeSettings]:
+    """Merge layers (weakest first) into the node's settings and check them; SettingsError names the key."""
+    resolved = resolve_layers(NodeSettings, layers, others)
+    check(resolved.value)
+    return resolved
+
+
+def check(settings: NodeSettings) -> None:
+    """Raise SettingsError for a value that its type takes and its meaning does not."""
+    for key, choices in _CHOICES.items():
+        value = _leaf(settings, key)
+        if value not in choices:
+            raise SettingsError(f"setting {key}: {value!r} is not one of {', '.join(choices)}")
+    for key in _SIZES:
+        _check_size(key, _leaf(settings, key))
+    for key, (valid, form) in _IDENTIFIERS.items():
+        value = str(_leaf(settings, key))
+        if value and not valid(value):
+            raise SettingsError(f"setting {key}: {value!r} is not {form}")
+    if not settings.engine.scripted.model:
+        raise SettingsError("setting engine.scripted.model: a model needs a name")
+
+
+def _check_size(key: str, value: object) -> None:
+    assert isinstance(value, str | int)  # noqa: S101  the table above names sizes only
+    if value == AUTO and key in _AUTOMATIC:
+        return
+    try:
+        size = parse_size(value, whole=2**40 if key in _RELATIVE else None)
+    except ValueError as error:
+        raise SettingsError(f"setting {key}: {error}") from None
+    if size > MOST_BYTES:
+        raise SettingsError(f"setting {key}: {value} is more than any machine has")
+    if size == 0 and key == "memory.cap":
+        raise SettingsError('setting memory.cap: a cap is never 0; memory.guard = "off" switches the guard off by name')
+
+
+def _leaf(settings: NodeSettings, key: str) -> object:
+    value: object = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def node_name(settings: NodeSettings, host: str) -> str:
+    """Give the node's friendly name: the one that was set, else the host name made safe to print and to label with."""
+    if settings.node.name:
+        return settings.node.name
+    plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")
+    return plain if valid_name(plain) else "node"

@@ -1,0 +1,410 @@
+"""Keeps one engine process alive, and answers for it where it cannot.
+
+The engine is a child because what kills it (Metal out of memory) cannot be caught. Its frames are forwarded as bytes:
+of a frame about a request only the head is read, to know which requests are still open. When the child dies, each of
+those ends in `Failed` with the cause, and a new child is started: after 0.2 s, doubling to 30 s, from the beginning
+again after a minute of health.
+
+    starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
+                                 └─(hung: killed)─► hung ─► restarting       failed: restarting, at the longest wait
+
+Hung means: its I/O thread answers pings, and its inference thread has been in one turn for more than max(10 s, 5 × what
+it expected); or nothing at all has answered for 30 s. The socket is the child's life line: it leaves by itself when
+this end closes, so nothing is left behind whichever way the agent ends.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast
+
+import structlog
+
+import node
+from node.engine.child import settings_message
+from node.engine_log import EngineLog
+from node.memory.reading import Reading
+from node.memory.sensor import Sensor, open_sensor
+from node.settings import NodeSettings
+from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode, head_of
+from wire.frames import (
+    TAGS,
+    Admitted,
+    Cancel,
+    Deltas,
+    EngineReport,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Ping,
+    Pong,
+    Refusal,
+)
+from wire.refusals import Code, Refused
+from wire.report import EngineState
+from wire.units import MIB
+
+CRASHED = "engine_crashed"
+STOPPED = "node_stopping"
+COMMAND: Final = (sys.executable, "-m", "node.engine.child")
+MOST_UNSENT = 64 * MIB
+"""Bytes that may wait for a child that does not read, before new requests are refused."""
+
+log = structlog.get_logger("supervise")
+_HEADER = struct.Struct(">IB")
+_ENDS = (Finished, Refusal, Failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for what, in seconds."""
+
+    first: float = 0.2
+    longest: float = 30.0
+    healthy: float = 60.0
+    ping_busy: float = 1.0
+    ping_idle: float = 5.0
+    turn: float = 10.0
+    turn_factor: float = 5.0
+    silence: float = 30.0
+
+    def delay(self, deaths: int) -> float:
+        """Give the wait before the next start, after so many deaths in a row."""
+        return min(self.longest, self.first * 2.0 ** min(deaths - 1, 32))
+
+    def hung(self, busy: float, expected: float) -> bool:
+        """Say whether a turn that lasts `busy` seconds, `expected` of them foreseen, will never end."""
+        return busy > max(self.turn, self.turn_factor * expected)
+
+
+@dataclass(slots=True, eq=False)
+class Child(asyncio.Protocol):
+    """One engine process and this end of its socket."""
+
+    process: asyncio.subprocess.Process
+    sensor: Sensor
+    started: float
+    on_frame: Callable[[int, bytes], None]
+    splitter: Splitter = field(default_factory=lambda: Splitter(longest=LONGEST_JOINED))
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    transport: asyncio.Transport | None = None
+    ready: bool = False
+    heard: float = 0.0
+    pinged: float | None = None
+    blame: str = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on every whole frame; a child that breaks the rules of the wire is ended."""
+        try:
+            for tag, body in self.splitter.feed(data):
+                self.on_frame(tag, body)
+        except WireError as error:
+            self.end(f"its frames cannot be read: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The child ends now, or has ended."""
+        self.closed.set()
+
+    def write(self, encoded: bytes) -> None:
+        """Send bytes, unless the line is closed."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(encoded)
+
+    def unsent(self) -> int:
+        """Count the bytes that the child has not read yet."""
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
+
+    def close(self) -> None:
+        """Close the life line; the child leaves by itself."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def end(self, blame: str) -> None:
+        """Kill the process, for this reason."""
+        self.blame = self.blame or blame
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+
+class Supervisor:
+    """The engine child, restarted for ever. Everything is called on the loop that called `start`.
+
+    `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes; `request` is 0 for
+    Deltas, which are about many. `on_change()` is called after a new report and after each change of the state.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        *,
+        on_frame: Callable[[int, bytes, int], None],
+        on_change: Callable[[], None],
+        log_file: Path,
+        command: Sequence[str] = COMMAND,
+        patience: Patience | None = None,
+    ) -> None:
+        self._settings = settings
+        self._on_frame = on_frame
+        self._on_change = on_change
+        self._log = EngineLog(log_file)
+        self._command = command
+        self._patience = patience or Patience()
+        self._child: Child | None = None
+        self._live: set[int] = set()
+        self._limits: Limits | None = None
+        self._report: EngineReport | None = None
+        self._reported_at: float | None = None
+        self._state = "starting"
+        self._cause = ""
+        self._restarts = 0
+        self._deaths = 0
+        self._stopping = asyncio.Event()
+        self._busier = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # what it knows
+
+    @property
+    def report(self) -> EngineReport | None:
+        """The newest snapshot of the present child; None before its first."""
+        return self._report
+
+    @property
+    def reported_at(self) -> float | None:
+        """When that snapshot came, on the monotonic clock."""
+        return self._reported_at
+
+    @property
+    def state(self) -> EngineState:
+        """The state for the report, with the cause of the last death and the number of restarts."""
+        report = self._report
+        load = (report.running, report.waiting, report.queued_tokens) if report else (0, 0, 0)
+        return EngineState(self._settings.engine.kind, self._state, self._cause, self._restarts, *load)
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The requests that were sent to the engine and have neither ended nor been cancelled."""
+        return frozenset(self._live)
+
+    @property
+    def pid(self) -> int | None:
+        """The present child's process id."""
+        return self._child.process.pid if self._child else None
+
+    def phys(self) -> Reading:
+        """Read the child's footprint now; unknown while there is no child."""
+        if self._child is None:
+            return Reading(None, "no engine", time.monotonic())
+        return self._child.sensor.phys()
+
+    # what it does
+
+    async def start(self) -> None:
+        """Start the first child and keep one alive from now on. OSError when the log cannot be opened."""
+        os.close(self._log.open())
+        self._task = asyncio.create_task(self._keep())
+
+    def send(self, encoded: bytes, kind: type[Frame], request: int) -> None:
+        """Forward a frame to the engine; a Generate that cannot be taken now is refused at once through `on_frame`."""
+        child = self._child
+        if kind is Generate:
+            if child is None or not child.ready or child.unsent() > MOST_UNSENT:
+                self._say(Refusal(request, self._not_ready()), request)
+                return
+            self._live.add(request)
+            self._busier.set()
+        elif kind is Cancel:
+            self._live.discard(request)
+        if child is not None:
+            child.write(encoded)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Put limits in force, in this child and in all that follow; its next report is judged by them."""
+        self._limits = limits
+        if self._child is not None:
+            self._child.write(encode(limits))
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """End the child within `grace` seconds; requests that are still open end in Failed."""
+        self._stopping.set()
+        if self._task is None:
+            return
+        if self._child is not None:
+            self._child.close()
+        _, late = await asyncio.wait([self._task], timeout=grace)
+        if late and self._child is not None:
+            self._child.end("it did not stop in time")
+        await self._task
+
+    # the child's life
+
+    async def _keep(self) -> None:
+        """Start, serve and bury children until stopped."""
+        while not self._stopping.is_set():
+            self._become("starting")
+            cause = await self._live_once()
+            self._fail_all(STOPPED if self._stopping.is_set() else CRASHED, cause)
+            if self._stopping.is_set():
+                return
+            self._restarts += 1
+            delay = self._patience.delay(self._deaths)
+            log.warning("engine", cause=cause, restart_in=delay)
+            self._become("restarting" if delay < self._patience.longest else "failed", cause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _live_once(self) -> str:
+        """Run one child from start to death; give the cause."""
+        written = self._log.size()
+        try:
+            child = await self._spawn()
+        except OSError as error:
+            self._deaths += 1
+            return f"the engine could not be started: {error}"
+        self._child = child
+        watch = asyncio.create_task(self._watch(child))
+        try:
+            await child.closed.wait()
+            await self._bury(child)
+        finally:
+            watch.cancel()
+            self._child, self._report, self._reported_at = None, None, None
+            child.sensor.close()
+        healthy = time.monotonic() - child.started >= self._patience.healthy
+        self._deaths = 1 if healthy else self._deaths + 1
+        return child.blame or _cause(child.process.returncode, self._log.tail(written))
+
+    async def _spawn(self) -> Child:
+        ours, theirs = socket.socketpair()
+        errors = -1
+        try:
+            errors = self._log.open()
+            process = await asyncio.create_subprocess_exec(
+                *self._command, "--socket", str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(),),
+                close_fds=True, start_new_session=True, cwd=Path(node.__file__).parents[1],
+            )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            if errors >= 0:
+                os.close(errors)
+        now = time.monotonic()
+        child = Child(process, open_sensor(process.pid), now, self._receive, heard=now)
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=ours)
+        child.write(settings_message(self._settings.engine))
+        if self._limits is not None:
+            child.write(encode(self._limits))
+        if self._stopping.is_set():
+            child.close()
+        return child
+
+    async def _bury(self, child: Child) -> None:
+        """Wait for the end of a process whose socket is closed; it has two seconds for what takes it one."""
+        try:
+            await asyncio.wait_for(child.process.wait(), 2.0)
+        except TimeoutError:
+            child.end("it closed its socket and went on")
+            await child.process.wait()
+
+    async def _watch(self, child: Child) -> None:
+        """Ping the child, and kill it when it hangs."""
+        patience, nonce = self._patience, 0
+        while True:
+            now = time.monotonic()
+            if child.pinged is not None and now - child.pinged > patience.silence:
+                self._hang(child, f"it has answered nothing for {now - child.pinged:.0f} s")
+                return
+            if child.pinged is None:
+                nonce += 1
+                child.pinged = now
+                child.write(encode(Ping(nonce)))
+            if self._live:
+                await asyncio.sleep(patience.ping_busy)
+                continue
+            self._busier.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._busier.wait(), patience.ping_idle)
+
+    def _hang(self, child: Child, blame: str) -> None:
+        self._become("hung", blame)
+        child.end(f"the engine hung: {blame}")
+
+    # frames
+
+    def _receive(self, tag: int, body: bytes) -> None:
+        """Take one frame of the child: keep what is for the agent, forward the rest."""
+        kind = TAGS.get(tag)
+        if kind is Deltas:
+            self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
+        elif kind in (Admitted, *_ENDS):
+            request = head_of(body)
+            if kind is not Admitted:
+                self._live.discard(request)
+            self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, request)
+        else:
+            self._note(decode(tag, body))
+
+    def _note(self, frame: Frame) -> None:
+        child = self._child
+        if isinstance(frame, EngineReport):
+            self._report, self._reported_at = frame, time.monotonic()
+            if child is not None and not child.ready:
+                child.ready = True
+                self._become("ready")
+            else:
+                self._on_change()
+        elif isinstance(frame, Pong) and child is not None:
+            child.pinged = None
+            if self._patience.hung(frame.busy, frame.expected):
+                self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
+
+    def _become(self, state: str, cause: str | None = None) -> None:
+        self._state = state
+        if cause is not None:
+            self._cause = cause
+        self._on_change()
+
+    def _fail_all(self, code: str, cause: str) -> None:
+        live, self._live = self._live, set()
+        for request in sorted(live):
+            self._say(Failed(request, code, cause), request)
+
+    def _say(self, frame: Frame, request: int) -> None:
+        encoded = encode(frame)
+        self._on_frame(encoded[4], encoded, request)
+
+    def _not_ready(self) -> Refused:
+        cause = f", it ended: {self._cause}" if self._cause else ""
+        wait = self._patience.delay(max(1, self._deaths)) + 1.0
+        return Refused(Code.NOT_READY, f"the engine is {self._state}{cause}", None, wait)
+
+
+def _cause(code: int | None, tail: str) -> str:
+    """Put a death into a sentence: the signal or the exit code, and the last that was said."""
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        text = f"the engine process ended by {name}"
+    else:
+        text = f"the engine process ended with exit code {code}"
+    return f"{text}: {tail}" if tail else text

@@ -1,0 +1,85 @@
+/* A stand-in for the calls of libSystem that node/memory/darwin.py makes, with Apple's signatures and layouts as in
+ * <sys/resource.h>, <libproc.h>, <sys/sysctl.h> and <mach/vm_statistics.h>. The footprint of a process is its resident
+ * set, so that a test can compare it with another reading; the machine has 128 GiB and 16 KiB pages. */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct rusage_info_v4 {
+    uint8_t ri_uuid[16];
+    uint64_t ri_user_time, ri_system_time, ri_pkg_idle_wkups, ri_interrupt_wkups, ri_pageins, ri_wired_size;
+    uint64_t ri_resident_size, ri_phys_footprint, ri_proc_start_abstime, ri_proc_exit_abstime;
+    uint64_t ri_child_user_time, ri_child_system_time, ri_child_pkg_idle_wkups, ri_child_interrupt_wkups;
+    uint64_t ri_child_pageins, ri_child_elapsed_abstime, ri_diskio_bytesread, ri_diskio_byteswritten;
+    uint64_t ri_cpu_time_qos[7], ri_billed_system_time, ri_serviced_system_time, ri_logical_writes;
+    uint64_t ri_lifetime_max_phys_footprint, ri_instructions, ri_cycles, ri_billed_energy, ri_serviced_energy;
+    uint64_t ri_interval_max_phys_footprint, ri_runnable_time;
+};
+
+struct vm_statistics64 {
+    uint32_t free_count, active_count, inactive_count, wire_count;
+    uint64_t zero_fill_count, reactivations, pageins, pageouts, faults, cow_faults, lookups, hits, purges;
+    uint32_t purgeable_count, speculative_count;
+    uint64_t decompressions, compressions, swapins, swapouts;
+    uint32_t compressor_page_count, throttled_count, external_page_count, internal_page_count;
+    uint64_t total_uncompressed_pages_in_compressor;
+};
+
+_Static_assert(sizeof(struct rusage_info_v4) == 296, "rusage_info_v4");
+_Static_assert(sizeof(struct vm_statistics64) == 152, "vm_statistics64");
+
+int proc_pid_rusage(int pid, int flavor, void *buffer) {
+    char path[64];
+    long pages = 0;
+    snprintf(path, sizeof path, "/proc/%d/statm", pid);
+    FILE *file = flavor == 4 ? fopen(path, "r") : NULL;
+    if (file == NULL) return -1;
+    int read = fscanf(file, "%*d %ld", &pages);
+    fclose(file);
+    if (read != 1) return -1;
+    struct rusage_info_v4 *usage = buffer;
+    memset(usage, 0x5a, sizeof *usage);
+    usage->ri_phys_footprint = (uint64_t)pages * (uint64_t)sysconf(_SC_PAGESIZE);
+    return 0;
+}
+
+static int give(const void *value, size_t size, void *old, size_t *oldlen) {
+    if (*oldlen < size) return -1;
+    memcpy(old, value, size);
+    *oldlen = size;
+    return 0;
+}
+
+int sysctlbyname(const char *name, void *old, size_t *oldlen, void *new_value, size_t new_size) {
+    (void)new_value, (void)new_size;
+    const char *wired = getenv("STANDIN_WIRED_MB");
+    if (strcmp(name, "hw.memsize") == 0) {
+        uint64_t memory = 128ull << 30;
+        return give(&memory, sizeof memory, old, oldlen);
+    }
+    if (strcmp(name, "iogpu.wired_limit_mb") == 0) {
+        int32_t limit = wired ? atoi(wired) : 0;
+        return give(&limit, sizeof limit, old, oldlen);
+    }
+    if (strcmp(name, "machdep.cpu.brand_string") == 0) return give("Apple M5 Max", 13, old, oldlen);
+    return -1;
+}
+
+uint32_t mach_host_self(void) { return 7; }
+
+int host_page_size(uint32_t host, size_t *size) {
+    *size = 16384;
+    return host == 7 ? 0 : 4;
+}
+
+int host_statistics64(uint32_t host, int flavor, void *out, uint32_t *count) {
+    if (host != 7 || flavor != 4 || *count < 38 || getenv("STANDIN_STATISTICS_FAIL")) return 4;
+    struct vm_statistics64 *pages = out;
+    memset(pages, 0x5a, sizeof *pages);
+    pages->free_count = 1000;
+    pages->inactive_count = 500;
+    pages->active_count = 200;
+    return 0;
+}

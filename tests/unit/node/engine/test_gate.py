@@ -1,0 +1,77 @@
+import pytest
+
+from node.engine.gate import Gate, Site, Use
+from node.memory.reading import STALE, Reading
+from wire import verdict
+from wire.frames import Limits
+from wire.refusals import Code, Refused
+from wire.units import GIB
+from wire.verdict import Fits
+
+USE = Use(active=10 * GIB, recent=12 * GIB, reserved=3 * GIB)
+READING = Reading(11 * GIB, "statm", 100.0)
+
+
+def gate(limits: Limits | None) -> Gate:
+    made = Gate()
+    if limits is not None:
+        made.hold(limits)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("limits", "reading", "armed"),
+    [
+        (None, READING, False),
+        (Limits(0, 0, 0, ""), READING, False),
+        (Limits(64 * GIB, 64 * GIB, GIB, "static", guard=False), READING, False),
+        (Limits(64 * GIB, 64 * GIB, GIB, "static"), Reading(None, "statm", 100.0), False),
+        (Limits(64 * GIB, 64 * GIB, GIB, "static"), Reading(GIB, "statm", 100.0 - STALE - 1), False),
+        (Limits(64 * GIB, 64 * GIB, GIB, "static"), READING, True),
+        (Limits(64 * GIB, 64 * GIB, 0, "static"), READING, True),
+    ],
+)
+def test_a_gate_is_armed_only_when_it_could_refuse_on_facts(limits: Limits | None, reading: Reading, armed: bool):
+    under_test = gate(limits)
+    assert under_test.armed(reading, 100.0) is armed
+    assert under_test.memory(USE, reading, 128 * GIB, 100.0).armed is armed
+
+
+@pytest.mark.parametrize("site", list(Site))
+@pytest.mark.parametrize(
+    ("limits", "reading", "code"),
+    [
+        (None, READING, Code.NOT_READY),
+        (Limits(0, 0, 0, ""), READING, Code.NOT_READY),
+        (Limits(64 * GIB, 64 * GIB, GIB, ""), Reading(None, "statm", 100.0), Code.UNREADABLE),
+        (Limits(64 * GIB, 64 * GIB, GIB, ""), Reading(GIB, "statm", 10.0), Code.UNREADABLE),
+        (Limits(64 * GIB, 16 * GIB, GIB, ""), READING, Code.NO_ROOM),
+    ],
+)
+def test_a_closed_gate_refuses_at_every_site_and_counts(
+    site: Site, limits: Limits | None, reading: Reading, code: Code
+):
+    under_test = gate(limits)
+    answer = under_test.check(site, under_test.memory(USE, reading, 128 * GIB, 100.0), 1)
+    assert isinstance(answer, Refused)
+    assert answer.code is code
+    assert (under_test.checks[site], under_test.refusals[site]) == (1, 1)
+
+
+def test_the_answer_is_the_verdicts_to_the_byte():
+    under_test = gate(Limits(64 * GIB, 20 * GIB, GIB, "dynamic", leases=7))
+    memory = under_test.memory(USE, READING, 128 * GIB, 100.5)
+    assert memory.current == 12 * GIB
+    assert memory.headroom == 4 * GIB
+    assert (memory.leases, memory.bound_by, memory.age, memory.total) == (7, "dynamic", 0.5, 128 * GIB)
+    assert isinstance(under_test.check(Site.JOIN, memory, 4 * GIB), Fits)
+    refused = under_test.check(Site.JOIN, memory, 4 * GIB + 1)
+    assert refused == verdict.judge(memory, 4 * GIB + 1)
+    assert (under_test.checks[Site.JOIN], under_test.refusals[Site.JOIN]) == (2, 1)
+
+
+def test_the_guard_passes_everything_only_when_it_is_off_by_name():
+    under_test = gate(Limits(0, 0, 0, "", guard=False))
+    memory = under_test.memory(USE, Reading(None, "statm", 0.0), 0, 100.0)
+    assert isinstance(under_test.check(Site.PREFILL, memory, 2**50), Fits)
+    assert under_test.describe()["state"] == "OFF"

@@ -1,0 +1,71 @@
+"""Every registered kind × every route: a kind whose gate does not stand in the way fails here."""
+
+import pytest
+
+from node.engine.gate import Site
+from node.engine.kinds import KINDS, ROUTES, Engine, UnknownKindError, builder
+from node.settings import EngineSettings
+from wire.frames import Admitted, Frame, Generate, Limits, Message, Params, Refusal
+from wire.refusals import Code
+from wire.units import GIB
+
+FITS = Limits(100 * GIB, 100 * GIB, GIB, "static")
+MAKE = {"chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), Params(), 0)}
+
+
+def made(kind: str) -> Engine:
+    return builder(kind)(EngineSettings(kind=kind), lambda: None)
+
+
+def ask(engine: Engine, route: str, number: int) -> list[Frame]:
+    return list(engine.take(MAKE[route](engine.report(0.0).models[0].name, number), 0.0))
+
+
+def test_every_route_has_a_request():
+    assert set(MAKE) == set(ROUTES)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_passes_before_the_first_limits(kind: str, route: str):
+    engine = made(kind)
+    (answer,) = ask(engine, route, 1)
+    assert isinstance(answer, Refusal)
+    assert answer.refused.code is Code.NOT_READY
+    assert answer.refused.retry_after
+    assert engine.report(0.0).memory.armed is False
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
+    engine = made(kind)
+    engine.take(FITS, 0.0)
+    assert isinstance(ask(engine, route, 1)[0], Admitted)
+    assert engine.report(0.0).memory.armed is True
+    while (due := engine.due(0.0)) is not None and due <= 0.0:
+        engine.step(0.0)
+    assert engine.gate.checks[Site.PREFLIGHT] == 1
+    assert engine.gate.checks[Site.PREFILL] == 1
+    assert engine.gate.checks[Site.JOIN] == 1
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
+    engine = made(kind)
+    engine.take(FITS, 0.0)
+    assert isinstance(ask(engine, route, 1)[0], Admitted)
+    engine.take(Limits(100 * GIB, 1, GIB, "leases"), 0.0)
+    (late,) = engine.step(0.0)
+    (early,) = ask(engine, route, 2)
+    for answer in (late, early):
+        assert isinstance(answer, Refusal)
+        assert answer.refused.code is Code.NO_ROOM
+    assert engine.gate.refusals == {Site.PREFILL: 1, Site.PREFLIGHT: 1}
+    assert engine.report(0.0).memory.reserved == 0
+
+
+def test_an_unknown_kind_is_named_with_those_that_exist():
+    with pytest.raises(UnknownKindError, match="scripted"):
+        builder("metal")

@@ -1,0 +1,70 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.ledger import Commitment, Ledger
+from wire.report import Group
+
+KV = 131072
+
+
+def promised(ledger: Ledger) -> int:
+    return ledger.written() + ledger.reserved()
+
+
+def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
+    ledger = Ledger(KV)
+    for length in (17, 18, 16):
+        ledger.commit(length, 1)
+    assert ledger.groups() == (Group(3, 18),)
+    ledger.commit(60_000, 1)
+    assert ledger.groups() == (Group(3, 18), Group(1, 60_000))
+
+
+def test_writing_moves_bytes_and_never_makes_any():
+    ledger = Ledger(KV)
+    row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]
+    row.written, other.written = 100, 10
+    assert ledger.written() == 2 * 100 * KV
+    assert ledger.reserved() == 0
+    ledger.release(row)
+    assert ledger.written() == 10 * KV
+    assert ledger.reserved() == 80 * KV
+    ledger.release(other)
+    assert ledger.groups() == ()
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("commit"), st.integers(1, 9000), st.integers(1, 4)),
+        st.tuples(st.just("write"), st.integers(0, 30), st.integers(1, 9000)),
+        st.tuples(st.just("extend"), st.integers(0, 30), st.integers(1, 64)),
+        st.tuples(st.just("release"), st.integers(0, 30), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS)
+def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: list[tuple[str, int, int]]):
+    ledger = Ledger(KV)
+    rows: list[Commitment] = []
+    for name, first, second in operations:
+        before = promised(ledger)
+        row = rows[first % len(rows)] if rows and name != "commit" else None
+        if name == "commit":
+            cost = ledger.cost(first, second)
+            rows += ledger.commit(first, second)
+            assert promised(ledger) == before + cost
+        elif row is not None and name == "write":
+            row.written = min(row.promised, second)
+            assert promised(ledger) == before
+        elif row is not None and name == "extend":
+            cost = ledger.extension(row, second)
+            ledger.extend(row, second)
+            assert promised(ledger) == before + cost
+        elif row is not None:
+            rows.remove(row)
+            ledger.release(row)
+            assert promised(ledger) < before
+        assert ledger.reserved() >= 0
+        assert sum(group.rows for group in ledger.groups()) == len(rows)

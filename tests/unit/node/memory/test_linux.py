@@ -1,0 +1,106 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.memory.linux import Statm, available_memory, chip_name, memory_fields, total_memory
+from wire.units import GIB, MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_statm_agrees_with_psutil_and_sees_what_is_touched():
+    source = Statm(os.getpid())
+    before = source.phys()
+    assert before is not None
+    assert abs(before - psutil.Process().memory_info().rss) < 8 * MIB
+    block = bytearray(os.urandom(64 * MIB))
+    after = source.phys()
+    assert after is not None
+    assert after - before > 56 * MIB
+    assert len(block) == 64 * MIB
+    source.close()
+    assert source.phys() is None
+
+
+def test_a_process_that_is_gone_is_unknown_and_so_is_a_zombie():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    source = Statm(child.pid)
+    assert source.phys()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert source.phys() is None
+    child.communicate()
+    assert source.phys() is None
+    assert Statm(child.pid).phys() is None
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    folder = tmp_path / "proc"
+    (folder / "self").mkdir(parents=True)
+    (folder / "meminfo").write_text(
+        "MemTotal:       33554432 kB\nMemFree: 1024 kB\nMemAvailable:   16777216 kB\nHugePages_Total:       3\n"
+    )
+    (folder / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Fine Chip\n")
+    return folder
+
+
+def write(folder: Path, **values: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_meminfo_is_read_in_bytes(proc: Path):
+    assert memory_fields(proc)["MemTotal"] == 32 * GIB
+    assert memory_fields(proc)["HugePages_Total"] == 3
+    assert memory_fields(proc / "missing") == {}
+    assert chip_name(proc) == "A Fine Chip"
+    assert chip_name(proc / "missing") == ""
+
+
+def test_without_a_cgroup_the_machine_counts(proc: Path, tmp_path: Path):
+    assert total_memory(proc, tmp_path / "none") == 32 * GIB
+    assert available_memory(proc, tmp_path / "none") == 16 * GIB
+    assert total_memory(tmp_path, tmp_path) is None
+    assert available_memory(tmp_path, tmp_path) is None
+
+
+def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
+    (proc / "self" / "cgroup").write_text("0::/outer/inner\n")
+    cgroups = tmp_path / "cgroup"
+    write(cgroups / "outer" / "inner", memory__max="max", memory__current=GIB)
+    write(cgroups / "outer", memory__max=8 * GIB, memory__current=5 * GIB)
+    assert total_memory(proc, cgroups) == 8 * GIB
+    assert available_memory(proc, cgroups) == 3 * GIB
+    write(cgroups / "outer", memory__stat=f"anon 1\ninactive_file {GIB}")
+    assert available_memory(proc, cgroups) == 4 * GIB
+
+
+def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):
+    (proc / "self" / "cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/box\n0::/\n")
+    box = tmp_path / "cgroup" / "memory" / "box"
+    write(box, memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
+    assert total_memory(proc, tmp_path / "cgroup") == 32 * GIB
+    write(box, memory__limit_in_bytes=2 * GIB)
+    assert total_memory(proc, tmp_path / "cgroup") == 2 * GIB
+    assert available_memory(proc, tmp_path / "cgroup") == GIB
+    write(box, memory__usage_in_bytes=3 * GIB)
+    assert available_memory(proc, tmp_path / "cgroup") == 0
+
+
+def test_a_v1_path_that_is_not_mounted_here_falls_back_to_the_mounts_top(proc: Path, tmp_path: Path):
+    (proc / "self" / "cgroup").write_text("4:memory:/docker/abc\n")
+    write(tmp_path / "cgroup" / "memory", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
+    assert total_memory(proc, tmp_path / "cgroup") == 4 * GIB
+
+
+def test_this_machine_is_readable():
+    total, available = total_memory(), available_memory()
+    assert total
+    assert available
+    assert available <= total

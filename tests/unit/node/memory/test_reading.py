@@ -1,0 +1,44 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.memory.reading import PERIOD, POLLS, STALE, Reading, Recent
+
+
+def test_recent_is_the_highest_of_the_last_five_polls():
+    recent = Recent()
+    for second, phys in enumerate([9, 1, 2, 3, 4]):
+        recent = recent.observed(phys, float(second))
+    assert recent.highest(4.0) == 9
+    assert recent.observed(2, 5.0).highest(5.0) == 4
+
+
+def test_readings_within_one_period_are_one_poll_of_which_the_highest_counts():
+    recent = Recent()
+    for tick in range(100):
+        recent = recent.observed(100 - tick, tick * PERIOD / 200)
+    assert len(recent.polls) == 1
+    assert recent.highest(0.5) == 100
+
+
+def test_recent_falls_by_time_alone_when_nobody_polls():
+    recent = Recent().observed(9, 10.0)
+    assert recent.highest(10.0 + POLLS * PERIOD - 0.01) == 9
+    assert recent.highest(10.0 + POLLS * PERIOD) == 0
+    assert recent.falls_at(5, 11.0) == 10.0 + POLLS * PERIOD
+    assert recent.falls_at(9, 11.0) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 1000)), min_size=1, max_size=50))
+def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: list[tuple[float, int]]):
+    recent, now = Recent(), 0.0
+    for pause, phys in steps:
+        now += pause
+        recent = recent.observed(phys, now)
+        assert phys <= recent.highest(now) <= max(height for _, height in steps)
+        assert len(recent.polls) <= POLLS
+
+
+@pytest.mark.parametrize(("phys", "age", "live"), [(1, 0.0, True), (1, STALE + 1, False), (None, 0.0, False)])
+def test_a_reading_is_live_when_it_was_readable_and_recent(phys: int | None, age: float, live: bool):
+    assert Reading(phys, "statm", 100.0).live(100.0 + age) is live

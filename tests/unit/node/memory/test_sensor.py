@@ -1,0 +1,38 @@
+import os
+import time
+
+import pytest
+
+from node.memory.sensor import machine, open_machine, open_sensor
+from node.settings import NodeSettings, resolve
+from wire.units import GIB
+
+
+def test_a_sensor_dates_its_readings_and_names_their_source():
+    sensor = open_sensor(os.getpid())
+    reading = sensor.phys()
+    assert reading.live(time.monotonic())
+    assert reading.source in {"statm", "phys_footprint"}
+    sensor.close()
+
+
+def test_the_scripted_kind_is_judged_on_a_pretended_mac():
+    settings = resolve([("test", {"engine.scripted.memory": "64GiB"})]).value
+    pretended = open_machine(settings)
+    assert pretended.hardware.memory == 64 * GIB
+    assert pretended.metal == 48 * GIB
+    assert pretended.reclaimable() == 64 * GIB
+    assert open_machine(NodeSettings()).hardware.memory == 128 * GIB
+
+
+def test_this_machine_is_described():
+    hardware = machine()
+    assert hardware.memory > GIB
+    assert hardware.cores >= 1
+    assert hardware.chip
+    assert hardware.python.count(".") == 2
+
+
+@pytest.mark.parametrize("memory", [1, 5 * GIB])
+def test_the_ram_can_be_overridden(memory: int):
+    assert machine(memory).memory == memory

@@ -1,0 +1,89 @@
+import pytest
+
+from node.settings import SECTIONS, NodeSettings, node_name, resolve
+from wire.identity import valid_name
+from wire.settings import SettingsError, describe
+
+
+def resolved(**flat: object) -> NodeSettings:
+    return resolve([("--set", {key.replace("__", "."): value for key, value in flat.items()})]).value
+
+
+def test_every_setting_is_described_and_the_sections_are_known():
+    settings = describe(NodeSettings)
+    assert all(len(setting.description) > 20 for setting in settings)
+    assert {setting.key.split(".")[0] for setting in settings} == SECTIONS == {"memory", "engine", "node"}
+
+
+def test_defaults_pass_their_own_checks():
+    assert resolve([]).value == NodeSettings()
+
+
+def test_texts_become_numbers_and_switches():
+    settings = resolved(engine__scripted__step_ms="5", memory__above_metal="true", memory__cap="1024")
+    assert settings.engine.scripted.step_ms == 5.0
+    assert settings.memory.above_metal is True
+    assert settings.memory.cap in {"1024", 1024}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory.cap", "lots"),
+        ("memory.cap", "0"),
+        ("memory.cap", "120%"),
+        ("memory.cap", "999999999999999TiB"),
+        ("memory.margin", "10%"),
+        ("memory.guard", "maybe"),
+        ("memory.tier", "reckless"),
+        ("memory.above_metal", "perhaps"),
+        ("engine.kind", "texd"),
+        ("engine.scripted.text", "song"),
+        ("engine.scripted.batch", "0"),
+        ("engine.scripted.batch", "many"),
+        ("engine.scripted.step_ms", "-1"),
+        ("engine.scripted.memory", "50%"),
+        ("engine.scripted.weights", "auto"),
+        ("engine.scripted.model", ""),
+        ("node.name", "bad\nname"),
+        ("node.machine", "a/b"),
+        ("node.report_busy", "0"),
+        ("node.log_level", "loud"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_key(key: str, value: str):
+    with pytest.raises(SettingsError, match=key.replace(".", r"\.")):
+        resolve([("--set", {key: value})])
+
+
+def test_a_refused_choice_lists_what_there_is():
+    with pytest.raises(SettingsError, match="scripted"):
+        resolve([("--set", {"engine.kind": "mlx"})])
+    with pytest.raises(SettingsError, match="safe, balanced, aggressive"):
+        resolve([("--set", {"memory.tier": "none"})])
+
+
+def test_an_unknown_setting_is_refused_and_another_process_section_is_skipped():
+    with pytest.raises(SettingsError, match=r"did you mean memory\.margin"):
+        resolve([("file", {"memory.margim": "1"})])
+    assert resolve([("file", {"router.policy": "x"})], frozenset({"router"})).value == NodeSettings()
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("studio.local", "studio"),
+        ("Anna's Mac", "Anna-s Mac"),
+        ("x" * 90, "x" * 63),
+        ("--", "node"),
+        ("", "node"),
+        ("日本", "node"),
+    ],
+)
+def test_a_node_is_named_after_its_host(host: str, name: str):
+    assert node_name(NodeSettings(), host) == name
+    assert valid_name(name)
+
+
+def test_a_name_that_was_set_counts():
+    assert node_name(resolved(node__name="Loft"), "studio") == "Loft"

@@ -1,0 +1,386 @@
+"""The supervisor with the real engine process, and with small programs in its place where that cannot misbehave."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.settings import NodeSettings, resolve
+from node.supervise import CRASHED, STOPPED, Patience, Supervisor
+from wire.codec import decode, encode, head_of
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Deltas,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Message,
+    Params,
+    Refusal,
+)
+from wire.refusals import Code
+from wire.units import GIB
+
+LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+WAIT = 15.0
+QUICK = Patience(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5)
+
+
+class Agent:
+    """What the agent does with a supervisor: keeps every frame that it is handed, decoded."""
+
+    def __init__(self, folder: Path, patience: Patience | None, command: list[str] | None, **settings: object) -> None:
+        flat = {f"engine.scripted.{key}": value for key, value in settings.items()}
+        self.settings: NodeSettings = resolve([("test", flat)]).value
+        self.frames: list[tuple[Frame, int]] = []
+        self.states: list[str] = []
+        self._changed = asyncio.Event()
+        self.log_file = folder / "logs" / "engine.log"
+        instead = {"command": command} if command else {}
+        self.supervisor = Supervisor(
+            self.settings, on_frame=self._frame, on_change=self._change, log_file=self.log_file, patience=patience,
+            **instead,
+        )  # fmt: skip
+
+    def _frame(self, tag: int, encoded: bytes, request: int) -> None:
+        assert encoded[4] == tag
+        frame = decode(tag, encoded[5:])
+        assert encode(frame) == encoded
+        assert request == (0 if isinstance(frame, Deltas) else head_of(encoded[5:]))
+        self.frames.append((frame, request))
+        self._changed.set()
+
+    def _change(self) -> None:
+        state = self.supervisor.state.state
+        if self.states[-1:] != [state]:
+            self.states.append(state)
+        self._changed.set()
+
+    async def until(self, wanted: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT):
+            while not wanted():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def ready(self) -> None:
+        self.supervisor.set_limits(LIMITS)
+        await self.until(lambda: self.armed())
+
+    def armed(self) -> bool:
+        report = self.supervisor.report
+        return report is not None and report.memory.armed
+
+    def generate(self, number: int, content: str = "hi", tokens: int = 16) -> None:
+        frame = Generate(number, number, "r", "scripted-1", (Message("user", content),), Params(max_tokens=tokens), 0)
+        self.supervisor.send(encode(frame), Generate, number)
+
+    def ends(self, number: int) -> list[Frame]:
+        kinds = (Finished, Refusal, Failed)
+        return [frame for frame, request in self.frames if request == number and isinstance(frame, kinds)]
+
+    async def end(self, number: int) -> Frame:
+        await self.until(lambda: self.ends(number))
+        (end,) = self.ends(number)
+        return end
+
+
+@pytest.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[Callable[..., Agent]]:
+    made: list[Agent] = []
+
+    def make(patience: Patience | None = None, command: list[str] | None = None, **settings: object) -> Agent:
+        made.append(Agent(tmp_path, patience, command, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.supervisor.stop()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_back_off_doubles_from_its_first_to_its_longest():
+    delays = [Patience().delay(deaths) for deaths in range(1, 12)]
+    assert delays[:4] == [0.2, 0.4, 0.8, 1.6]
+    assert delays[-1] == Patience().delay(10**6) == 30.0
+
+
+def test_hung_is_longer_than_ten_seconds_and_five_times_what_was_expected():
+    assert not Patience().hung(9.9, 0.02)
+    assert Patience().hung(10.1, 0.02)
+    assert not Patience().hung(49.0, 10.0)
+    assert Patience().hung(51.0, 10.0)
+
+
+async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(agent: Callable[..., Agent]):
+    one = agent()
+    one.generate(1)
+    end = await one.end(1)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NOT_READY
+    assert end.refused.retry_after
+    assert one.supervisor.phys().phys is None
+    assert one.supervisor.live == frozenset()
+
+
+@pytest.mark.slow
+async def test_a_request_is_served_and_the_snapshot_kept(agent: Callable[..., Agent]):
+    one = agent(step_ms=5)
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1)
+    assert one.supervisor.live == {1}
+    end = await one.end(1)
+    assert isinstance(end, Finished)
+    assert end.completion_tokens == 16
+    assert isinstance(one.frames[0][0], Admitted)
+    assert sum(isinstance(frame, Deltas) for frame, _ in one.frames) == 16
+    assert one.supervisor.live == frozenset()
+    await one.until(lambda: one.supervisor.report and one.supervisor.report.acked_seq == 1)
+    state = one.supervisor.state
+    assert (state.kind, state.state, state.cause, state.restarts) == ("scripted", "ready", "", 0)
+    assert one.states == ["starting", "ready"]
+    assert one.supervisor.reported_at is not None
+    reading = one.supervisor.phys()
+    assert reading.phys is not None
+    assert reading.phys < 200 * 2**20
+
+
+@pytest.mark.slow
+async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_served(agent: Callable[..., Agent]):
+    one = agent(crash="boom", step_ms=5)
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1, tokens=10_000)
+    one.generate(2, tokens=10_000)
+    await one.until(lambda: any(isinstance(frame, Deltas) for frame, _ in one.frames))
+    one.supervisor.send(encode(Cancel(2)), Cancel, 2)
+    one.generate(3, "boom")
+    failed = [await one.end(1), await one.end(3)]
+    for end in failed:
+        assert isinstance(end, Failed)
+        assert end.code == CRASHED
+        assert "SIGABRT" in end.message
+        assert "engine.scripted.crash" in end.message
+    assert one.ends(2) == []
+    assert one.supervisor.state.state == "restarting"
+    assert "SIGABRT" in one.supervisor.state.cause
+    assert one.supervisor.phys().phys is None
+    assert one.supervisor.report is None
+    one.generate(4)
+    refused = await one.end(4)
+    assert isinstance(refused, Refusal)
+    assert refused.refused.code is Code.NOT_READY
+    assert "SIGABRT" in refused.refused.message
+    await one.until(one.armed)
+    one.generate(5)
+    assert isinstance(await one.end(5), Finished)
+    assert one.supervisor.state.restarts == 1
+    assert one.states == ["starting", "ready", "restarting", "starting", "ready"]
+
+
+@pytest.mark.slow
+async def test_a_child_that_was_killed_is_replaced_and_keeps_its_limits(agent: Callable[..., Agent]):
+    one = agent()
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1, tokens=10_000)
+    pid = one.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    end = await one.end(1)
+    assert isinstance(end, Failed)
+    assert end.message == "the engine process ended by SIGKILL"
+    await one.until(one.armed)
+    assert one.supervisor.pid != pid
+
+
+@pytest.mark.slow
+async def test_new_limits_are_confirmed_by_the_next_report(agent: Callable[..., Agent]):
+    one = agent()
+    await one.supervisor.start()
+    await one.ready()
+    one.supervisor.set_limits(Limits(96 * GIB, 60 * GIB, 2 * GIB, "leases", leases=36 * GIB))
+    await one.until(lambda: one.supervisor.report and one.supervisor.report.memory.ceiling == 60 * GIB)
+    assert one.supervisor.report
+    assert one.supervisor.report.memory.leases == 36 * GIB
+
+
+@pytest.mark.slow
+async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agent: Callable[..., Agent]):
+    one = agent()
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1, tokens=10_000)
+    pid = one.supervisor.pid
+    assert pid is not None
+    begun = time.monotonic()
+    await one.supervisor.stop(5.0)
+    assert time.monotonic() - begun < 2.0
+    assert not psutil.pid_exists(pid)
+    end = await one.end(1)
+    assert isinstance(end, Failed)
+    assert end.code == STOPPED
+    assert one.supervisor.pid is None
+    assert psutil.Process().children() == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    one.generate(2)
+    assert isinstance(await one.end(2), Refusal)
+    await one.supervisor.stop()
+
+
+@pytest.mark.slow
+async def test_the_engines_stderr_is_in_a_file_of_its_owner(agent: Callable[..., Agent]):
+    one = agent()
+    await one.supervisor.start()
+    await one.ready()
+    assert one.log_file.stat().st_mode & 0o777 == 0o600
+    assert "gate" in one.log_file.read_text()
+
+
+@pytest.mark.slow
+async def test_a_child_that_answers_nothing_at_all_is_hung_and_replaced(agent: Callable[..., Agent]):
+    one = agent(QUICK)
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1, tokens=10_000)
+    pid = one.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    end = await one.end(1)
+    assert isinstance(end, Failed)
+    assert "hung" in end.message
+    await one.until(one.armed)
+    assert "hung" in one.states
+
+
+def program(text: str) -> list[str]:
+    """A small program in the engine's place: `line` is its socket, `child` the real module."""
+    head = """
+        import os, socket, sys, time
+        from node.engine import child
+        from wire.codec import Splitter, decode, encode
+        from wire.frames import *
+        from wire.report import Memory
+        line = socket.socket(fileno=int(sys.argv[-1]))
+        child.read_settings(line)
+    """
+    return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)]
+
+
+@pytest.mark.slow
+async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Callable[..., Agent]):
+    command = program("""
+        line.sendall(encode(EngineReport(Memory(armed=True), (), 0, 0)))
+        splitter = Splitter()
+        while data := line.recv(65536):
+            for tag, body in splitter.feed(data):
+                frame = decode(tag, body)
+                if isinstance(frame, Ping):
+                    line.sendall(encode(Pong(frame.nonce, 99.0, 0.02)))
+    """)
+    one = agent(Patience(first=5.0, ping_busy=0.05, ping_idle=0.05), command)
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.cause and one.supervisor.state.state == "restarting")
+    assert "one turn has lasted 99 s" in one.supervisor.state.cause
+    assert one.states == ["starting", "ready", "hung", "restarting"]
+
+
+@pytest.mark.slow
+async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: Callable[..., Agent]):
+    command = program("sys.exit('no such luck')")
+    one = agent(Patience(first=0.01, longest=0.04), command)
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.state == "failed")
+    assert one.supervisor.state.cause == "the engine process ended with exit code 1: no such luck"
+    assert one.supervisor.state.restarts >= 3
+    assert "ready" not in one.states
+
+
+@pytest.mark.slow
+async def test_a_program_that_cannot_be_started_is_a_cause_too(agent: Callable[..., Agent]):
+    one = agent(Patience(first=0.01, longest=0.02), ["/nowhere/python"])
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.state == "failed")
+    assert "could not be started" in one.supervisor.state.cause
+
+
+@pytest.mark.slow
+async def test_a_child_that_breaks_the_rules_of_the_wire_is_ended(agent: Callable[..., Agent]):
+    one = agent(Patience(first=5.0), program("line.sendall(bytes([0, 0, 0, 2, 240, 0])); time.sleep(60)"))
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.cause)
+    assert "its frames cannot be read: unknown frame 240" in one.supervisor.state.cause
+
+
+@pytest.mark.slow
+async def test_a_child_that_ignores_the_end_of_its_socket_is_killed(agent: Callable[..., Agent]):
+    command = program("""
+        line.sendall(encode(EngineReport(Memory(armed=True), (), 0, 0)))
+        time.sleep(60)
+    """)
+    one = agent(None, command)
+    await one.supervisor.start()
+    await one.until(lambda: one.states == ["starting", "ready"])
+    pid = one.supervisor.pid
+    assert pid is not None
+    await one.supervisor.stop(0.2)
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
+    parent = """
+        import asyncio, pathlib, sys
+        from node.settings import NodeSettings
+        from node.supervise import Supervisor
+
+        async def main():
+            up = asyncio.Event()
+            one = Supervisor(
+                NodeSettings(), on_frame=lambda *frame: None, on_change=up.set, log_file=pathlib.Path(sys.argv[1])
+            )
+            await one.start()
+            while one.state.state != "ready":
+                up.clear()
+                await up.wait()
+            print(one.pid, flush=True)
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(parent), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pid = int(agent.stdout.readline())
+        assert not gone(pid)
+        agent.kill()
+        agent.wait(WAIT)
+        begun = time.monotonic()
+        while not gone(pid):
+            assert time.monotonic() - begun < 1.0
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["node.settings", "node.supervise", "node.memory.sensor", "node.engine.scripted"])
+def test_no_model_library_is_imported_by_what_the_agent_imports(module: str):
+    script = f"import sys, {module}; print([name for name in sys.modules if name.split('.')[0] in ('mlx', 'mlx_lm')])"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
