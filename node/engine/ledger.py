@@ -28,11 +28,14 @@ class _Batch:
     rows: list[Commitment] = field(default_factory=list["Commitment"])
 
     def promised(self) -> Group:
-        return Group(len(self.rows), max((row.promised for row in self.rows), default=0))
+        return _group([row.promised for row in self.rows])
 
     def written(self) -> Group:
-        begun = [row.written for row in self.rows if row.written]
-        return Group(len(begun), max(begun, default=0))
+        return _group([row.written for row in self.rows if row.written])
+
+
+def _group(lengths: list[int]) -> Group:
+    return Group(len(lengths), max(lengths, default=0), sum(lengths))
 
 
 class Ledger:
