@@ -15,9 +15,9 @@ def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
     ledger = Ledger(KV)
     for length in (17, 18, 16):
         ledger.commit(length, 1)
-    assert ledger.groups() == (Group(3, 18),)
+    assert ledger.groups() == (Group(3, 18, 51),)
     ledger.commit(60_000, 1)
-    assert ledger.groups() == (Group(3, 18), Group(1, 60_000))
+    assert ledger.groups() == (Group(3, 18, 51), Group(1, 60_000, 60_000))
 
 
 def test_writing_moves_bytes_and_never_makes_any():
