@@ -1,0 +1,489 @@
+"""The pool as its users drive it: real processes, the openai library, the command."""
+
+import json
+import signal
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests.support.processes import Pool, gone, until
+
+pytestmark = pytest.mark.slow
+
+MESSAGES: Any = [{"role": "user", "content": "hello pool"}]
+
+
+def client(made: Pool, retries: int = 0) -> OpenAI:
+    return OpenAI(base_url=made.facts["base_url"], api_key=made.key, max_retries=retries)
+
+
+def test_one_command_each_and_a_streamed_chat(cluster_pool: Pool) -> None:
+    facts = cluster_pool.up()
+    assert facts["schema"] == 1
+    assert facts["ready"] is True
+    assert facts["base_url"].endswith("/v1")
+    assert facts["cluster_url"] in facts["join"]
+    cluster_pool.join("studio")
+    cluster_pool.join("macbook", "engine.scripted.memory=36GiB")
+    api = client(cluster_pool)
+    assert [model.id for model in api.models.list()] == ["scripted-1"]
+    stream = api.chat.completions.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=10, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert len(text.split()) == 10
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 10
+    whole = api.chat.completions.with_raw_response.create(model="scripted-1", messages=MESSAGES, max_tokens=10)
+    assert whole.headers["x-macpool-node"] in ("studio", "macbook")
+    assert whole.headers["x-macpool-attempts"] == "1"
+    assert whole.headers["x-request-id"]
+    assert whole.parse().choices[0].message.content == text
+
+
+def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("studio", "memory.cap=64GiB")
+    (node,) = cluster_pool.cli("nodes")["nodes"]
+    for field in ("id", "name", "state", "cap", "ceiling", "margin", "phys", "current", "headroom", "reserved",
+                  "in_flight", "models", "gate_armed"):  # fmt: skip
+        assert field in node
+    assert node["cap"] == 64 * 2**30
+    assert node["gate_armed"] is True
+    assert node["headroom"] == node["ceiling"] - node["margin"] - node["current"] - node["reserved"]
+    inspected = cluster_pool.cli("nodes", "inspect", "studio")["node"]
+    assert inspected["bound_by"] == "setting"
+    table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
+    assert "studio" in table
+    assert "64.0 GiB" in table
+
+
+def test_place_prints_every_node_and_why_not(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("big")
+    cluster_pool.join("small", "engine.scripted.memory=8GiB", "engine.scripted.weights=1GiB")
+    placed = cluster_pool.cli("place", "scripted-1", "--prompt-tokens", "30000")
+    assert placed["name"] == "big"
+    rows = {row["name"]: row for row in placed["candidates"]}
+    assert rows["small"]["why_not"]
+    assert rows["small"]["need"] > rows["small"]["headroom"]
+    refused = cluster_pool.cli("place", "nothing", code=6)
+    assert "nothing" in refused["stderr"]
+
+
+def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    first = cluster_pool.join("studio")
+    made = cluster_pool.cli("key", "create", "laptop")
+    before = cluster_pool.node("studio")["id"]
+    assert first.stop() == 0
+    until(lambda: cluster_pool.node("studio")["state"] == "lost", what="studio lost")
+    assert cluster_pool.coordinator is not None
+    assert cluster_pool.coordinator.stop() == 0
+    again = cluster_pool.up()
+    assert "api_key" not in again
+    assert cluster_pool.node("studio")["state"] == "lost"
+    # Another port than before: the node finds nothing at the remembered one, so it is told.
+    node = cluster_pool.join("studio", wait=False)
+    del node
+    listed = {key["name"] for key in cluster_pool.cli("key", "list")["keys"]}
+    assert listed == {"first", "laptop"}
+    assert cluster_pool.get("/api/v1/nodes")["nodes"][0]["id"] == before
+    api = OpenAI(base_url=cluster_pool.facts["base_url"], api_key=made["key"], max_retries=0)
+    api.models.list()
+
+
+def test_coordinator_killed_and_restarted_nodes_come_back(cluster_pool: Pool) -> None:
+    port = 18000 + (psutil.Process().pid % 2000) * 2
+    cluster_pool.up(cluster_listen=f"127.0.0.1:{port}", listen=f"127.0.0.1:{port + 1}")
+    cluster_pool.join("studio")
+    restarts = cluster_pool.node("studio")["engine"]["restarts"]
+    engine = cluster_pool.nodes["studio"].children()
+    assert cluster_pool.coordinator is not None
+    cluster_pool.coordinator.kill()
+    cluster_pool.up(cluster_listen=f"127.0.0.1:{port}", listen=f"127.0.0.1:{port + 1}")
+    until(lambda: cluster_pool.node("studio")["state"] == "ready", what="studio back")
+    assert cluster_pool.node("studio")["engine"]["restarts"] == restarts
+    assert cluster_pool.nodes["studio"].children() == engine, "losing the coordinator must not end the engine"
+    answer = client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_engine_killed_under_load(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    node = cluster_pool.join("studio", "engine.scripted.step_ms=50")
+    api = client(cluster_pool)
+    stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400)
+    next(iter(stream))
+    (engine,) = node.children()
+    engine.kill()
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert "engine" in str(caught.value)
+    until(lambda: cluster_pool.node("studio")["engine"]["state"] == "ready", what="the engine again")
+    assert cluster_pool.node("studio")["engine"]["restarts"] == 1
+    assert "SIGKILL" in cluster_pool.node("studio")["engine"]["cause"]
+    answer = client(cluster_pool, 5).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+def test_a_refusing_node_costs_nothing_and_is_no_failure(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("willing")
+    cluster_pool.join("refusing", "engine.scripted.refuse=*", "engine.scripted.memory=256GiB")
+    api = client(cluster_pool)
+    nodes = set()
+    for _ in range(12):
+        raw = api.chat.completions.with_raw_response.create(model="scripted-1", messages=MESSAGES, max_tokens=1)
+        nodes.add(raw.headers["x-macpool-node"])
+    assert nodes == {"willing"}
+    assert cluster_pool.node("refusing")["state"] == "ready"
+
+
+def test_all_refuse_is_503_with_numbers_and_retry_after(cluster_pool: Pool) -> None:
+    cluster_pool.up("router.queue_seconds=1")
+    cluster_pool.join("full", "engine.scripted.refuse=*")
+    with pytest.raises(openai.APIStatusError) as caught:
+        client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES)
+    assert caught.value.status_code == 503
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    error = caught.value.response.json()["error"]
+    assert error["code"] == "no_headroom"
+    assert set(error["memory"]) >= {"predicted", "ceiling", "current", "reserved", "estimate", "margin", "headroom"}
+
+
+def test_a_prompt_that_can_never_fit_is_400_with_numbers(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("small", "engine.scripted.memory=8GiB", "engine.scripted.weights=1GiB")
+    words: Any = [{"role": "user", "content": "word " * 30_000}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client(cluster_pool).chat.completions.create(model="scripted-1", messages=words)
+    error = caught.value.response.json()["error"]
+    assert error["code"] == "prefill_memory_exceeded"
+    assert "GiB" in error["message"]
+
+
+def test_node_killed_mid_stream_ends_in_an_error_event_and_others_serve(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one", "engine.scripted.step_ms=50")
+    cluster_pool.join("two", "engine.scripted.step_ms=50")
+    api = client(cluster_pool)
+    raw = api.chat.completions.with_raw_response.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400
+    )
+    stream = raw.parse()
+    next(iter(stream))
+    victim = cluster_pool.nodes[raw.headers["x-macpool-node"]]
+    below = victim.children()
+    victim.kill()
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert "lost" in str(caught.value)
+    gone(below, 5)
+    for _ in range(10):
+        api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=1)
+
+
+def test_client_gone_is_cancelled_on_the_node(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one", "engine.scripted.step_ms=20")
+    stream = client(cluster_pool).chat.completions.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=20_000
+    )
+    next(iter(stream))
+    until(lambda: cluster_pool.node("one")["running"] == 1, what="running")
+    stream.close()
+    until(lambda: cluster_pool.node("one")["running"] == 0, 5, "cancelled")
+    until(lambda: cluster_pool.node("one")["reserved"] == 0, 5, "given back")
+    assert cluster_pool.node("one")["in_flight"] == 0
+
+
+def test_sigterm_lets_running_requests_end(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    node = cluster_pool.join("one", "engine.scripted.step_ms=50")
+    stream = client(cluster_pool).chat.completions.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=40
+    )
+    parts = iter(stream)
+    next(parts)
+    node.popen.send_signal(signal.SIGTERM)
+    assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 38
+    assert node.popen.wait(10) == 0
+
+
+def test_coordinator_drains_on_sigterm(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one", "engine.scripted.step_ms=50")
+    assert cluster_pool.coordinator is not None
+    stream = client(cluster_pool).chat.completions.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=30
+    )
+    parts = iter(stream)
+    next(parts)
+    cluster_pool.coordinator.popen.send_signal(signal.SIGTERM)
+    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+        client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES)
+    assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 28
+    assert cluster_pool.coordinator.popen.wait(20) == 0
+
+
+@pytest.mark.parametrize("victim", ["coordinator", "agent", "engine"])
+def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool, victim: str) -> None:
+    cluster_pool.up(local_node=True)
+    assert cluster_pool.coordinator is not None
+    until(lambda: cluster_pool.get("/health")["status"] == "ok", what="healthy")
+    everything = cluster_pool.coordinator.children()
+    agent = next(p for p in everything if "node.run" in p.cmdline())
+    engine = next(p for p in everything if "node.engine.child" in p.cmdline())
+    if victim == "coordinator":
+        cluster_pool.coordinator.kill()
+        gone(everything, 8)
+        return
+    {"agent": agent, "engine": engine}[victim].kill()
+    gone([engine], 5)
+    until(lambda: _healthy(cluster_pool), 20, "healthy again")
+    assert cluster_pool.coordinator.stop() == 0
+
+
+def _healthy(made: Pool) -> bool:
+    try:
+        return made.get("/health")["status"] == "ok"
+    except urllib.error.HTTPError:
+        return False
+
+
+def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    node = cluster_pool.join("one")
+    cluster_pool.cli("nodes", "remove", "one")
+    assert node.popen.wait(5) == 4
+    assert "removed" in node.log.read_text()
+    again = cluster_pool.join("one", wait=False)
+    assert again.popen.wait(15) == 4
+
+
+def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    node = cluster_pool.join("one")
+    done = cluster_pool.run("leave", "--state", str(cluster_pool.folder / "one"))
+    assert done.returncode == 0, done.stderr
+    assert node.popen.wait(10) == 0
+    until(lambda: cluster_pool.node("one")["state"] == "left", 5, "left")
+    assert not (cluster_pool.folder / "one" / "node" / "identity" / "node.pem").exists()
+    assert cluster_pool.run("leave", "--state", str(cluster_pool.folder / "one")).returncode == 5
+
+
+def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one")
+    until(lambda: cluster_pool.node("one")["state"] == "ready")
+    (cluster_pool.folder / "two").mkdir()
+    source, target = (
+        cluster_pool.folder / "one" / "node" / "identity",
+        cluster_pool.folder / "two" / "node" / "identity",
+    )
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    clone = cluster_pool.join("two", wait=False)
+    assert clone.popen.wait(15) == 1
+    assert "another machine" in clone.log.read_text()
+    assert cluster_pool.node("one")["state"] == "ready"
+
+
+def test_certificates_renew_over_a_second_link_without_ending_a_stream(cluster_pool: Pool) -> None:
+    seconds = 9.0
+    cluster_pool.up(f"cluster.certificate_days={seconds / 86400}")
+    cluster_pool.join("one", "engine.scripted.step_ms=100")
+    before = _serial(cluster_pool)
+    stream = client(cluster_pool).chat.completions.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=130
+    )
+    words = [chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+    assert _serial(cluster_pool) != before
+    assert cluster_pool.node("one")["state"] == "ready"
+    assert sum(len((chunk.choices[0].delta.content or "").split()) for chunk in words) == 130
+
+
+def _serial(made: Pool) -> bytes:
+    return (made.folder / "one" / "node" / "identity" / "node.pem").read_bytes()
+
+
+def test_approval_by_code(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    command = ["join", cluster_pool.facts["cluster_url"], "--state", str(cluster_pool.folder / "new"), "--name", "new"]
+    from tests.support.processes import CLI, Process
+
+    process = Process([*CLI, *command, "-o", "json", "--set", "node.machine=new"], cluster_pool.folder / "new.err")
+    try:
+        text = until(lambda: "code " in process.log.read_text() and process.log.read_text(), what="a code")
+        code = text.partition("code ")[2][:6]
+        assert cluster_pool.cli("approve")["joins"][0]["name"] == "new"
+        wrong = f"{(int(code) + 1) % 1_000_000:06d}"
+        cluster_pool.cli("approve", wrong, code=5)
+        assert cluster_pool.cli("approve", code)["name"] == "new"
+        assert process.ready()["name"] == "new"
+        until(lambda: cluster_pool.node("new")["state"] == "ready", what="new ready")
+    finally:
+        process.close()
+
+
+def test_tokens_at_the_command(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    token = cluster_pool.cli("token", "create", "--ttl", "10m", "--uses", "2", "--name", "lab")["token"]
+    listed = cluster_pool.cli("token", "list")["tokens"]
+    assert [entry["uses_left"] for entry in listed if entry["name"] == "lab"] == [2]
+    assert token not in json.dumps(listed)
+    assert token.rsplit(".", 1)[1] not in json.dumps(listed)
+    lab = next(entry["id"] for entry in listed if entry["name"] == "lab")
+    cluster_pool.cli("token", "revoke", lab)
+    refused = cluster_pool.run(
+        "join", cluster_pool.facts["cluster_url"], "--token", token, "--state", str(cluster_pool.folder / "late")
+    )
+    assert refused.returncode == 4
+    assert (
+        cluster_pool.run(
+            "join", "127.0.0.1:1", "--token", "nonsense", "--state", str(cluster_pool.folder / "x")
+        ).returncode
+        == 4
+    )
+    pinned = "mpj1." + "a" * 52 + token[57:]
+    wrong = cluster_pool.run(
+        "join", cluster_pool.facts["cluster_url"], "--token", pinned, "--state", str(cluster_pool.folder / "y")
+    )
+    assert wrong.returncode == 9
+    assert "in between" in wrong.stderr
+
+
+def test_access_verbs_work_without_a_running_coordinator(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    assert cluster_pool.coordinator is not None
+    assert cluster_pool.coordinator.stop() == 0
+    made = cluster_pool.cli("key", "create", "offline", "--scope", "metrics")
+    assert cluster_pool.run("nodes", "--state", str(cluster_pool.state)).returncode == 3
+    cluster_pool.up()
+    request = urllib.request.Request(
+        cluster_pool.base + "/api/v1/status", headers={"Authorization": f"Bearer {made['key']}"}
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+        assert json.load(response)["cluster"]["name"] == "home"
+
+
+def test_many_streams_of_mixed_lengths_all_end(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    for name in ("one", "two"):
+        cluster_pool.join(name, "engine.scripted.step_ms=5", "engine.scripted.batch=8")
+    api = client(cluster_pool)
+
+    def ask(number: int) -> int:
+        count = 1 + number * 7 % 60
+        words: Any = [{"role": "user", "content": "word " * (1 + number * 37 % 900)}]
+        stream = api.chat.completions.create(model="scripted-1", messages=words, stream=True, max_tokens=count)
+        text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+        return len(text.split()) - count
+
+    with ThreadPoolExecutor(32) as threads:
+        assert list(threads.map(ask, range(64))) == [0] * 64
+    until(
+        lambda: all(n["reserved"] == 0 and n["in_flight"] == 0 for n in cluster_pool.nodes_now()), 5, "all given back"
+    )
+
+
+def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one")
+    other = cluster_pool.run(
+        "up", "--state", str(cluster_pool.state), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"
+    )
+    assert other.returncode == 1
+    assert "in use" in other.stderr
+    twin = cluster_pool.run("join", "--state", str(cluster_pool.folder / "one"))
+    assert twin.returncode == 1
+    assert "runs already" in twin.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["up", "--set", "router.polcy=x"], 2, "did you mean router.policy?"),
+        (["up", "--set", "memory.cap=x", "--no-local-node"], 2, "--no-local-node"),
+        (["up", "--listen", "nowhere"], 2, "HOST:PORT"),
+        (["up", "--lan", "--listen", "127.0.0.1:0"], 2, "exclude"),
+        (["join", "127.0.0.1:1", "--set", "memory.cpa=1"], 2, "did you mean memory.cap?"),
+        (["join", "127.0.0.1:1", "--models", "/tmp"], 2, "reads no model folders"),
+        (["join", "not an address"], 1, "host:port"),
+        (["nods"], 2, "did you mean 'nodes'?"),
+        (["nodes"], 3, "cluster up"),
+        (["key", "create", "x"], 5, "no cluster"),
+        (["token", "create", "--ttl", "soon"], 2, "duration"),
+        (["nodes", "--url", "http://127.0.0.1:1"], 4, "--key-file"),
+    ],
+)  # fmt: skip
+def test_mistakes_at_the_command_are_told_with_the_next_step(
+    cluster_pool: Pool, arguments: list[str], code: int, words: str
+) -> None:
+    state = [] if arguments[0] == "nods" else ["--state", str(cluster_pool.folder / "s")]
+    done = cluster_pool.run(*arguments, *state)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+
+
+def test_secrets_are_private_and_nowhere_else(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    token = cluster_pool.token()
+    cluster_pool.join("one")
+    client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=2)
+    secrets = [cluster_pool.key, cluster_pool.secret, token.rsplit(".", 1)[1]]
+    for file in cluster_pool.folder.rglob("*"):
+        if not file.is_file():
+            continue
+        if file.suffix in (".pem", ".key", ".db", ".json", ".log") or file.name in ("pepper", "lock"):
+            assert file.stat().st_mode & 0o077 == 0, f"{file} can be read by others"
+        if file.name != "run.json":
+            content = file.read_bytes()
+            assert not any(secret.encode() in content for secret in secrets), file
+    for process in (cluster_pool.coordinator, *cluster_pool.nodes.values()):
+        assert process is not None
+        for each in [psutil.Process(process.pid), *process.children()]:
+            assert not any(secret in " ".join(each.cmdline()) for secret in secrets)
+
+
+def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one")
+    status = cluster_pool.cli("status")
+    assert status["nodes"]["ready"] == 1
+    assert status["warnings"] == []
+    assert cluster_pool.cli("env")["OPENAI_BASE_URL"] == cluster_pool.facts["base_url"]
+    version = cluster_pool.cli("version", "--cluster")
+    assert version["nodes"] == {"one": version["version"]}
+    assert cluster_pool.cli("models")["models"][0]["nodes"] == ["one"]
+    assert len(cluster_pool.cli("chat", "hello", "--max-tokens", "4")["choices"][0]["message"]["content"].split()) == 4
+    spoken = cluster_pool.run("chat", "hello", "--max-tokens", "4", "--state", str(cluster_pool.state))
+    assert len(spoken.stdout.split()) == 4
+    logs = cluster_pool.run("nodes", "logs", "one", "--state", str(cluster_pool.state))
+    assert "linked" in logs.stdout
+    for shell in ("bash", "zsh", "fish"):
+        assert "_CLUSTER_COMPLETE" in cluster_pool.run("completion", shell).stdout
+    cluster_pool.cli("nodes", "cordon", "one")
+    assert cluster_pool.node("one")["cordoned"] is True
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        cluster_pool.get("/health")
+    cluster_pool.cli("nodes", "uncordon", "one")
+    assert cluster_pool.get("/health")["status"] == "ok"
+
+
+def test_guard_off_is_said_everywhere(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("bold", "memory.guard=off")
+    until(lambda: cluster_pool.node("bold").get("guard") is False, what="reported")
+    assert cluster_pool.node("bold")["gate_armed"] is False
+    assert any("memory.guard is off" in warning for warning in cluster_pool.cli("status")["warnings"])
+    assert "memory.guard is off" in cluster_pool.nodes["bold"].log.read_text()
