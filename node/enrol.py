@@ -102,10 +102,10 @@ async def enrol(
 ) -> Identity:
     """Join the cluster whose coordinator listens at `url` (`host:port`) and keep the identity in `folder`.
 
+    An identity that is there already, a clone's or a damaged one, is replaced once the coordinator agreed.
     `on_code` is called with the six digits to show and the seconds that a person has, only when there is no token.
-    Raises PinMismatch, EnrolDenied (with `reason`), Unreachable, or IdentityMismatch when the folder is a clone's.
+    Raises PinMismatch, EnrolDenied (with `reason`), Unreachable, or IdentityError for an answer that is not ours.
     """
-    load_identity(folder, machine)
     host, port = parse_address(url)
     authority = await _fetch_authority(host, port)
     if token is not None and not hmac.compare_digest(hashlib.sha256(authority.ca).digest(), token.pin):

@@ -1,6 +1,7 @@
 """A coordinator reduced to its enrolment, on a real TLS socket: what the link server does with a stranger."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from coordinator.enrolment import Cluster, Conversation, Enrolment
 from coordinator.ratelimit import RateLimit
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
-from wire.codec import encode
+from wire.codec import Splitter, decode, encode
 from wire.frames import Frame
 from wire.identity import Peer
 from wire.report import Hardware
@@ -133,3 +134,24 @@ async def _send(door: Door, writer: asyncio.StreamWriter, frames: list[Frame]) -
     await writer.drain()
     async with door.changed:
         door.changed.notify_all()
+
+
+async def said(door: Door, *words: Frame | bytes, answers: int | None = None) -> list[Frame]:
+    """Be a stranger: connect without a certificate, send frames or raw bytes, give the frames that came back (all
+    until the door closes the connection, or the first `answers`)."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=context)
+    splitter, frames = Splitter(), list[Frame]()
+    try:
+        for word in words:
+            writer.write(word if isinstance(word, bytes) else encode(word))
+        async with asyncio.timeout(20):
+            while (answers is None or len(frames) < answers) and (data := await reader.read(65536)):
+                frames += [decode(tag, body) for tag, body in splitter.feed(data)]
+    except ConnectionError:
+        return frames
+    finally:
+        writer.transport.abort()
+    return frames
