@@ -6,7 +6,8 @@ Rules that nobody may break
 - The secret of a join token never crosses the wire: the node sends HMAC-SHA256(SHA-256(secret), CSR), and the
   coordinator stores only the SHA-256.
 - Without a token both sides show a short code over everything that a man in the middle would have to change. The
-  node commits to its nonce before it sees the coordinator's, so nobody can search for a colliding code.
+  node commits to its nonce and its request before it sees the coordinator's nonce, so nobody can search for a
+  colliding code.
 """
 
 import base64
@@ -109,9 +110,13 @@ def request_mac(key: bytes, csr: bytes) -> bytes:
     return hmac.new(key, csr, hashlib.sha256).digest()
 
 
-def commitment(nonce: bytes) -> bytes:
-    """Commit to a nonce before the other side reveals its own."""
-    return hashlib.sha256(b"macpool commitment" + nonce).digest()
+def commitment(nonce: bytes, csr: bytes) -> bytes:
+    """Commit to a nonce and a certificate request (DER) before the other side reveals its own nonce.
+
+    The request must be in it: whoever could still choose it after both nonces are known would search for one that
+    gives a wanted code, a million tries at most.
+    """
+    return hashlib.sha256(b"macpool commitment" + hashlib.sha256(csr).digest() + nonce).digest()
 
 
 def short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:

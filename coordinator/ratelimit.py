@@ -1,0 +1,38 @@
+"""How often one address may knock: a token bucket per address, in bounded memory. `now` is monotonic seconds."""
+
+import ipaddress
+from collections import OrderedDict
+
+MOST_ADDRESSES = 4096
+"""Buckets kept; when there are more the one unused for longest is dropped."""
+
+
+class RateLimit:
+    """`burst` attempts at once, then `per_minute` of them."""
+
+    def __init__(self, per_minute: float = 30.0, burst: int = 10) -> None:
+        self._rate = per_minute / 60.0
+        self._burst = float(burst)
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait(self, address: str, now: float) -> float:
+        """Count an attempt and give 0, or give the seconds until one will be allowed, counting nothing."""
+        who = _network(address)
+        left, at = self._buckets.pop(who, (self._burst, now))
+        left = min(self._burst, left + (now - at) * self._rate)
+        allowed = left >= 1.0
+        self._buckets[who] = (left - 1.0 if allowed else left, now)
+        if len(self._buckets) > MOST_ADDRESSES:
+            self._buckets.popitem(last=False)
+        return 0.0 if allowed else (1.0 - left) / self._rate
+
+
+def _network(address: str) -> str:
+    """One IPv6 host owns a whole /64, so it counts as one."""
+    try:
+        known = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(known, ipaddress.IPv4Address):
+        return str(known)
+    return str(known.ipv4_mapped or ipaddress.ip_network((known, 64), strict=False))

@@ -1,0 +1,327 @@
+"""What the coordinator must not forget: who it is, its members, join tokens, API keys, and who is denied.
+
+Everything is in memory, on the event loop that owns the store: readers read mappings, changes are visible at once.
+Each change is also one transaction, written in order by the only writer thread into SQLite (WAL, synchronous=FULL).
+`await flush()` returns when all changes so far are on the disk; whoever hands out a certificate or a key flushes first.
+
+A write that fails breaks the store for good (`StoreError` from then on): memory and disk no longer agree, and only a
+restart can show what was kept. Reading goes on, so the pool goes on serving.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from coordinator.private import private_folder
+from wire.identity import NodeId
+from wire.report import Hardware
+
+log = structlog.get_logger()
+
+MIGRATIONS = (
+    """
+    CREATE TABLE meta (one INTEGER PRIMARY KEY CHECK (one = 1), cluster TEXT, name TEXT, epoch INTEGER);
+    INSERT INTO meta VALUES (1, '', '', 0);
+    CREATE TABLE members (node TEXT PRIMARY KEY, name TEXT, machine TEXT, hardware TEXT, serial TEXT, joined REAL,
+                          cordoned INTEGER, removed REAL);
+    CREATE TABLE tokens (id TEXT PRIMARY KEY, key BLOB, created REAL, expires REAL, uses_left INTEGER, name TEXT,
+                         revoked INTEGER);
+    CREATE TABLE keys (id TEXT PRIMARY KEY, name TEXT, scopes TEXT, digest BLOB, created REAL, expires REAL,
+                       revoked REAL);
+    CREATE TABLE denied (subject TEXT PRIMARY KEY, at REAL, reason TEXT);
+    """,
+)
+"""One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
+
+
+class StoreError(Exception):
+    """The state cannot be read or written; the text says which file and what to do."""
+
+
+class StateLockedError(StoreError):
+    """Another process owns the state folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Who we are. `epoch` counts the starts of the coordinator."""
+
+    cluster: str = ""
+    name: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """A node that was given a certificate. `serial` (hex) is of its newest certificate, times in Unix seconds."""
+
+    node: NodeId
+    name: str
+    machine: str
+    hardware: Hardware
+    serial: str
+    joined: float
+    cordoned: bool = False
+    removed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A join token without its secret: `key` is the MAC key, itself to be kept secret. Times in Unix seconds."""
+
+    id: str
+    key: bytes
+    created: float
+    expires: float
+    uses_left: int
+    name: str = ""
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """An API key without its secret: SHA-256 digest, scopes (infer, admin, metrics), times in Unix seconds."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...]
+    digest: bytes
+    created: float
+    expires: float | None = None
+
+
+class StateLock:
+    """The right to open a state folder, held until released or until the process is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            raise StateLockedError(
+                f"the state folder {folder} is in use by process {owner or 'unknown'}: "
+                "talk to the running coordinator, or stop it first"
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others open the folder."""
+        os.close(self._file)
+
+
+class Store:
+    """The state folder's database, open and locked. Raises StoreError when it cannot be opened."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._lock = StateLock(private_folder(folder))
+        except OSError as error:
+            raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
+        try:
+            connection = _open(folder / "cluster.db")
+            self._load(connection)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._failure: StoreError | None = None
+        self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._connection = connection
+        self._writer = threading.Thread(target=self._write, name="store", daemon=True)
+        self._writer.start()
+
+    def _load(self, connection: sqlite3.Connection) -> None:
+        cluster, name, epoch = connection.execute("SELECT cluster, name, epoch FROM meta").fetchone()
+        self._meta = Meta(cluster, name, epoch)
+        self._members = {row.node: row for row in map(_member, connection.execute("SELECT * FROM members"))}
+        self._tokens = {row.id: row for row in map(_token, connection.execute("SELECT * FROM tokens"))}
+        live = connection.execute("SELECT * FROM keys WHERE revoked IS NULL")
+        self._keys = {row.id: row for row in map(_key, live)}
+        self._denied = {str(subject) for (subject,) in connection.execute("SELECT subject FROM denied")}
+
+    @property
+    def meta(self) -> Meta:
+        """Who we are."""
+        return self._meta
+
+    @property
+    def members(self) -> Mapping[NodeId, MemberRow]:
+        """All nodes that ever joined; removed ones have `removed`."""
+        return self._members
+
+    @property
+    def tokens(self) -> Mapping[str, TokenRow]:
+        """All join tokens by id, used and revoked ones too until they are dropped."""
+        return self._tokens
+
+    @property
+    def keys(self) -> Mapping[str, KeyRow]:
+        """All API keys by id that are not revoked."""
+        return self._keys
+
+    def found(self, cluster: str, name: str) -> None:
+        """Set the cluster's id and name."""
+        self._meta = replace(self._meta, cluster=cluster, name=name)
+        self._put("UPDATE meta SET cluster = ?, name = ?", cluster, name)
+
+    def next_epoch(self) -> int:
+        """Count one more start of the coordinator and give its number."""
+        self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
+        self._put("UPDATE meta SET epoch = ?", self._meta.epoch)
+        return self._meta.epoch
+
+    def put_member(self, row: MemberRow) -> None:
+        """Add or replace a member."""
+        self._members[row.node] = row
+        self._put(
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            row.node, row.name, row.machine, msgspec.json.encode(row.hardware).decode(), row.serial, row.joined,
+            row.cordoned, row.removed,
+        )  # fmt: skip
+
+    def put_token(self, row: TokenRow) -> None:
+        """Add or replace a join token."""
+        self._tokens[row.id] = row
+        self._put(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
+            row.id, row.key, row.created, row.expires, row.uses_left, row.name, row.revoked,
+        )  # fmt: skip
+
+    def drop_token(self, token: str) -> None:
+        """Forget a join token."""
+        self._tokens.pop(token, None)
+        self._put("DELETE FROM tokens WHERE id = ?", token)
+
+    def put_key(self, row: KeyRow) -> None:
+        """Add or replace an API key."""
+        self._keys[row.id] = row
+        self._put(
+            "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL)",
+            row.id, row.name, " ".join(row.scopes), row.digest, row.created, row.expires,
+        )  # fmt: skip
+
+    def revoke_key(self, key: str, now: float) -> bool:
+        """Revoke an API key; False when there is none of this id. The row stays for the record."""
+        known = self._keys.pop(key, None) is not None
+        self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
+        return known
+
+    def deny_node(self, node: NodeId, now: float, reason: str) -> None:
+        """Never let this node in again, whatever certificate it shows."""
+        self._deny(f"node:{node}", now, reason)
+
+    def deny_serial(self, serial: str, now: float, reason: str) -> None:
+        """Never accept this certificate (serial in hex) again."""
+        self._deny(f"serial:{serial}", now, reason)
+
+    def denied(self, node: NodeId, serial: str) -> bool:
+        """Say whether a node or its certificate is on the deny list."""
+        return f"node:{node}" in self._denied or f"serial:{serial}" in self._denied
+
+    def _deny(self, subject: str, now: float, reason: str) -> None:
+        self._denied.add(subject)
+        self._put("INSERT OR REPLACE INTO denied VALUES (?, ?, ?)", subject, now, reason)
+
+    async def flush(self) -> None:
+        """Wait until every change so far is on the disk. StoreError when one of them could not be written."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop that waited may be closed
+                loop.call_soon_threadsafe(done.set)
+
+        self._writes.put(wake)
+        await done.wait()
+        self._refuse_when_broken()
+
+    def close(self) -> None:
+        """Write what waits, close the file and give up the lock. StoreError when something could not be written."""
+        self._writes.put(None)
+        self._writer.join()
+        self._connection.close()
+        self._lock.release()
+        self._refuse_when_broken()
+
+    def _refuse_when_broken(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _put(self, statement: str, *values: object) -> None:
+        self._refuse_when_broken()
+        self._writes.put(lambda: self._execute(statement, values))
+
+    def _write(self) -> None:
+        while (write := self._writes.get()) is not None:
+            write()
+
+    def _execute(self, statement: str, values: tuple[object, ...]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._connection.execute(statement, values)
+        except sqlite3.Error as error:
+            log.exception("store write failed")
+            self._failure = StoreError(f"the state could not be written ({error}): make room, then restart")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        path.chmod(0o600)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"cannot write {path}: {error}") from None
+    try:
+        _prepare(connection, path)
+    except sqlite3.Error as error:
+        connection.close()
+        raise StoreError(f"{path} cannot be used: {error}; restore a backup or move it away") from None
+    except StoreError:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    (state,) = connection.execute("PRAGMA quick_check").fetchone()
+    if state != "ok":
+        raise StoreError(f"{path} is damaged ({state}): restore a backup or move it away")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"{path} was written by a newer macpool (schema {version}, we know {len(MIGRATIONS)}): update macpool"
+        )
+    for number, script in enumerate(MIGRATIONS[version:], version + 1):
+        connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def _member(row: tuple[Any, ...]) -> MemberRow:
+    node, name, machine, hardware, serial, joined, cordoned, removed = row
+    decoded = msgspec.json.decode(hardware, type=Hardware)
+    return MemberRow(NodeId(node), name, machine, decoded, serial, joined, bool(cordoned), removed)
+
+
+def _token(row: tuple[Any, ...]) -> TokenRow:
+    token, key, created, expires, uses_left, name, revoked = row
+    return TokenRow(token, key, created, expires, uses_left, name, bool(revoked))
+
+
+def _key(row: tuple[Any, ...]) -> KeyRow:
+    key, name, scopes, digest, created, expires, _ = row
+    return KeyRow(key, name, tuple(scopes.split()), digest, created, expires)

@@ -1,0 +1,275 @@
+"""Finds coordinators on the LAN, and announces a Mac that has not joined.
+
+A record is a hint from anybody: its texts are made printable, its addresses are only candidates, and the coordinator
+is believed when its certificate proves it. A zeroconf failure is logged once and looks like an empty LAN; joining by
+URL never needs multicast. The coordinator has its own announcement: the two rooms share no code but `wire`.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import ifaddr
+import structlog
+from zeroconf import Error, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from node.enrol import proves_itself
+from node.identity import Identity
+from wire.advert import (
+    Advert,
+    cluster_hint,
+    from_txt,
+    instance_name,
+    shown_name,
+    to_txt,
+    usable_addresses,
+)  # fmt: skip
+from wire.identity import SERVICE_TYPE
+
+log = structlog.get_logger()
+
+LOOK_EVERY = 5.0
+"""Seconds between looks at our own addresses."""
+GOODBYE_WITHIN = 3.0
+"""Seconds that saying goodbye may take at the end."""
+RESOLVE_WITHIN = 3000
+"""Milliseconds that one record may take to resolve."""
+SETTLE = 1.0
+"""Seconds to wait for others after the first was found: two clusters on one LAN must both be seen, and somebody who
+announces our cluster's id must not hide the coordinator that can prove it."""
+MOST_FOUND = 64
+STAGGER = 1.0
+"""Seconds after which the next address is tried beside those that have not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record: a name for people, the cluster's hint (12 hex digits), the fingerprint's hint, where to dial."""
+
+    name: str
+    cluster: str
+    addresses: tuple[str, ...]
+    port: int
+    protocol: int = 0
+    version: str = ""
+    fingerprint: str = ""
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Give `host:port` for every address, the best first."""
+        return tuple(f"[{ip}]:{self.port}" if ":" in ip else f"{ip}:{self.port}" for ip in self.addresses)
+
+
+def addresses() -> list[str]:
+    """Give our addresses that another machine could dial, the best first."""
+    found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return usable_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
+
+
+async def find(
+    seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
+) -> list[Found]:
+    """Look for coordinators for at most `seconds`, shorter once something was found.
+
+    `cluster` (a whole id) leaves out all others. An empty list also when multicast is not possible here.
+    """
+    where = list(interfaces) if interfaces is not None else addresses()
+    v4 = [address for address in where if ipaddress.ip_address(address).version == 4]
+    if not where:
+        return []
+    try:
+        zeroconf = AsyncZeroconf(v4 or where, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only)
+    except (OSError, Error) as error:
+        log.warning("bonjour unavailable", error=str(error) or type(error).__name__)
+        return []
+    search = _Search(zeroconf.zeroconf, role, cluster_hint(cluster))
+    try:
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[search.heard])
+        await search.wait(seconds)
+        await browser.async_cancel()
+    except (OSError, Error) as error:
+        log.warning("bonjour unavailable", error=str(error) or type(error).__name__)
+    finally:
+        search.stop()
+        with contextlib.suppress(OSError, Error, TimeoutError):
+            await zeroconf.async_close()
+    return sorted(search.found.values(), key=lambda found: found.name)
+
+
+class _Search:
+    """Collects what answers, resolved and cleaned."""
+
+    def __init__(self, zeroconf: Zeroconf, role: str, hint: str) -> None:
+        self._zeroconf = zeroconf
+        self._role = role
+        self._hint = hint
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._first = asyncio.Event()
+        self.found: dict[str, Found] = {}
+
+    def heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        """Take an event of the browser: resolve what came, drop what said goodbye."""
+        if state_change is ServiceStateChange.Removed:
+            self.found.pop(name, None)
+        elif len(self._tasks) < MOST_FOUND:
+            task = asyncio.create_task(self._resolve(service_type, name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def wait(self, seconds: float) -> None:
+        """Return after `seconds`, or SETTLE after the first find."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._first.wait()
+                await asyncio.sleep(SETTLE)
+
+    def stop(self) -> None:
+        """Give up what is being resolved."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _resolve(self, service_type: str, name: str) -> None:
+        with contextlib.suppress(OSError, Error, ValueError):
+            record = AsyncServiceInfo(service_type, name)
+            if await record.async_request(self._zeroconf, RESOLVE_WITHIN):
+                self._keep(name, record)
+
+    def _keep(self, name: str, record: AsyncServiceInfo) -> None:
+        advert = from_txt(record.properties)
+        if advert is None or advert.role != self._role or (self._hint and advert.cluster != self._hint):
+            return
+        ips = tuple(dict.fromkeys(record.parsed_scoped_addresses()))
+        if not ips or not record.port or len(self.found) >= MOST_FOUND:
+            return
+        self.found[name] = Found(
+            shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
+        )
+        self._first.set()
+
+
+async def locate(identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None) -> str | None:
+    """Find our coordinator: at the remembered addresses, else by Bonjour. Gives the `host:port` where its certificate
+    proved it, None when it is nowhere."""
+
+    async def proven(address: str) -> bool:
+        return await proves_itself(identity, address)
+
+    known = await first_proven(identity.addresses, proven)
+    if known is not None:
+        return known
+    heard = await find(seconds, identity.cluster, interfaces=interfaces)
+    return await first_proven([address for found in heard for address in found.candidates], proven)
+
+
+async def first_proven(
+    candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER
+) -> str | None:
+    """Try addresses side by side, each STAGGER seconds after the one before or when all before have failed; give the
+    first that is proven."""
+    waiting = list(dict.fromkeys(candidates))
+    running: dict[asyncio.Task[bool], str] = {}
+    try:
+        while waiting or running:
+            if waiting:
+                address = waiting.pop(0)
+                running[asyncio.ensure_future(_truth(proven, address))] = address
+            done, _ = await asyncio.wait(
+                running, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                address = running.pop(task)
+                if task.result():
+                    return address
+    finally:
+        for task in running:
+            task.cancel()
+    return None
+
+
+async def _truth(proven: Callable[[str], Awaitable[bool]], address: str) -> bool:
+    return await proven(address)
+
+
+class Announcement:
+    """One service record, kept on the LAN until closed.
+
+    `name` is for people, `identity` makes the record's name unique, `interfaces` (addresses) replaces looking for them.
+    """
+
+    def __init__(
+        self, advert: Advert, name: str, identity: str, port: int, *,
+        interfaces: Sequence[str] | None = None, look_every: float = LOOK_EVERY,
+    ) -> None:  # fmt: skip
+        self._advert = advert
+        self._instance = instance_name(name, identity)
+        self._port = port
+        self._interfaces = interfaces
+        self._look_every = look_every
+        self._announced: list[str] = []
+        self._zeroconf: AsyncZeroconf | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._complained = False
+        self.ready = asyncio.Event()
+        """Set while the record is on the LAN."""
+
+    def start(self) -> None:
+        """Begin to announce; needs a running loop."""
+        self._task = asyncio.create_task(self._follow(), name="bonjour")
+
+    async def close(self) -> None:
+        """Say goodbye to the LAN and stop."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._withdraw()
+
+    async def _follow(self) -> None:
+        while True:
+            now = list(self._interfaces) if self._interfaces is not None else addresses()
+            if now != self._announced:
+                await self._withdraw()
+                await self._announce(now)
+            await asyncio.sleep(self._look_every)
+
+    async def _announce(self, now: list[str]) -> None:
+        if not now:
+            return
+        v4 = [address for address in now if ipaddress.ip_address(address).version == 4]
+        try:
+            self._zeroconf = AsyncZeroconf(v4 or now, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only)
+            register = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            await (await register(self._record(now), allow_name_change=True))
+        except Exception as error:  # besides its own errors zeroconf lets RuntimeErrors through; none may end us
+            await self._withdraw()
+            self._complain(error)
+            return
+        self._announced, self._complained = now, False
+        self.ready.set()
+        log.info("bonjour announced", name=self._instance, addresses=now)
+
+    async def _withdraw(self) -> None:
+        zeroconf, self._zeroconf, self._announced = self._zeroconf, None, []
+        self.ready.clear()
+        if zeroconf is None:
+            return
+        with contextlib.suppress(OSError, Error, TimeoutError):
+            async with asyncio.timeout(GOODBYE_WITHIN):
+                await zeroconf.async_unregister_all_services()
+        with contextlib.suppress(OSError, Error, TimeoutError):
+            async with asyncio.timeout(GOODBYE_WITHIN):
+                await zeroconf.async_close()
+
+    def _record(self, now: list[str]) -> AsyncServiceInfo:
+        label = self._instance.removesuffix("." + SERVICE_TYPE)
+        host = f"macpool-{label.rpartition('-')[2]}.local."
+        return AsyncServiceInfo(
+            SERVICE_TYPE, self._instance, self._port, properties=to_txt(self._advert), server=host, parsed_addresses=now
+        )
+
+    def _complain(self, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning("bonjour unavailable", error=str(error) or type(error).__name__)

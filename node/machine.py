@@ -1,0 +1,48 @@
+"""Which machine this is: a hash that stays the same as long as the hardware does.
+
+macOS: IOPlatformUUID (unverified on macOS until somebody ran it there). Linux: /etc/machine-id, which a cloned disk
+takes along; there the check protects only against copying the state folder.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+_LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+
+
+def machine_id(override: str = "") -> str:
+    """Give 32 hex digits that name this machine, or the hash of an override (several nodes on one machine)."""
+    raw = override or (_platform_uuid() if sys.platform == "darwin" else _linux_id()) or f"mac:{uuid.getnode():x}"
+    return hashlib.sha256(b"macpool machine" + raw.encode()).hexdigest()[:32]
+
+
+def _platform_uuid() -> str:
+    try:
+        listing = subprocess.run(
+            ["/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"],
+            capture_output=True, text=True, timeout=5, check=False,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return platform_uuid_in(listing)
+
+
+def platform_uuid_in(listing: str) -> str:
+    """Find IOPlatformUUID in what `ioreg` printed; empty when it is not there."""
+    match = re.search(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]{36})"', listing)
+    return match[1] if match else ""
+
+
+def _linux_id() -> str:
+    for path in _LINUX:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text and text != "uninitialized":
+            return text
+    return ""

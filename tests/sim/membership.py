@@ -1,0 +1,139 @@
+"""Runs membership scenarios: a text of commands, each followed by what must come of it, indented.
+
+    # a comment
+    0 connect a              → actions, then the member when it changed
+        changed a
+        a joining link 1
+
+Verbs: enrol, connect NODE [INSTANCE] [takeover], report NODE [draining], end NODE [link N], goodbye NODE REASON,
+cordon, uncordon, remove NODE, restore NODE…, `tick` once, and `until T`, which ticks at every deadline up to T
+seconds. The number before a verb is the time. An event that is not allowed prints `illegal`.
+
+`MACPOOL_REWRITE=1 pytest tests/sim` writes what came of it; review the difference.
+"""
+
+from collections.abc import Iterator
+
+from coordinator.membership import (
+    Action,
+    Changed,
+    CloseLink,
+    Connected,
+    Cordoned,
+    Disconnected,
+    Enrolled,
+    Event,
+    Forget,
+    IllegalEventError,
+    Member,
+    NodeGone,
+    Pool,
+    Removed,
+    Reported,
+    SaidGoodbye,
+    Uncordoned,
+    advance,
+    next_deadline,
+    restored,
+    tick,
+)
+from wire.identity import NodeId
+
+
+def play(script: str) -> str:
+    """Give the script with its outcome after every command."""
+    story = _Story()
+    lines: list[str] = []
+    for line in script.splitlines():
+        if line.startswith("    "):
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            lines += ["    " + outcome for outcome in story.do(line)]
+    return "\n".join(lines) + "\n"
+
+
+class _Story:
+    def __init__(self) -> None:
+        self.pool = Pool()
+        self._links = 0
+
+    def do(self, line: str) -> Iterator[str]:
+        time, verb, *words = line.split()
+        now = float(time)
+        if verb == "restore":
+            before, self.pool = self.pool, restored([NodeId(word) for word in words], now)
+            yield from self._told((), before)
+        elif verb == "tick":
+            before = self.pool
+            self.pool, actions = tick(self.pool, now)
+            yield from self._told(actions, before)
+        elif verb == "until":
+            yield from self._until(now, float(words[0]))
+        else:
+            yield from self._event(NodeId(words[0]), self._read(verb, words), now)
+
+    def _event(self, node: NodeId, event: Event, now: float) -> Iterator[str]:
+        before = self.pool
+        try:
+            self.pool, actions = advance(self.pool, node, event, now)
+        except IllegalEventError:
+            yield "illegal"
+            return
+        yield from self._told(actions, before)
+
+    def _until(self, now: float, end: float) -> Iterator[str]:
+        while (due := next_deadline(self.pool, now)) is not None and due <= end:
+            before, now = self.pool, due
+            self.pool, actions = tick(self.pool, now)
+            told = list(self._told(actions, before))
+            yield from (f"{now:g}: {line}" for line in told)
+
+    def _told(self, actions: tuple[Action, ...], before: Pool) -> Iterator[str]:
+        self.pool.check()
+        yield from map(_action, actions)
+        for node, member in self.pool.members.items():
+            shown = _member(member)
+            if node not in before.members or _member(before.members[node]) != shown:
+                yield shown
+        if before.self_suspect != self.pool.self_suspect:
+            yield "the coordinator suspects itself" if self.pool.self_suspect else "the coordinator trusts itself"
+
+    def _read(self, verb: str, words: list[str]) -> Event:
+        node, *rest = words
+        member = self.pool.members.get(NodeId(node))
+        link = int(rest[-1]) if rest and rest[0] == "link" else member.newest if member else 0
+        match verb:
+            case "connect":
+                self._links += 1
+                instance = rest[0] if rest and rest[0] != "takeover" else "i1"
+                return Connected(self._links, instance, "takeover" in rest)
+            case "report":
+                return Reported(link, draining="draining" in rest)
+            case "end":
+                return Disconnected(link)
+            case "goodbye":
+                return SaidGoodbye(link, rest[0])
+            case _:
+                return {"enrol": Enrolled(), "cordon": Cordoned(), "uncordon": Uncordoned(), "remove": Removed()}[verb]
+
+
+def _action(action: Action) -> str:
+    match action:
+        case CloseLink():
+            return f"close link {action.link} of {action.node}: {action.reason}"
+        case NodeGone():
+            return f"gone {action.node}: {action.reason}"
+        case Changed():
+            return f"changed {action.node}"
+        case Forget():
+            return f"forget {action.node}"
+
+
+def _member(member: Member) -> str:
+    words = [str(member.node), str(member.state)]
+    words += [f"link {member.link}"] if member.link else []
+    words += ["cordoned"] if member.cordoned else []
+    words += [] if member.enrolled else ["no-member"]
+    words += [f"({member.reason})"] if member.reason else []
+    return " ".join(words)

@@ -1,0 +1,157 @@
+"""A coordinator reduced to its enrolment, on a real TLS socket: what the link server does with a stranger."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.approvals import Approvals
+from coordinator.authority import Authority
+from coordinator.enrolment import Cluster, Conversation, Enrolment
+from coordinator.ratelimit import RateLimit
+from coordinator.store import MemberRow, Store
+from coordinator.tokens import Tokens
+from wire.codec import Splitter, decode, encode
+from wire.frames import Frame
+from wire.identity import Peer
+from wire.report import Hardware
+
+HARDWARE = Hardware("M4 Max", 128 << 30, 16, "macOS 26", "3.13")
+
+
+@dataclass
+class Wall:
+    """Unix time that a test moves."""
+
+    now: float = field(default_factory=time.time)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Door:
+    """A running enrolment server and what it was asked."""
+
+    authority: Authority
+    store: Store
+    tokens: Tokens
+    approvals: Approvals
+    wall: Wall
+    enrolment: Enrolment
+    address: str = ""
+    joined: list[MemberRow] = field(default_factory=list)
+    peers: list[Peer] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something that a connection changed is true."""
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(true)
+
+
+@asynccontextmanager
+async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None = None) -> AsyncGenerator[Door, None]:
+    """Run the door on a free port of 127.0.0.1, its state in `folder`."""
+    wall = wall or Wall()
+    store = Store(folder)
+    authority = Authority(folder, wall)
+    tokens, approvals = Tokens(store, authority.ca, wall), Approvals()
+    joined: list[MemberRow] = []
+    cluster = Cluster("lab", authority, tokens, store, approvals, wall, joined.append)
+    enrolment = Enrolment(cluster, limit or RateLimit(6000, 1000))
+    door = Door(authority, store, tokens, approvals, wall, enrolment, joined=joined)
+    server = await asyncio.start_server(
+        lambda reader, writer: _serve(door, reader, writer), "127.0.0.1", 0, ssl=authority.server_context()
+    )
+    door.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield door
+    finally:
+        server.close()
+        await server.wait_closed()
+        store.close()
+
+
+async def _serve(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        peer = door.authority.peer_of(writer.get_extra_info("ssl_object"))
+        if peer:
+            await _note(door, peer)
+            writer.write(b"known")
+            await writer.drain()
+        else:
+            await _enrol(door, reader, writer)
+    except OSError:
+        return
+    finally:
+        writer.close()
+
+
+async def _note(door: Door, peer: Peer) -> None:
+    async with door.changed:
+        door.peers.append(peer)
+        door.changed.notify_all()
+
+
+async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    talk = door.enrolment.converse(writer.get_extra_info("peername")[0], time.monotonic())
+    if not isinstance(talk, Conversation):
+        await _send(door, writer, [talk])
+        return
+    decided = asyncio.Event()
+    talk.wake = decided.set
+    deciding = asyncio.create_task(decided.wait())
+    reading = asyncio.create_task(reader.read(65536))
+    try:
+        while not talk.closed:
+            patience = max(0.0, talk.deadline - time.monotonic())
+            await asyncio.wait({deciding, reading}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                data = reading.result()
+                if not data:
+                    return
+                await _send(door, writer, talk.feed(data, time.monotonic()))
+                reading = asyncio.create_task(reader.read(65536))
+            else:
+                await _send(door, writer, talk.poll(time.monotonic()))
+    finally:
+        deciding.cancel()
+        reading.cancel()
+        talk.gone()
+
+
+async def _send(door: Door, writer: asyncio.StreamWriter, frames: list[Frame]) -> None:
+    await door.store.flush()
+    writer.write(b"".join(encode(frame) for frame in frames))
+    await writer.drain()
+    async with door.changed:
+        door.changed.notify_all()
+
+
+async def said(door: Door, *words: Frame | bytes, answers: int | None = None) -> list[Frame]:
+    """Be a stranger: connect without a certificate, send frames or raw bytes, give the frames that came back (all
+    until the door closes the connection, or the first `answers`)."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=context)
+    splitter, frames = Splitter(), list[Frame]()
+    try:
+        for word in words:
+            writer.write(word if isinstance(word, bytes) else encode(word))
+        async with asyncio.timeout(20):
+            while (answers is None or len(frames) < answers) and (data := await reader.read(65536)):
+                frames += [decode(tag, body) for tag, body in splitter.feed(data)]
+    except ConnectionError:
+        return frames
+    finally:
+        writer.transport.abort()
+    return frames

@@ -1,0 +1,207 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coordinator.approvals import LIFE, Approvals
+from coordinator.authority import Authority
+from coordinator.enrolment import PATIENCE, Cluster, Conversation, Enrolment, unique_name
+from coordinator.ratelimit import RateLimit
+from coordinator.store import MemberRow, Store
+from coordinator.tokens import Tokens
+from node.identity import new_request
+from tests.support.enrolment import HARDWARE, Wall
+from wire.codec import encode
+from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
+from wire.identity import PROTOCOL, commitment, request_mac, short_code, token_key
+from wire.report import Hardware
+
+START = EnrolStart(PROTOCOL)
+NONCE = b"n" * 16
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    wall, store = Wall(), Store(tmp_path)
+    authority = Authority(tmp_path, wall)
+    joined: list[MemberRow] = []
+    yield Cluster("lab", authority, Tokens(store, authority.ca, wall), store, Approvals(), wall, joined.append)
+    store.close()
+
+
+def talk(cluster: Cluster, now: float = 0.0) -> Conversation:
+    conversation = Enrolment(cluster).converse("10.0.0.7", now)
+    assert isinstance(conversation, Conversation)
+    return conversation
+
+
+def denied(frames: list[Frame]) -> str:
+    (frame,) = frames
+    assert isinstance(frame, Denied)
+    return frame.reason
+
+
+def with_token(cluster: Cluster, csr: bytes, name: str = "studio", machine: str = "m1") -> Enrol:
+    token = cluster.tokens.create()
+    return Enrol(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+
+
+def pending(cluster: Cluster, now: float = 0.0) -> tuple[Conversation, str]:
+    """Bring a conversation to where it waits for a person."""
+    conversation, csr = talk(cluster, now), new_request("air").csr
+    (authority,) = conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), now)
+    assert isinstance(authority, EnrolAuthority)
+    assert conversation.receive(Enrol(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [EnrolPending(LIFE)]
+    return conversation, short_code(authority.ca, csr, NONCE, authority.nonce)
+
+
+def test_the_whole_conversation_with_a_token(cluster: Cluster) -> None:
+    conversation, csr = talk(cluster), new_request("studio").csr
+    (authority,) = conversation.feed(encode(START), 0.0)
+    assert isinstance(authority, EnrolAuthority)
+    assert (authority.ca, authority.cluster_name) == (cluster.authority.ca, "lab")
+    (enrolled,) = conversation.feed(encode(with_token(cluster, csr)), 0.1)
+    assert isinstance(enrolled, Enrolled)
+    assert conversation.closed
+    assert conversation.feed(encode(START), 0.2) == []
+    assert x509.load_der_x509_certificate(enrolled.certificate).public_key()
+
+
+@pytest.mark.parametrize(("protocol", "who"), [(0, "node"), (PROTOCOL + 1, "coordinator")])
+def test_another_protocol_is_told_who_must_update(cluster: Cluster, protocol: int, who: str) -> None:
+    conversation = talk(cluster)
+    (answer,) = conversation.receive(EnrolStart(protocol), 0.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.final) == ("protocol", True)
+    assert answer.message.endswith(f"update macpool on the {who}")
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "reason"),
+    [("", "m1", "bad_name"), ("<b>", "m1", "bad_name"), ("a\n", "m1", "bad_name"), ("a", "m/1", "bad_machine")],
+)
+def test_bad_words_use_no_token_up(cluster: Cluster, name: str, machine: str, reason: str) -> None:
+    conversation = talk(cluster)
+    conversation.receive(START, 0.0)
+    assert denied(conversation.receive(with_token(cluster, new_request("a").csr, name, machine), 0.0)) == reason
+    assert [token.uses_left for token in cluster.tokens.list()] == [1]
+
+
+def test_a_request_that_we_do_not_sign_uses_no_token_up(cluster: Cluster) -> None:
+    conversation = talk(cluster)
+    conversation.receive(START, 0.0)
+    assert denied(conversation.receive(with_token(cluster, b"junk"), 0.0)) == "bad_request"
+    assert [token.uses_left for token in cluster.tokens.list()] == [1]
+
+
+def test_only_the_order_of_the_conversation_is_possible(cluster: Cluster) -> None:
+    enrol = with_token(cluster, new_request("a").csr)
+    assert denied(talk(cluster).receive(enrol, 0.0)) == "unexpected"
+    twice = talk(cluster)
+    twice.receive(START, 0.0)
+    assert denied(twice.receive(START, 0.0)) == "unexpected"
+    waiting, _ = pending(cluster)
+    assert denied(waiting.receive(enrol, 1.0)) == "unexpected"
+    assert not cluster.approvals.list(1.0)
+
+
+def test_patience_ends(cluster: Cluster) -> None:
+    conversation = talk(cluster, 100.0)
+    assert conversation.deadline == 100.0 + PATIENCE
+    assert conversation.poll(104.9) == []
+    assert denied(conversation.poll(conversation.deadline)) == "too_slow"
+    late = talk(cluster, 100.0)
+    assert denied(late.receive(START, 105.0)) == "too_slow"
+
+
+def test_slow_bytes_do_not_buy_time(cluster: Cluster) -> None:
+    conversation, answers = talk(cluster), list[Frame]()
+    for number, byte in enumerate(encode(START)):
+        answers += conversation.feed(bytes([byte]), float(number))
+    assert denied(answers + conversation.poll(PATIENCE)) == "too_slow"
+
+
+def test_a_code_is_approved(cluster: Cluster) -> None:
+    conversation, code = pending(cluster)
+    woken: list[bool] = []
+    conversation.wake = lambda: woken.append(True)
+    assert conversation.poll(1.0) == []
+    cluster.approvals.approve(code, 1.0)
+    assert woken == [True]
+    (enrolled,) = conversation.poll(1.0)
+    assert isinstance(enrolled, Enrolled)
+    assert conversation.closed
+
+
+def test_a_code_is_rejected_or_forgotten(cluster: Cluster) -> None:
+    conversation, code = pending(cluster)
+    cluster.approvals.reject(code, 1.0)
+    assert denied(conversation.poll(1.0)) == "rejected"
+    slow, _ = pending(cluster, 10.0)
+    assert slow.poll(609.0) == []
+    assert denied(slow.poll(610.0)) == "approval_expired"
+
+
+def test_who_goes_away_waits_no_more(cluster: Cluster) -> None:
+    conversation, _ = pending(cluster)
+    conversation.gone()
+    assert not cluster.approvals.list(0.0)
+    assert conversation.poll(1.0) == []
+
+
+def test_nonce_and_request_are_those_that_were_committed_to(cluster: Cluster) -> None:
+    csr, other = new_request("air").csr, new_request("air").csr
+    for asked, opening in ((other, NONCE), (csr, b"m" * 16), (csr, b"")):
+        conversation = talk(cluster)
+        conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+        frame = Enrol(asked, "air", "m1", HARDWARE, opening=opening)
+        assert denied(conversation.receive(frame, 0.0)) == "commitment_broken"
+    bare = talk(cluster)
+    bare.receive(START, 0.0)
+    assert denied(bare.receive(Enrol(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
+
+
+def test_an_address_that_asks_too_often_waits(cluster: Cluster) -> None:
+    door = Enrolment(cluster, RateLimit(30, 2))
+    assert isinstance(door.converse("10.0.0.7", 0.0), Conversation)
+    assert isinstance(door.converse("10.0.0.7", 0.0), Conversation)
+    answer = door.converse("10.0.0.7", 0.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.retry_after) == ("too_often", 2.0)
+    assert isinstance(door.converse("10.0.0.8", 0.0), Conversation)
+
+
+def test_what_a_stranger_says_of_itself_is_made_printable(cluster: Cluster) -> None:
+    conversation, csr = talk(cluster), new_request("a").csr
+    conversation.receive(START, 0.0)
+    good = with_token(cluster, csr)
+    told = Hardware("\x1b[31m<script>" + "x" * 200, -5, -1, "macOS", "3.13")
+    conversation.receive(Enrol(csr, "a", "m1", told, good.token, good.mac), 0.0)
+    (row,) = cluster.store.members.values()
+    assert row.hardware.chip.startswith("??31m?script?x")
+    assert len(row.hardware.chip) == 64
+    assert (row.hardware.memory, row.hardware.cores) == (0, 0)
+
+
+def test_a_removed_machine_becomes_a_new_node(cluster: Cluster) -> None:
+    nodes: list[str] = []
+    for _ in range(2):
+        conversation = talk(cluster)
+        conversation.receive(START, 0.0)
+        (enrolled,) = conversation.receive(with_token(cluster, new_request("a").csr), 0.0)
+        assert isinstance(enrolled, Enrolled)
+        nodes.append(enrolled.node)
+        row = cluster.store.members[list(cluster.store.members)[-1]]
+        cluster.store.put_member(
+            MemberRow(row.node, row.name, row.machine, row.hardware, row.serial, row.joined, removed=1.0)
+        )
+    assert nodes[0] != nodes[1]
+    assert {row.name for row in cluster.store.members.values()} == {"studio"}
+
+
+def test_names_are_made_unique() -> None:
+    assert unique_name("mac", []) == "mac"
+    assert unique_name("mac", ["MAC"]) == "mac-2"
+    assert unique_name("mac", ["mac", "mac-2", "mac-3"]) == "mac-4"
+    assert unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"

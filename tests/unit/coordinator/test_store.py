@@ -1,0 +1,127 @@
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.store import KeyRow, MemberRow, StateLockedError, Store, StoreError, TokenRow
+from wire.identity import NodeId
+from wire.report import Hardware
+
+MEMBER = MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0, cordoned=True)
+TOKEN = TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab")
+KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None)
+
+
+async def test_everything_survives_a_restart(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.found("c1", "lab")
+    assert store.next_epoch() == 1
+    store.put_member(MEMBER)
+    store.put_token(TOKEN)
+    store.put_key(KEY)
+    store.put_key(KeyRow("k2", "old", (), b"", 1.0, 9.0))
+    assert store.revoke_key("k2", 2.0)
+    assert not store.revoke_key("k3", 2.0)
+    store.deny_node(NodeId("n2"), 3.0, "removed")
+    store.deny_serial("ff", 3.0, "joined again")
+    await store.flush()
+    store.close()
+    again = Store(tmp_path)
+    assert (again.meta.cluster, again.meta.name, again.next_epoch()) == ("c1", "lab", 2)
+    assert again.members == {"n1": MEMBER}
+    assert again.tokens == {TOKEN.id: TOKEN}
+    assert again.keys == {"k1": KEY}
+    assert again.denied(NodeId("n2"), "1")
+    assert again.denied(NodeId("n1"), "ff")
+    assert not again.denied(NodeId("n1"), "ab12")
+    again.drop_token(TOKEN.id)
+    again.close()
+    third = Store(tmp_path)
+    assert not third.tokens
+    third.close()
+
+
+@pytest.mark.slow
+def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys; from pathlib import Path; from coordinator.store import *\n"
+        "store = Store(Path(sys.argv[1])); store.put_token(TokenRow('t', b'k', 1.0, 2.0, 1))\n"
+        "asyncio.run(store.flush()); print('flushed', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout
+        assert child.stdout.readline() == "flushed\n"
+        with pytest.raises(StateLockedError, match=str(child.pid)):
+            Store(tmp_path)
+        os.kill(child.pid, signal.SIGKILL)
+    store = Store(tmp_path)
+    assert set(store.tokens) == {"t"}
+    store.close()
+
+
+def test_a_folder_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(StateLockedError, match=rf"in use by process {os.getpid()}"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+def test_files_and_folder_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    store = Store(folder)
+    store.next_epoch()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = list(folder.iterdir())
+    assert {file.name for file in files} >= {"lock", "cluster.db", "cluster.db-wal"}
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    store.close()
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "cluster.db") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(StoreError, match=r"newer macpool \(schema 99"):
+        Store(tmp_path)
+
+
+def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
+    (tmp_path / "cluster.db").write_bytes(b"not a database" * 1000)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"cluster\.db cannot be used"):
+            Store(tmp_path)
+    (tmp_path / "cluster.db").unlink()
+    Store(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error() -> None:
+    with pytest.raises(StoreError, match="cannot write to the state folder"):
+        Store(Path("/dev/null/state"))
+
+
+async def test_a_write_that_fails_breaks_the_store_but_not_its_readers(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put_key(KEY)
+    await store.flush()
+    other = sqlite3.connect(tmp_path / "cluster.db")
+    other.execute("DROP TABLE tokens")
+    other.close()
+    store.put_token(TOKEN)
+    with pytest.raises(StoreError, match="could not be written"):
+        await store.flush()
+    with pytest.raises(StoreError):
+        store.put_key(KEY)
+    assert store.keys == {"k1": KEY}
+    with pytest.raises(StoreError):
+        store.close()
