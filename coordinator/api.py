@@ -194,7 +194,7 @@ class Api:
             document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             return document
 
-        self.app.openapi = whole  # type: ignore[method-assign]
+        self.app.openapi = whole
 
     # -- the pool -----------------------------------------------------------------------------
 

@@ -54,11 +54,13 @@ class BadRequestError(ValueError):
 
 
 class Authority:
-    """The CA of one cluster, made on first use in `folder`. `clock` gives Unix seconds."""
+    """The CA of one cluster, made on first use in `folder`. `clock` gives Unix seconds, `node_life` is the life of the
+    certificates that nodes get, in seconds."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_LIFE) -> None:
         private_folder(folder)
         self._clock = clock
+        self._node_life = node_life
         self._own = folder / "coordinator.pem"
         file = folder / "authority.pem"
         if not file.exists():
@@ -78,8 +80,9 @@ class Authority:
         Raises BadRequestError for a request that `public_key_of` refuses.
         """
         certificate = self._leaf(
-            public_key_of(csr), name or node, node_uri(self.cluster, node), ExtendedKeyUsageOID.CLIENT_AUTH
-        )
+            public_key_of(csr), name or node, node_uri(self.cluster, node), ExtendedKeyUsageOID.CLIENT_AUTH,
+            self._node_life,
+        )  # fmt: skip
         return certificate.public_bytes(Encoding.DER)
 
     def server_context(self) -> ssl.SSLContext:
@@ -127,11 +130,16 @@ class Authority:
         _write(self._own, key, self._leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH))
 
     def _leaf(
-        self, key: ec.EllipticCurvePublicKey, name: str, uri: str, purpose: x509.ObjectIdentifier
+        self,
+        key: ec.EllipticCurvePublicKey,
+        name: str,
+        uri: str,
+        purpose: x509.ObjectIdentifier,
+        life: float = LEAF_LIFE,
     ) -> x509.Certificate:
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
-            _builder(name, key, self._certificate.subject, self._clock(), LEAF_LIFE)
+            _builder(name, key, self._certificate.subject, self._clock(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)

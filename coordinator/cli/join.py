@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
@@ -25,7 +25,7 @@ LEAVE_SECONDS = 60.0
 def join(
     url: str | None,
     token: str | None,
-    token_file: click.utils.LazyFile | None,
+    token_file: TextIO | None,
     state: Path | None,
     name: str | None,
     models: tuple[Path, ...],

@@ -71,7 +71,8 @@ def inspect(session: Session, node: str) -> None:
 
 
 def _print_tree(value: dict[str, Any], indent: str = "") -> None:
-    for name, item in value.items():
+    for name, found in value.items():
+        item: Any = found
         items = cast("list[Any]", item if isinstance(item, list) else [item])
         trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
         if not trees:
