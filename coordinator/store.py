@@ -134,7 +134,10 @@ class Store:
         try:
             connection = _open(folder / "cluster.db")
             self._load(connection)
-        except BaseException:
+        except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
+            self._lock.release()
+            raise StoreError(f"{folder / 'cluster.db'} cannot be used: {error}; restore a backup") from None
+        except StoreError:
             self._lock.release()
             raise
         self._failure: StoreError | None = None

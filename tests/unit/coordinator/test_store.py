@@ -105,6 +105,17 @@ def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> No
     Store(tmp_path).close()
 
 
+def test_a_row_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / "cluster.db")
+    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL)")
+    connection.commit()
+    connection.close()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"cluster\.db cannot be used"):
+            Store(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written_is_a_clear_error() -> None:
     with pytest.raises(StoreError, match="cannot write to the state folder"):
         Store(Path("/dev/null/state"))

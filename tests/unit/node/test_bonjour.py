@@ -6,6 +6,7 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 import pytest
 
@@ -19,7 +20,6 @@ from wire.advert import Advert, cluster_hint
 
 F = TypeVar("F")
 LOOPBACK = ["127.0.0.1"]
-CLUSTER = "01234567-89ab-cdef-0123-456789abcdef"
 
 
 def multicast_works() -> bool:
@@ -47,45 +47,49 @@ def needs_multicast(test: F) -> F:
     return pytest.mark.slow(skip(test))
 
 
-def announcement(cluster: str = CLUSTER, name: str = "lab", port: int = 8081) -> coordinator.Announcement:
+def announcement(cluster: str, name: str = "lab", port: int = 8081) -> coordinator.Announcement:
     advert = Advert("coord", cluster_hint(cluster), "0.1.0", "ab" * 8)
     return coordinator.Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
 
 
 @needs_multicast
 async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
-    announced = announcement()
+    cluster = str(uuid4())
+    announced = announcement(cluster)
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
-    (found,) = await find(10, CLUSTER, interfaces=LOOPBACK)
-    assert found == Found("lab-012345", "0123456789ab", ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
+    (found,) = await find(10, cluster, interfaces=LOOPBACK)
+    hint = cluster_hint(cluster)
+    assert found == Found(f"lab-{hint[:6]}", hint, ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
     assert found.candidates == ("127.0.0.1:8081",)
     await announced.close()
-    assert await find(0.5, CLUSTER, interfaces=LOOPBACK) == []
+    assert await find(0.5, cluster, interfaces=LOOPBACK) == []
 
 
 @needs_multicast
 async def test_two_clusters_are_both_seen_and_told_apart() -> None:
-    other = "fedcba98-0000-0000-0000-000000000000"
-    both = [announcement(), announcement(other, "lab", 8082)]
+    first, second = str(uuid4()), str(uuid4())
+    both = [announcement(first), announcement(second, "lab", 8082)]
     for announced in both:
         announced.start()
     for announced in both:
         await asyncio.wait_for(announced.ready.wait(), 20)
-    assert [found.name for found in await find(10, interfaces=LOOPBACK)] == ["lab-012345", "lab-fedcba"]
-    assert [found.port for found in await find(10, other, interfaces=LOOPBACK)] == [8082]
+    seen = {found.cluster: found.port for found in await find(10, interfaces=LOOPBACK)}
+    assert {cluster_hint(first): 8081, cluster_hint(second): 8082}.items() <= seen.items()
+    assert [found.port for found in await find(10, second, interfaces=LOOPBACK)] == [8082]
     for announced in both:
         await announced.close()
 
 
 @needs_multicast
 async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
-    announced = bonjour.Announcement(Advert("new"), "air", "m1m1m1m1", 9, interfaces=LOOPBACK)
+    machine = uuid4().hex
+    announced = bonjour.Announcement(Advert("new"), "air", machine, 9, interfaces=LOOPBACK)
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
-    (found,) = await find(10, role="new", interfaces=LOOPBACK)
-    assert (found.name, found.cluster) == ("air-m1m1m1", "")
-    assert await find(0.3, interfaces=LOOPBACK) == []
+    name = f"air-{machine[:6]}"
+    assert (name, "") in {(found.name, found.cluster) for found in await find(10, role="new", interfaces=LOOPBACK)}
+    assert name not in {found.name for found in await find(0.3, interfaces=LOOPBACK)}
     await announced.close()
 
 
@@ -110,7 +114,7 @@ async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Pat
 
 
 async def test_no_address_means_no_record_and_no_error() -> None:
-    announced = coordinator.Announcement(Advert("coord"), "lab", CLUSTER, 1, interfaces=[], look_every=0.01)
+    announced = coordinator.Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
     announced.start()
     assert await find(0.1, interfaces=[]) == []
     await announced.close()
@@ -118,7 +122,7 @@ async def test_no_address_means_no_record_and_no_error() -> None:
 
 async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
     announced = coordinator.Announcement(
-        Advert("coord"), "lab", CLUSTER, 1, interfaces=["192.0.2.250"], look_every=0.001
+        Advert("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001
     )
     announced.start()
     await asyncio.sleep(0.1)
