@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol, cast
 
 import structlog
@@ -25,7 +25,7 @@ import structlog
 from coordinator.enrolment import Conversation
 from wire.certificate import read_certificate
 from wire.codec import WireError, decode
-from wire.frames import Answer, Ask, Denied, Frame, Hello, Ping, Welcome
+from wire.frames import Answer, Ask, Denied, Enrolled, Frame, Hello, Ping, Welcome
 from wire.identity import NodeId, Peer, parse_uri
 from wire.stream import Endpoint
 
@@ -64,6 +64,10 @@ class Owner(Protocol):
 
     def converse(self, address: str) -> Conversation | Denied:
         """Begin an enrolment, or say why not now."""
+        ...
+
+    async def stored(self) -> None:
+        """Wait until every change so far is on the disk."""
         ...
 
 
@@ -138,6 +142,13 @@ class Connection(Endpoint):
             self._converse(self._conversation.poll(self._loop.time()))
 
     def _converse(self, frames: list[Frame]) -> None:
+        """Send what the conversation says. A certificate leaves only when what made it is on the disk."""
+        if any(isinstance(frame, Enrolled) for frame in frames):
+            self._server.when_stored(lambda: self._say(frames))
+        else:
+            self._say(frames)
+
+    def _say(self, frames: list[Frame]) -> None:
         assert self._conversation is not None  # noqa: S101  the callers have one
         for frame in frames:
             self.send(frame)
@@ -182,6 +193,7 @@ class LinkServer:
         self._asks: dict[int, asyncio.Queue[Answer]] = {}
         self._ask_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
         """Listen; give the port. OSError when the address is taken."""
@@ -207,6 +219,20 @@ class LinkServer:
             connection.close("the coordinator stops")
 
     # -- connections --------------------------------------------------------------
+
+    def when_stored(self, then: Callable[[], None]) -> None:
+        """Call `then` when every change so far is on the disk; never when it could not be written."""
+        task = asyncio.get_running_loop().create_task(self.owner.stored())
+        self._tasks.add(task)
+
+        def done(ended: asyncio.Task[None]) -> None:
+            self._tasks.discard(ended)
+            if not ended.cancelled() and ended.exception() is None:
+                then()
+            elif not ended.cancelled():
+                log.error("not stored", error=str(ended.exception()))
+
+        task.add_done_callback(done)
 
     def arrived(self, connection: Connection) -> bool:
         """Count a stranger; too many, or too many from one address, are turned away (False)."""

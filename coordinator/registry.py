@@ -88,6 +88,10 @@ class Registry:
         """Begin an enrolment."""
         return self._enrolment.converse(address, self._loop.time())
 
+    async def stored(self) -> None:
+        """Wait until every change so far is on the disk. StoreError when one could not be written."""
+        await self._store.flush()
+
     def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
         """Say whether a node with this certificate may link, and why not."""
         if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
@@ -197,7 +201,7 @@ class Registry:
 
     def _strike_off(self, node: NodeId, why: str) -> None:
         row, now = self._row(node), self._wall()
-        self._store.deny_serial(row.serial, now, why)
+        self._store.deny_node(node, now, why)
         self._store.put_member(replace(row, removed=now))
 
     # -- membership ------------------------------------------------------------------------

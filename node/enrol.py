@@ -62,15 +62,15 @@ class EnrolError(Exception):
     """Joining did not work; the text says why and what to do."""
 
 
-class Unreachable(EnrolError):  # noqa: N818  a state of the network
+class Unreachable(EnrolError):
     """Nobody answered there, or not as a coordinator does."""
 
 
-class PinMismatch(EnrolError):  # noqa: N818  a finding
+class PinMismatch(EnrolError):
     """The coordinator's CA is not the one that the token names: the wrong cluster, or somebody in between."""
 
 
-class EnrolDenied(EnrolError):  # noqa: N818  an answer
+class EnrolDenied(EnrolError):
     """The coordinator said no, with a machine-readable reason."""
 
     def __init__(self, denied: Denied) -> None:

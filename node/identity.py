@@ -34,7 +34,7 @@ class IdentityError(Exception):
     """The identity in this folder cannot be used; the text says why and what to do."""
 
 
-class IdentityMismatch(IdentityError):  # noqa: N818  a mismatch, not a fault of ours
+class IdentityMismatch(IdentityError):
     """The identity belongs to another machine."""
 
 

@@ -67,7 +67,6 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Link]) 
             ssl=context,
             server_hostname="",
             ssl_handshake_timeout=DIAL_SECONDS,
-            happy_eyeballs_delay=0.25,
         )
     link = cast("Link", protocol)
     link.verify()

@@ -73,7 +73,7 @@ def inspect(session: Session, node: str) -> None:
 def _print_tree(value: dict[str, Any], indent: str = "") -> None:
     for name, found in value.items():
         item: Any = found
-        items = cast("list[Any]", item if isinstance(item, list) else [item])
+        items = cast("list[Any]", item) if isinstance(item, list) else [item]
         trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
         if not trees:
             click.echo(f"{indent}{name:<16} {_shown(name, item)}")

@@ -7,6 +7,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -20,7 +21,12 @@ MESSAGES: Any = [{"role": "user", "content": "hello pool"}]
 
 
 def client(made: Pool, retries: int = 0) -> OpenAI:
-    return OpenAI(base_url=made.facts["base_url"], api_key=made.key, max_retries=retries)
+    return api_of(made, made.key, retries)
+
+
+def api_of(made: Pool, key: str, retries: int = 0) -> OpenAI:
+    direct = httpx.Client(trust_env=False, timeout=60)
+    return OpenAI(base_url=made.facts["base_url"], api_key=key, max_retries=retries, http_client=direct)
 
 
 def test_one_command_each_and_a_streamed_chat(cluster_pool: Pool) -> None:
@@ -96,8 +102,7 @@ def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> Non
     listed = {key["name"] for key in cluster_pool.cli("key", "list")["keys"]}
     assert listed == {"first", "laptop"}
     assert cluster_pool.get("/api/v1/nodes")["nodes"][0]["id"] == before
-    api = OpenAI(base_url=cluster_pool.facts["base_url"], api_key=made["key"], max_retries=0)
-    api.models.list()
+    api_of(cluster_pool, made["key"]).models.list()
 
 
 def test_coordinator_killed_and_restarted_nodes_come_back(cluster_pool: Pool) -> None:
@@ -239,7 +244,7 @@ def test_coordinator_drains_on_sigterm(cluster_pool: Pool) -> None:
 def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool, victim: str) -> None:
     cluster_pool.up(local_node=True)
     assert cluster_pool.coordinator is not None
-    until(lambda: cluster_pool.get("/health")["status"] == "ok", what="healthy")
+    until(lambda: _healthy(cluster_pool), what="healthy")
     everything = cluster_pool.coordinator.children()
     agent = next(p for p in everything if "node.run" in p.cmdline())
     engine = next(p for p in everything if "node.engine.child" in p.cmdline())
