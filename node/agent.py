@@ -102,7 +102,8 @@ class Agent:
         self.supervisor: Supervisor | None = None
         self.limiter: Limiter | None = None
         self.welcomed = asyncio.Event()
-        self.on_welcome: Callable[[Welcome, str], None] = lambda welcome, address: None
+        self.on_ready: Callable[[str], None] = lambda address: None
+        """Called with the coordinator's address whenever this node is linked and its engine is up."""
 
     # -- staying connected ---------------------------------------------------
 
@@ -225,8 +226,8 @@ class Agent:
             self._retire(older)
         self._renewing = False
         self.welcomed.set()
-        self.on_welcome(welcome, link.address)
         self.report()
+        self._tell_ready()
 
     def _retire(self, link: Link) -> None:
         if not link.requests:
@@ -274,6 +275,7 @@ class Agent:
 
     def changed(self) -> None:
         """Report soon: the engine published, or a limit moved."""
+        self._tell_ready()
         if self._link is None or self._report_timer is None:
             return
         loop = asyncio.get_running_loop()
@@ -281,6 +283,10 @@ class Agent:
         if due < self._report_timer.when():
             self._report_timer.cancel()
             self._report_timer = loop.call_at(due, self.report)
+
+    def _tell_ready(self) -> None:
+        if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":
+            self.on_ready(self._link.address)
 
     def _to_engine(self, frame: Cancel) -> None:
         if self.supervisor is not None:
@@ -320,7 +326,7 @@ class Agent:
     def _memory(self, supervisor: Supervisor) -> Memory:
         """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""
         snapshot = supervisor.report
-        if snapshot is not None and supervisor.reported_at is not None:
+        if snapshot is not None and snapshot.memory.cap and supervisor.reported_at is not None:
             return replace(snapshot.memory, age=time.monotonic() - supervisor.reported_at)
         if self.limiter is None:
             return Memory()

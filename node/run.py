@@ -32,7 +32,6 @@ from node.private import private_folder
 from node.settings import NodeSettings, node_name, resolve
 from node.supervise import Supervisor
 from wire.advert import Advert
-from wire.frames import Welcome
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
 from wire.settings import SettingsError, from_environment, from_pairs, from_tree
@@ -134,7 +133,7 @@ async def _run(options: argparse.Namespace, settings: NodeSettings) -> int:
         settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log"
     )
     agent.supervisor, agent.limiter = supervisor, limiter
-    agent.on_welcome = Announce(options.output, identity)
+    agent.on_ready = Announce(options.output, identity)
     return await _serve(options, agent, supervisor, limiter)
 
 
@@ -191,15 +190,15 @@ async def _poll(limiter: Limiter, supervisor: Supervisor) -> None:
 
 
 class Announce:
-    """Prints the ready line once, at the first Welcome."""
+    """Prints the ready line, once."""
 
     def __init__(self, output: str, identity: Identity) -> None:
         self._output = output
         self._identity = identity
         self._done = False
 
-    def __call__(self, welcome: Welcome, address: str) -> None:
-        """Take a Welcome."""
+    def __call__(self, address: str) -> None:
+        """The node is ready, linked to the coordinator at `address`."""
         if self._done:
             return
         self._done = True
@@ -207,11 +206,11 @@ class Announce:
         if self._output == "json":
             line = {
                 "schema": 1, "ready": True, "node": identity.node, "name": identity.name,
-                "cluster": welcome.cluster_name, "cluster_url": f"macpool://{address}",
+                "cluster": identity.cluster, "cluster_url": f"macpool://{address}",
             }  # fmt: skip
             print(json.dumps(line), flush=True)
         else:
-            print(f"{identity.name} is in the cluster {welcome.cluster_name} ({address}); Ctrl-C stops it", flush=True)
+            print(f"{identity.name} is in the pool of {address}; Ctrl-C stops it", flush=True)
 
 
 # -- identity -----------------------------------------------------------------------------------

@@ -366,7 +366,8 @@ class Supervisor:
         child = self._child
         if isinstance(frame, EngineReport):
             self._report, self._reported_at = frame, time.monotonic()
-            if child is not None and not child.ready:
+            # A report without a cap was made before the limits arrived: its gate is closed.
+            if child is not None and not child.ready and frame.memory.cap > 0:
                 child.ready = True
                 self._become("ready")
             else:

@@ -184,7 +184,7 @@ class Pool:
         self.nodes[name] = process
         if wait:
             process.ready()
-            until(lambda: self.node(name)["state"] == "ready", what=f"{name} ready")
+            until(lambda: self.serves(name), what=f"{name} ready")
         return process
 
     def token(self) -> str:
@@ -206,6 +206,11 @@ class Pool:
     def node(self, name: str) -> dict[str, Any]:
         """Give what the API says of one node."""
         return next((node for node in self.nodes_now() if node["name"] == name), {"state": "unknown"})
+
+    def serves(self, name: str) -> bool:
+        """Whether a node is ready and so is its engine."""
+        node = self.node(name)
+        return node["state"] == "ready" and node["engine"]["state"] == "ready"
 
     def nodes_now(self) -> list[dict[str, Any]]:
         """Give what the API says of all nodes."""

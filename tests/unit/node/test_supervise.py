@@ -287,7 +287,7 @@ def program(text: str) -> list[str]:
 @pytest.mark.slow
 async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Callable[..., Agent]):
     command = program("""
-        line.sendall(encode(EngineReport(Memory(armed=True), (), 0, 0)))
+        line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
         splitter = Splitter()
         while data := line.recv(65536):
             for tag, body in splitter.feed(data):
@@ -332,7 +332,7 @@ async def test_a_child_that_breaks_the_rules_of_the_wire_is_ended(agent: Callabl
 @pytest.mark.slow
 async def test_a_child_that_ignores_the_end_of_its_socket_is_killed(agent: Callable[..., Agent]):
     command = program("""
-        line.sendall(encode(EngineReport(Memory(armed=True), (), 0, 0)))
+        line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
         time.sleep(60)
     """)
     one = agent(None, command)
