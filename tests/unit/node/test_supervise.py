@@ -350,12 +350,14 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
         import asyncio, pathlib, sys
         from node.settings import NodeSettings
         from node.supervise import Supervisor
+        from wire.frames import Limits
 
         async def main():
             up = asyncio.Event()
             one = Supervisor(
                 NodeSettings(), on_frame=lambda *frame: None, on_change=up.set, log_file=pathlib.Path(sys.argv[1])
             )
+            one.set_limits(Limits(2**36, 2**36, 2**30, "metal"))
             await one.start()
             while one.state.state != "ready":
                 up.clear()
@@ -367,10 +369,12 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
     """
     command = [sys.executable, "-c", textwrap.dedent(parent), str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        pid = int(agent.stdout.readline())
-        assert not gone(pid)
-        agent.kill()
+        try:
+            assert agent.stdout is not None
+            pid = int(agent.stdout.readline())
+            assert not gone(pid)
+        finally:
+            agent.kill()
         agent.wait(WAIT)
         begun = time.monotonic()
         while not gone(pid):
