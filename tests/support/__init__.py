@@ -1,0 +1,1 @@
+"""What tests, the demo and the bench share: real processes, real sockets, no mocks."""
