@@ -163,8 +163,8 @@ class Dispatcher:
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
         ticket = kind(job, self._count, self._clock())
-        self._open[ticket.number] = ticket
         self._place(ticket)
+        self._open[ticket.number] = ticket
         self._arm()
         return ticket
 
@@ -247,11 +247,14 @@ class Dispatcher:
         self.ledger.claim(chosen.node, request, seq, chosen.need, chosen.prompt_tokens)
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
-        if self._send(chosen.node, frame):
-            return True
-        self._leave_node(ticket)
-        ticket.refused[chosen.node] = self._heard_at(chosen.node)
-        return False
+        sent = False
+        try:
+            sent = self._send(chosen.node, frame)
+        finally:
+            if not sent:
+                self._leave_node(ticket)
+                ticket.refused[chosen.node] = self._heard_at(chosen.node)
+        return sent
 
     def _leave_node(self, ticket: Ticket) -> None:
         """Take the request off its node: the one place where a reservation ends."""

@@ -13,24 +13,24 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     policy: Annotated[
         Literal["balanced", "most_headroom"],
-        Meta(description="order among the nodes with room: balanced (then fastest answer) or most_headroom (bytes)"),
+        Meta(description="Order of the nodes with room: balanced (the fastest answer) or most_headroom (most bytes)."),
     ] = "balanced"
     queue_limit: Annotated[
-        int, Meta(ge=0, description="requests that may wait for a node with room; 0 = max(64, 4 x nodes)")
+        int, Meta(ge=0, description="Requests that may wait for a node with room; 0 = max(64, 4 x nodes).")
     ] = 0
-    queue_seconds: Annotated[float, Meta(gt=0, description="longest wait in the queue before 503 with Retry-After")] = (
-        30.0
-    )
+    queue_seconds: Annotated[
+        float, Meta(gt=0, description="Longest wait in the queue before the answer is 503 with Retry-After.")
+    ] = 30.0
     keepalive_seconds: Annotated[
-        float, Meta(gt=0, description="silence after which a stream sends headers and then SSE comments")
+        float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0
-    body_bytes: Annotated[int, Meta(gt=0, description="longest request body; a longer one is refused with 413")] = (
+    body_bytes: Annotated[int, Meta(gt=0, description="Longest request body; a longer one is refused with 413.")] = (
         8 * MIB
     )
-    body_seconds: Annotated[float, Meta(gt=0, description="longest time for a request body to arrive")] = 60.0
+    body_seconds: Annotated[float, Meta(gt=0, description="Longest time for a request body to arrive.")] = 60.0
     slow_client_bytes: Annotated[
-        int, Meta(gt=0, description="text that may pile up for a client that reads slowly before its stream is ended")
+        int, Meta(gt=0, description="Bytes that may wait for a client that reads slowly before its stream is ended.")
     ] = 4 * MIB
     slow_client_seconds: Annotated[
-        float, Meta(gt=0, description="time without any progress after which a stream with text waiting is ended")
+        float, Meta(gt=0, description="Time without any reading after which a stream with text waiting is ended.")
     ] = 60.0

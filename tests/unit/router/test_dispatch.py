@@ -506,3 +506,14 @@ async def test_an_estimate_that_fits_nowhere_is_answered_at_once(one: Cluster):
     hopeless = one.dispatcher.submit(job)
     assert isinstance(hopeless.outcome, Refused)
     assert hopeless.outcome.code is Code.NO_ROOM
+
+
+async def test_a_send_that_breaks_leaves_nothing_behind():
+    def broken(node: NodeId, frame: Frame) -> bool:
+        raise OSError("the transport is broken")
+
+    cluster = Cluster(A)
+    cluster.dispatcher._send = broken
+    with pytest.raises(OSError, match="broken"):
+        cluster.submit()
+    cluster.settled()
