@@ -198,7 +198,7 @@ class LoopbackCluster:
         )
         running = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(self._report_for_ever())
-        while not server.started:
+        while not server.started:  # noqa: ASYNC110  the server has no event to wait for
             await asyncio.sleep(0)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
