@@ -1,0 +1,87 @@
+"""The OpenAPI description of the routes that are plain ASGI, for the control app to merge into its own."""
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from router.dialects.chat import ChatBody
+
+_REF = "#/components/schemas/{model}"
+_KEYS: list[dict[str, list[str]]] = [{"bearer": []}]
+_ID = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "description": "An error in OpenAI's shape; `memory` holds the numbers of a memory verdict in bytes.",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "code", "param", "request_id"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "code": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "request_id": {"type": "string"},
+                "memory": {"type": "object", "additionalProperties": {"type": ["integer", "string", "null"]}},
+            },
+        }
+    },
+}
+_REASONS = {
+    400: "the request cannot be answered as it is",
+    401: "no key, or one that is not known",
+    403: "the key has no scope for this",
+    404: "no such model",
+    405: "another method",
+    413: "the body is too large",
+    429: "this key's share of the queue is used up",
+    503: "no node has room now",
+}
+
+
+def openapi_paths() -> dict[str, Any]:
+    """Give the path items; they refer to the schemas of `openapi_schemas`."""
+    body = {"required": True, "content": {"application/json": {"schema": {"$ref": _REF.format(model="ChatBody")}}}}
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    return {
+        "/v1/chat/completions": {
+            "post": _operation("chat_completions", "Answer a conversation, whole or as a stream", "a completion, or "
+                               "its chunks when `stream` is true", tuple(_REASONS), answer)
+            | {"requestBody": body},
+        },
+        "/v1/models": {"get": _operation("list_models", "List the models that the cluster serves", "the models")},
+        "/v1/models/{model}": {
+            "get": _operation("get_model", "Show one model", "the model", (401, 403, 404, 405)) | {"parameters": [_ID]},
+        },
+        "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
+        "/livez": {"get": _open("livez", "Say that the coordinator runs", ())},
+    }  # fmt: skip
+
+
+def openapi_schemas() -> dict[str, Any]:
+    """Give the component schemas that the path items refer to."""
+    _, found = models_json_schema([(ChatBody, "validation")], ref_template=_REF)
+    return {**found.get("$defs", {}), "Error": _ERROR}
+
+
+def _operation(
+    name: str,
+    summary: str,
+    good: str,
+    bad: tuple[int, ...] = (401, 403, 405),
+    content: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    answers: dict[str, Any] = {
+        "200": {"description": good, "content": content or {"application/json": {"schema": {"type": "object"}}}}
+    }
+    for status in bad:
+        error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+        answers[str(status)] = {"description": _REASONS[status], "content": error}
+    return {"operationId": name, "summary": summary, "tags": ["inference"], "security": _KEYS, "responses": answers,
+            "x-scopes": ["infer"]}  # fmt: skip
+
+
+def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
+    answers = {"200": {"description": "yes"}} | {str(status): {"description": "no, and why"} for status in bad}
+    return {"operationId": name, "summary": summary, "tags": ["health"], "security": [], "responses": answers}

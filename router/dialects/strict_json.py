@@ -1,0 +1,70 @@
+"""A request body as JSON, read strictly: what two readers could understand differently is refused.
+
+No duplicate keys, no NaN or Infinity, no lone surrogates, UTF-8 only, an object at the top.
+"""
+
+import json
+import re
+from typing import Any, NoReturn, cast
+
+from router.problems import Problem, invalid
+
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+Body = dict[str, Any]
+
+
+class _UnusableError(ValueError):
+    """The text is JSON that we do not take."""
+
+
+def read_object(body: bytes) -> Body | Problem:
+    """Read one JSON object; the 400 says where and why not."""
+    try:
+        found: object = _decoder.decode(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return invalid(f"the body is not UTF-8: byte {error.start} ({error.reason})")
+    except json.JSONDecodeError as error:
+        return invalid(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
+    except RecursionError:
+        return invalid("the body is nested too deeply")
+    except ValueError as error:
+        return invalid(f"the body is not usable: {str(error)[:200]}")
+    if not isinstance(found, dict):
+        return invalid("the body must be a JSON object")
+    whole = cast("Body", found)
+    if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(whole):
+        return invalid("a text holds half of a surrogate pair (\\ud800-\\udfff alone), which is no character")
+    return whole
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Body:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _UnusableError(f"the key {twice[:64]!r} appears twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _UnusableError(f"{name} is not a JSON number")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def _has_lone_surrogate(found: object) -> bool:
+    """Look at every key and text; the reader has already joined proper pairs."""
+    waiting: list[Any] = [found]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            if not one.isascii() and any("\ud800" <= letter <= "\udfff" for letter in one):
+                return True
+        elif isinstance(one, dict):
+            waiting += one.keys()
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return False

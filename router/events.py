@@ -1,0 +1,139 @@
+"""The seam where server-sent events leave the router, and the pump that fills it.
+
+A token's way: `Dispatcher.receive` → `StreamTicket.flush` → `Pump.pump` → `EventStream.push` → the transport, in one
+synchronous call. When the transport is full, `push` leaves the rest to a callback and deltas wait in the ticket, whose
+bound ends a stream that is not read.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, cast
+
+from router.dialects.chat_answer import KEEPALIVE, ChatChunks
+from router.problems import Header, Problem, failed, from_refused
+from router.stepper import Step, Stepper
+from router.ticket import CANCELLED, SLOW, Outcome, StreamTicket
+from wire.frames import Finished
+from wire.refusals import Refused
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+_HEADERS: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """A 200 answer of events. `busy` while a push waits for the transport; `ready` is called when it has left."""
+
+    __slots__ = ("_last", "_send", "_stepper", "busy", "done", "ready")
+
+    def __init__(self, send: Send) -> None:
+        self._send = cast("Callable[[Message], Step]", send)
+        self._stepper = Stepper(self._left)
+        self._last = False
+        self.busy = False
+        self.ready: Callable[[], None] = _nothing
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self, headers: list[Header]) -> None:
+        """Send status 200 and the headers."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS + headers})
+
+    def push(self, events: bytes, *, last: bool = False) -> bool:
+        """Send whole events now; False when they wait for the transport. Not while `busy`."""
+        self._last = last
+        step = self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        try:
+            future = step.send(None)
+        except StopIteration:
+            if last:
+                self._finish()
+            return True
+        except Exception as error:
+            self._fail(error)
+            return True
+        self.busy = True
+        self._stepper.wait_for(step, future)
+        return False
+
+    def abandon(self) -> None:
+        """Give up a push that waits, and the stream with it."""
+        self._finish()
+
+    def _left(self, _value: object) -> None:
+        self.busy = False
+        if self._last:
+            self._finish()
+        else:
+            self.ready()
+
+    def _fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def _finish(self) -> None:
+        self.ready = _nothing
+        self._stepper.close()
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Pump:
+    """Turns what a ticket holds into events of its stream, whenever there is something and the stream takes it."""
+
+    __slots__ = ("_chunks", "_greeting", "_stream", "_ticket")
+
+    def __init__(self, ticket: StreamTicket, chunks: ChatChunks, stream: EventStream) -> None:
+        self._ticket = ticket
+        self._chunks = chunks
+        self._stream = stream
+        self._greeting = chunks.opening()
+        stream.ready = self.pump
+        ticket.sink = self.pump
+        ticket.blocked = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what there is: deltas, the end, or a sign of life. Every token of a stream passes here."""
+        if not self._stream.busy:
+            self._send()
+            while self._ticket.pending and not self._stream.busy:
+                self._send()
+        elif self._ticket.outcome is SLOW:
+            self._stream.abandon()
+
+    def _send(self) -> None:
+        ticket, stream = self._ticket, self._stream
+        nudged = ticket.nudged
+        events = self._chunks.deltas(ticket.take())
+        if ticket.outcome is not None and not ticket.pending:
+            stream.push(self._greeting + events + self._ending(ticket.outcome), last=True)
+            ticket.sink = None
+            return
+        if events and self._greeting:
+            events = self._greeting + events
+            self._greeting = b""
+        if not events and nudged:
+            events = KEEPALIVE
+        if events:
+            ticket.blocked = not stream.push(events)
+
+    def _ending(self, outcome: Outcome) -> bytes:
+        if isinstance(outcome, Finished):
+            return self._chunks.closing(outcome)
+        problem = problem_of(outcome)
+        return b"" if problem is None else problem.event(self._ticket.job.request_id)
+
+
+def problem_of(outcome: Outcome) -> Problem | None:
+    """Give what to tell the client of an end that is no answer; None when nobody is there to be told."""
+    if outcome is CANCELLED or outcome is SLOW or isinstance(outcome, Finished):
+        return None
+    return from_refused(outcome) if isinstance(outcome, Refused) else failed(outcome.code, outcome.message)
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,102 @@
+"""API keys: made once, shown once, stored as HMAC-SHA256(pepper, key), compared in constant time on bytes.
+
+The id in a key is no secret: it finds the digest to compare with. An unknown id costs the same comparison as a wrong
+secret, so neither tells a caller which ids exist.
+"""
+
+import base64
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+SCOPES = frozenset({"infer", "admin", "metrics"})
+_PREFIX = b"mp_"
+_SECRET_BYTES = 32
+_LONGEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key without its secret. Times in seconds since 1970; `expires` None means never."""
+
+    id: str
+    name: str
+    scopes: frozenset[str]
+    digest: bytes
+    created: float
+    expires: float | None = None
+
+    def allows(self, scope: str) -> bool:
+        """Say whether the key may do this; `admin` may do everything."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+def digest_of(pepper: bytes, key: bytes) -> bytes:
+    """Give what is stored of a key."""
+    return hmac.digest(pepper, key, "sha256")
+
+
+def new_key(
+    pepper: bytes, name: str, scopes: Iterable[str], *, created: float, expires: float | None = None
+) -> tuple[ApiKey, str]:
+    """Make a key; give its record and its text `mp_<id>_<43 characters>`, which is shown once and kept nowhere.
+
+    Raises ValueError for a scope that is not one of infer, admin, metrics, or when none is given.
+    """
+    wanted = frozenset(scopes)
+    if not wanted or not wanted <= SCOPES:
+        raise ValueError(f"scopes are {', '.join(sorted(SCOPES))}; not {', '.join(sorted(wanted - SCOPES)) or 'none'}")
+    key_id = base64.b32encode(secrets.token_bytes(5)).decode().lower()
+    secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
+    text = f"mp_{key_id}_{secret}"
+    return ApiKey(key_id, name, wanted, digest_of(pepper, text.encode()), created, expires), text
+
+
+class KeyRing:
+    """The keys in force, in memory on the loop; the coordinator persists them."""
+
+    def __init__(self, pepper: bytes, clock: Callable[[], float] = time.time) -> None:
+        self._pepper = pepper
+        self._clock = clock
+        self._keys: dict[bytes, ApiKey] = {}
+        self._nobody = secrets.token_bytes(32)
+
+    def put(self, key: ApiKey) -> None:
+        """Let a key in, in place of one with the same id."""
+        self._keys[key.id.encode()] = key
+
+    def drop(self, key_id: str) -> bool:
+        """Revoke a key at once; False when there was none."""
+        return self._keys.pop(key_id.encode(), None) is not None
+
+    def list(self) -> list[ApiKey]:
+        """Give all keys, oldest first."""
+        return sorted(self._keys.values(), key=lambda key: key.created)
+
+    def check(self, presented: bytes | str) -> ApiKey | None:
+        """Give the key that a client presented, None when it is unknown, wrong or expired."""
+        text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
+        if len(text) > _LONGEST:
+            return None
+        prefix, _, rest = text.partition(b"_")
+        key_id, _, _ = rest.partition(b"_")
+        key = self._keys.get(key_id)
+        right = hmac.compare_digest(digest_of(self._pepper, text), self._nobody if key is None else key.digest)
+        if key is None or not right or prefix + b"_" != _PREFIX:
+            return None
+        return None if key.expires is not None and key.expires <= self._clock() else key
+
+
+def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Take the key out of lower-case raw headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    other: bytes | None = None
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return key.strip()
+        elif name == b"x-api-key":
+            other = value.strip()
+    return other

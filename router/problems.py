@@ -1,0 +1,130 @@
+"""Every refusal and failure as an HTTP answer in OpenAI's shape: status, headers, body, or an event in a stream.
+
+The only place beside the hint in `wire/refusals.py` that knows HTTP status codes. The memory numbers of a verdict are
+one object, `error.memory`, with the verdict's field names.
+"""
+
+import math
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+
+from wire.refusals import Numbers, Refused
+
+Header = tuple[bytes, bytes]
+
+_TYPES: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+_FAILED: dict[str, int] = {
+    "node_lost": 502,
+    "engine_crashed": 500,
+    "shutting_down": 503,
+    "slow_client": 408,
+}
+"""Status of a failure by its code, 500 for all others; it is seen only when nothing was sent yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One error answer. `retry_after` in seconds, `allow` the methods of a 405."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    memory: Numbers | None = None
+    retry_after: float | None = None
+    allow: str = ""
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type: whose fault it is."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self, request_id: str) -> bytes:
+        """Give the JSON body."""
+        return msgspec.json.encode({"error": self._error(request_id)})
+
+    def event(self, request_id: str) -> bytes:
+        """Give the SSE event that ends a stream that has begun; no `[DONE]` follows it."""
+        return b"data: " + self.body(request_id) + b"\n\n"
+
+    def headers(self) -> list[Header]:
+        """Give the headers that belong to this problem alone."""
+        found: list[Header] = []
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(whole_seconds(self.retry_after)).encode()))
+        if self.allow:
+            found.append((b"allow", self.allow.encode()))
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            found.append((b"www-authenticate", b"Bearer"))
+        return found
+
+    def _error(self, request_id: str) -> dict[str, object]:
+        error: dict[str, object] = {
+            "message": self.message,
+            "type": self.type,
+            "code": self.code,
+            "param": self.param,
+            "request_id": request_id,
+        }
+        if self.memory is not None:
+            error["memory"] = msgspec.structs.asdict(self.memory)
+        return error
+
+
+def whole_seconds(seconds: float) -> int:
+    """Round up to what clients honour: 1 to 60 seconds."""
+    return max(1, min(60, math.ceil(seconds))) if math.isfinite(seconds) else 60
+
+
+def from_refused(refused: Refused, param: str | None = None) -> Problem:
+    """Give the answer for a refusal; whatever may be retried says when."""
+    status = refused.status
+    wait = refused.retry_after
+    if wait is None and status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
+        wait = 1.0
+    if param is None and status == HTTPStatus.NOT_FOUND:
+        param = "model"
+    return Problem(status, refused.code.value, refused.message, param, refused.numbers, wait)
+
+
+def failed(code: str, message: str) -> Problem:
+    """Give the answer for a request that was begun and broke."""
+    status = _FAILED.get(code, 500)
+    return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_request") -> Problem:
+    """Give a 400 that names the parameter."""
+    return Problem(400, code, message, param)
+
+
+NO_KEY = Problem(401, "invalid_api_key", "an API key is required: send Authorization: Bearer KEY or x-api-key: KEY; "
+                 "`cluster key create NAME` makes one")  # fmt: skip
+WRONG_KEY = Problem(401, "invalid_api_key", "this API key is not known here, or it has expired or been revoked")
+
+
+def missing_scope(scope: str) -> Problem:
+    """Give the 403 of a key that may do other things."""
+    return Problem(403, "insufficient_scope", f"this API key has no scope {scope!r}: make one with "
+                   f"`cluster key create NAME --scope {scope}`")  # fmt: skip
+
+
+def not_found(path: str) -> Problem:
+    """Give the 404 of a path that does not exist."""
+    return Problem(404, "not_found", f"there is nothing at {path[:200]}")
+
+
+def wrong_method(method: str, allow: str) -> Problem:
+    """Give the 405 that names the methods that are there."""
+    return Problem(405, "method_not_allowed", f"{method} is not possible here, only {allow}", allow=allow)
+
+
+def too_long(limit: int) -> Problem:
+    """Give the 413 of a body above the limit (bytes)."""
+    return Problem(413, "request_too_large", f"the body is larger than {limit} bytes")

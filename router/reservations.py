@@ -1,0 +1,155 @@
+"""What the router has promised on each node and the node's report does not contain yet.
+
+Theory. A report shows the memory of a moment that is past. Between two reports the router may place many requests, so
+it adds what it promised since (simulated under bursts: 67-99 % of first tries refused without this, 0.15 % with it).
+A promise goes through three states:
+
+    claim ──► promised ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
+                  └──────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
+
+Promised bytes count in `unacknowledged`; settled ones do not, because `memory.reserved` of the report contains them;
+both count in `in_flight`. `Admitted` is asked for besides `acked_seq` because prompts are counted out of order: a short
+later one may be committed, and acknowledged, before a long earlier one. Rules that nobody may break: a request holds at
+most one promise, every promise is freed exactly once, and an end that comes twice frees nothing the second time.
+
+A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it.
+"""
+
+from dataclasses import dataclass, field
+
+from wire.identity import NodeId
+
+
+class LedgerError(AssertionError):
+    """The books do not balance: a bug, never a consequence of what a node or a client did."""
+
+
+@dataclass(slots=True)
+class _Promise:
+    node: NodeId
+    seq: int
+    need: int
+    tokens: int
+    admitted: bool = False
+    settled: bool = False
+
+
+@dataclass(slots=True)
+class Account:
+    """What is open on one node: bytes and prompt tokens that its report does not contain, and all requests on it."""
+
+    need: int = 0
+    tokens: int = 0
+    requests: set[int] = field(default_factory=set[int])
+    promised: set[int] = field(default_factory=set[int])
+
+
+_EMPTY = Account()
+
+
+class Ledger:
+    """The books of one router. Bytes and prompt tokens, by request and by node."""
+
+    def __init__(self) -> None:
+        self._promises: dict[int, _Promise] = {}
+        self._accounts: dict[NodeId, Account] = {}
+        self._holds: dict[int, tuple[NodeId, int]] = {}
+
+    def claim(self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0) -> None:
+        """Promise `need` bytes and `tokens` of prefill on a node. LedgerError when the request already holds some."""
+        if request in self._promises:
+            raise LedgerError(f"request {request} claims twice")
+        self._promises[request] = _Promise(node, seq, need, tokens)
+        account = self._accounts.setdefault(node, Account())
+        account.need += need
+        account.tokens += tokens
+        account.requests.add(request)
+        account.promised.add(request)
+
+    def admitted(self, request: int) -> None:
+        """Note that the node has committed the request; unknown requests are ignored."""
+        promise = self._promises.get(request)
+        if promise is not None:
+            promise.admitted = True
+
+    def acknowledge(self, node: NodeId, acked_seq: int) -> None:
+        """Settle what a report already counts: admitted promises up to `acked_seq`."""
+        account = self._accounts.get(node)
+        if account is None:
+            return
+        for request in tuple(account.promised):
+            promise = self._promises[request]
+            if promise.admitted and promise.seq <= acked_seq:
+                self._settle(account, request, promise)
+
+    def release(self, request: int) -> bool:
+        """End a promise, whatever its state. False when there is none (any more)."""
+        promise = self._promises.pop(request, None)
+        if promise is None:
+            return False
+        account = self._accounts[promise.node]
+        if not promise.settled:
+            self._settle(account, request, promise)
+        account.requests.discard(request)
+        return True
+
+    def _settle(self, account: Account, request: int, promise: _Promise) -> None:
+        promise.settled = True
+        account.need -= promise.need
+        account.tokens -= promise.tokens
+        account.promised.discard(request)
+
+    def hold(self, waiting: int, node: NodeId, need: int) -> None:
+        """Keep room on a node for a request that waits, in place of what was kept for it before."""
+        self._holds[waiting] = (node, need)
+
+    def drop_hold(self, waiting: int) -> None:
+        """Keep nothing for it any more."""
+        self._holds.pop(waiting, None)
+
+    def held_on(self, waiting: int) -> NodeId | None:
+        """Give the node where room is kept for it."""
+        kept = self._holds.get(waiting)
+        return None if kept is None else kept[0]
+
+    def unacknowledged(self, node: NodeId, waiting: int = -1) -> int:
+        """Give the bytes promised on a node that its report does not contain, and those held there for others."""
+        need = self._accounts.get(node, _EMPTY).need
+        if not self._holds:
+            return need
+        return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
+
+    def account(self, node: NodeId) -> Account:
+        """Give what is open on a node, to read only."""
+        return self._accounts.get(node, _EMPTY)
+
+    def unacknowledged_tokens(self, node: NodeId) -> int:
+        """Give the prompt tokens sent to a node that its report does not count as queued yet."""
+        return self._accounts.get(node, _EMPTY).tokens
+
+    def in_flight(self, node: NodeId) -> int:
+        """Give how many of this router's requests are on a node."""
+        return len(self._accounts.get(node, _EMPTY).requests)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is promised or held anywhere."""
+        return (
+            not self._promises
+            and not self._holds
+            and not any(one.need or one.tokens for one in self._accounts.values())
+        )
+
+    def check(self) -> None:
+        """Raise LedgerError unless every account is the sum of its promises."""
+        for node, account in self._accounts.items():
+            mine = {number: promise for number, promise in self._promises.items() if promise.node == node}
+            open_ = {number: promise for number, promise in mine.items() if not promise.settled}
+            if account.requests != mine.keys() or account.promised != open_.keys():
+                raise LedgerError(f"{node}: account and promises differ")
+            if account.need != sum(promise.need for promise in open_.values()):
+                raise LedgerError(f"{node}: {account.need} bytes on account, promises differ")
+            if account.tokens != sum(promise.tokens for promise in open_.values()):
+                raise LedgerError(f"{node}: {account.tokens} tokens on account, promises differ")
+        if any(promise.node not in self._accounts for promise in self._promises.values()):
+            raise LedgerError("a promise without an account")

@@ -1,0 +1,36 @@
+"""The `router` section of the settings."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from wire.settings import Section
+from wire.units import MIB
+
+
+class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How requests wait and where they go."""
+
+    policy: Annotated[
+        Literal["balanced", "most_headroom"],
+        Meta(description="Order of the nodes with room: balanced (the fastest answer) or most_headroom (most bytes)."),
+    ] = "balanced"
+    queue_limit: Annotated[
+        int, Meta(ge=0, description="Requests that may wait for a node with room; 0 = max(64, 4 x nodes).")
+    ] = 0
+    queue_seconds: Annotated[
+        float, Meta(gt=0, description="Longest wait in the queue before the answer is 503 with Retry-After.")
+    ] = 30.0
+    keepalive_seconds: Annotated[
+        float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
+    ] = 10.0
+    body_bytes: Annotated[int, Meta(gt=0, description="Longest request body; a longer one is refused with 413.")] = (
+        8 * MIB
+    )
+    body_seconds: Annotated[float, Meta(gt=0, description="Longest time for a request body to arrive.")] = 60.0
+    slow_client_bytes: Annotated[
+        int, Meta(gt=0, description="Bytes that may wait for a client that reads slowly before its stream is ended.")
+    ] = 4 * MIB
+    slow_client_seconds: Annotated[
+        float, Meta(gt=0, description="Time without any reading after which a stream with text waiting is ended.")
+    ] = 60.0

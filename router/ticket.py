@@ -1,0 +1,213 @@
+"""One request from the door to its end, as its two sides see it: the dispatcher adds and flushes, one reader takes.
+
+Deltas of one frame are added, then every touched ticket is flushed once: a stream's sink is called, or a reader that
+waits is woken through one Future. No clock is read, no task is made and nothing is counted per token as long as the
+reader keeps up; `takes` tells the dispatcher's sweep whether it does.
+"""
+
+import asyncio
+import io
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from router.placement import FIRST, Demand, Trials
+from router.queue import Entry
+from wire.frames import Delta, Finished, Message, Params
+from wire.identity import NodeId
+from wire.refusals import Refused
+
+DELTA_BYTES = 256
+"""What one waiting delta costs besides its text."""
+MOST_TAKEN = 256
+"""Deltas given out at once, so that a reader who is slow but reads shows progress."""
+LONGEST_WHOLE = 32 * 1024 * 1024
+"""Characters of one answer that is not streamed."""
+
+
+class Job(msgspec.Struct, frozen=True, gc=False):
+    """What a dialect asks for: the parts of Generate, whose it is, and how it will be read."""
+
+    demand: Demand
+    key: str
+    request_id: str
+    messages: tuple[Message, ...]
+    params: Params
+    created: int
+    stream: bool
+
+
+class Failure(msgspec.Struct, frozen=True, gc=False):
+    """A request that was begun and broke: a machine-readable code and a sentence."""
+
+    code: str
+    message: str
+
+
+Outcome = Finished | Refused | Failure
+CANCELLED = Failure("cancelled", "nobody waits for this any more")
+SLOW = Failure("slow_client", "the client did not read its stream")
+
+
+class Ticket:
+    """Base of both kinds: where the request is, what it has met, how it ended."""
+
+    __slots__ = (
+        "arrived", "attempts", "begun", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job", "losses",
+        "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused", "request",
+        "waiter",
+    )  # fmt: skip
+
+    def __init__(self, job: Job, number: int, now: float) -> None:
+        self.job = job
+        self.number = number
+        self.demand = job.demand
+        self.arrived = now
+        self.outcome: Outcome | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        # where it is
+        self.request = 0
+        self.node: NodeId | None = None
+        self.node_name = ""
+        self.entry: Entry[Ticket] | None = None
+        self.queued_at = 0.0
+        self.deadline: float | None = None
+        # what it has met
+        self.attempts = 0
+        self.in_a_row = 0
+        self.losses = 0
+        self.refused: dict[NodeId, float] = {}
+        self.never: dict[NodeId, Refused] = {}
+        self.lost: set[NodeId] = set()
+        self.first_at: float | None = None
+        # its reader
+        self.opened = False
+        self.begun = False
+        self.held = 0
+
+    def trials(self) -> Trials:
+        """Give what placement must know of earlier attempts."""
+        if not self.attempts:
+            return FIRST
+        return Trials(self.refused, self.never, self.lost, self.number)
+
+    def add(self, delta: Delta) -> bool:
+        """Take one delta from the node; True when `flush` must follow after the last of its frame."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Forget what a lost node had said; nothing of it has gone out."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Wake a reader that waits."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def end(self, outcome: Outcome) -> None:
+        """Set how it ended, once, and tell the reader."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.flush()
+
+    def wait(self) -> asyncio.Future[None]:
+        """Give a Future that is done at the next flush."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        return self.waiter
+
+
+class StreamTicket(Ticket):
+    """Read as it comes. `held` are the bytes that wait for a reader that is `blocked`."""
+
+    __slots__ = ("blocked", "nudged", "pending", "seen_takes", "sink", "still", "takes")
+
+    def __init__(self, job: Job, number: int, now: float) -> None:
+        super().__init__(job, number, now)
+        self.pending: list[Delta] = []
+        self.sink: Callable[[], None] | None = None
+        self.blocked = True
+        self.nudged = False
+        self.takes = 0
+        self.seen_takes = 0
+        self.still = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take: deltas, the end, or a nudge to show a sign of life."""
+        return bool(self.pending) or self.outcome is not None or self.nudged
+
+    def add(self, delta: Delta) -> bool:
+        """Put one delta where the reader finds it."""
+        pending = self.pending
+        pending.append(delta)
+        if self.blocked:
+            self.held += _cost(delta)
+        return len(pending) == 1
+
+    def flush(self) -> None:
+        """Let the sink take what has come, or wake a reader that waits."""
+        if self.sink is not None:
+            self.sink()
+        else:
+            super().flush()
+
+    def take(self) -> list[Delta]:
+        """Give what has come, in order; the rest stays when it is much. Clears a nudge."""
+        self.takes += 1
+        self.nudged = False
+        taken = self.pending
+        if not taken:
+            return taken
+        self.begun = True
+        self.pending = []
+        if len(taken) > MOST_TAKEN:
+            self.pending = taken[MOST_TAKEN:]
+            del taken[MOST_TAKEN:]
+        if self.held:
+            self.held = sum(_cost(delta) for delta in self.pending)
+        return taken
+
+    def discard(self) -> None:
+        """Forget what a lost node had said."""
+        self.pending = []
+        self.held = 0
+
+
+class WholeTicket(Ticket):
+    """Read once, at the end. `held` are the characters collected."""
+
+    __slots__ = ("_texts",)
+
+    def __init__(self, job: Job, number: int, now: float) -> None:
+        super().__init__(job, number, now)
+        self._texts: dict[tuple[int, int], io.StringIO] = {}
+
+    def add(self, delta: Delta) -> bool:
+        """Collect text; deltas themselves are not kept."""
+        if 0 <= delta.choice < self.job.params.n:
+            for channel, text in delta.pieces:
+                self.held += len(text)
+                self._texts.setdefault((delta.choice, channel), io.StringIO()).write(text)
+        return False
+
+    def texts(self) -> Mapping[tuple[int, int], str]:
+        """Give the text of each choice and channel."""
+        return {where: text.getvalue() for where, text in self._texts.items()}
+
+    def discard(self) -> None:
+        """Forget what a lost node had said."""
+        self._texts = {}
+        self.held = 0
+
+    async def outcome_of(self) -> Outcome:
+        """Wait for the end."""
+        while self.outcome is None:
+            await self.wait()
+        return self.outcome
+
+
+def _cost(delta: Delta) -> int:
+    return DELTA_BYTES + sum(len(text) for _, text in delta.pieces)

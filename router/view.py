@@ -1,0 +1,149 @@
+"""The cluster as the router sees it when it decides: one immutable picture, rebuilt at every report.
+
+A report is what a node says of itself, so it may be wrong. `view_of` turns it into numbers that the arithmetic of
+placement can stand: no NaN, no infinity, nothing negative. A lie never makes a node look roomier than an honest report
+could: an impossible footprint reads as unreadable (nothing is placed there), a model with an impossible size is left
+out. The node's own gate remains the judge of what runs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from wire.frames import Report
+from wire.identity import NodeId, valid_name
+from wire.report import EngineState, Group, Memory, Model
+
+FRESH_SECONDS = 3.0
+"""A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
+UNMEASURED_PREFILL = 200.0
+"""Tokens per second of a node that has not measured its prefill: slow, so that measured nodes go first."""
+UNMEASURED_DECODE = 20.0
+UNMEASURED_RATIO = 4.0
+"""Bytes of request text per prompt token until the node has measured it: English prose."""
+LONGEST_CONTEXT = 100_000_000
+LONGEST_LOAD = 600.0
+MOST_EXPECTED = 32_768
+_RATIOS = (0.25, 64.0)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node. `heard_at` is when its newest report came (monotonic seconds), `epoch` counts its links."""
+
+    id: NodeId
+    name: str
+    state: str
+    cordoned: bool = False
+    heard_at: float = 0.0
+    epoch: int = 0
+    memory: Memory = field(default_factory=Memory)
+    engine: EngineState = field(default_factory=EngineState)
+    models: Mapping[str, Model] = field(default_factory=dict[str, Model])
+    acked_seq: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """Every member, also those that sleep or are lost: they count for "could ever fit"."""
+
+    nodes: tuple[NodeView, ...] = ()
+
+    def models(self) -> dict[str, Model]:
+        """Give every model that some member serves, by name."""
+        return {name: model for node in self.nodes for name, model in node.models.items()}
+
+    def node(self, node: NodeId) -> NodeView | None:
+        """Give one node, None when it is not a member."""
+        return next((seen for seen in self.nodes if seen.id == node), None)
+
+
+def view_of(
+    report: Report,
+    *,
+    node: NodeId,
+    name: str,
+    state: str,
+    heard_at: float,
+    cordoned: bool = False,
+    epoch: int = 0,
+) -> NodeView:
+    """Make a node's view from its report and what membership knows of it."""
+    return NodeView(
+        id=node,
+        name=name if valid_name(name) else str(node),
+        state=state,
+        cordoned=cordoned,
+        heard_at=heard_at,
+        epoch=epoch,
+        memory=honest_memory(report.memory),
+        engine=_honest_engine(report.engine),
+        models=_honest_models(report.models),
+        acked_seq=max(0, report.acked_seq),
+        draining=report.draining,
+    )
+
+
+def honest_memory(memory: Memory) -> Memory:
+    """Give the reading without impossible numbers; a negative footprint is one that could not be read."""
+    phys = memory.phys
+    return replace(
+        memory,
+        cap=max(0, memory.cap),
+        ceiling=max(0, memory.ceiling),
+        margin=max(0, memory.margin),
+        phys=None if phys is None or phys < 0 else phys,
+        active=max(0, memory.active),
+        recent=max(0, memory.recent),
+        reserved=max(0, memory.reserved),
+        leases=max(0, memory.leases),
+        age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
+        total=max(0, memory.total),
+    )
+
+
+def _honest_engine(engine: EngineState) -> EngineState:
+    if min(engine.running, engine.waiting, engine.queued_tokens) >= 0:
+        return engine
+    return replace(
+        engine,
+        running=max(0, engine.running),
+        waiting=max(0, engine.waiting),
+        queued_tokens=max(0, engine.queued_tokens),
+    )
+
+
+def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
+    return {model.name: _honest_model(model) for model in reversed(models) if _sizes_possible(model)}
+
+
+def _sizes_possible(model: Model) -> bool:
+    return bool(model.name) and min(model.weights, model.kv_per_token, model.transient) >= 0
+
+
+def _honest_model(model: Model) -> Model:
+    return replace(
+        model,
+        context=min(max(0, model.context), LONGEST_CONTEXT),
+        load_seconds=_bounded(model.load_seconds, 0.0, LONGEST_LOAD, 0.0),
+        prefill_speed=_speed(model.prefill_speed, UNMEASURED_PREFILL),
+        decode_speed=_speed(model.decode_speed, UNMEASURED_DECODE),
+        bytes_per_token=_bounded(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
+        groups=tuple(group for group in model.groups if _possible(group)),
+        expected_output=min(model.expected_output, MOST_EXPECTED) if model.expected_output > 0 else 256,
+    )
+
+
+def _possible(group: Group) -> bool:
+    return group.rows > 0 and group.longest >= 0
+
+
+def _speed(speed: float, unmeasured: float) -> float:
+    return speed if math.isfinite(speed) and speed > 0 else unmeasured
+
+
+def _bounded(value: float, least: float, most: float, otherwise: float) -> float:
+    return value if math.isfinite(value) and least <= value <= most else otherwise

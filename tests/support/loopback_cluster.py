@@ -1,0 +1,214 @@
+"""A cluster in one process: the real dispatcher, and nodes that answer its frames through the same verdict.
+
+Nothing of the router is replaced. A node here holds memory, judges each Generate by `wire.verdict` on its own reading
+as an engine's gate does, and speaks in Admitted, Deltas and Finished. What it says comes at the next turn of the loop,
+as it would from a link; `step_seconds` paces it.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from router.app import App, FrontDoor, nothing_else
+from router.dispatch import Dispatcher
+from router.keys import KeyRing, new_key
+from router.settings import RouterSettings
+from router.view import ClusterView, NodeView, view_of
+from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+from wire.report import EngineState, Memory, Model
+from wire.units import GIB, MIB
+from wire.verdict import Fits, headroom, judge, request_need
+
+PEPPER = b"pepper of the tests"
+TEXT = ("The ", "pool ", "answers ", "from ", "one ", "Mac.")
+
+
+def a_model(name: str = "tiny", **changes: object) -> Model:
+    """Make a loaded model with a 4,096-token context and 64 KiB of KV per token."""
+    facts: dict[str, object] = {
+        "loaded": True, "weights": 1 * GIB, "kv_per_token": 64 * 1024, "transient": 64 * MIB, "context": 4096,
+        "prefill_speed": 1000.0, "decode_speed": 50.0, "expected_output": 64,
+    } | changes  # fmt: skip
+    return Model(name, **facts)  # pyright: ignore[reportArgumentType]
+
+
+def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: object) -> Memory:
+    """Make a reading with exactly this headroom."""
+    margin = 2 * GIB
+    phys = cap - margin - headroom_bytes
+    facts: dict[str, object] = {
+        "cap": cap, "ceiling": cap, "margin": margin, "phys": phys, "active": 0, "current": phys,
+        "headroom": headroom_bytes, "bound_by": "static", "armed": True,
+    } | changes  # fmt: skip
+    return Memory(**facts)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class LoopbackNode:
+    """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted."""
+
+    name: str
+    memory: Memory = field(default_factory=a_memory)
+    models: tuple[Model, ...] = field(default_factory=lambda: (a_model(),))
+    text: tuple[str, ...] = TEXT
+    step_seconds: float = 0.0
+    refuse: int = 0
+    refusal: Refused | None = None
+    mute: bool = False
+    state: str = "ready"
+    engine: str = "ready"
+    up: bool = True
+    heard: list[Frame] = field(default_factory=list)
+    reserved: dict[int, int] = field(default_factory=dict)
+    acked_seq: int = 0
+    cancelled: set[int] = field(default_factory=set)
+
+    @property
+    def id(self) -> NodeId:
+        return NodeId(self.name)
+
+    def reading(self) -> Memory:
+        """Give the memory with what is committed here."""
+        memory = self.memory
+        reserved = memory.reserved + sum(self.reserved.values())
+        room = headroom(memory.ceiling, memory.margin, memory.current, reserved)
+        values = {name: getattr(memory, name) for name in memory.__struct_fields__}
+        return Memory(**(values | {"reserved": reserved, "headroom": room}))
+
+    def report(self) -> Report:
+        return Report(0, self.reading(), EngineState("loopback", self.engine, running=len(self.reserved)), self.models,
+                      self.acked_seq)  # fmt: skip
+
+
+class LoopbackCluster:
+    """Nodes, a dispatcher and a front door that belong together."""
+
+    def __init__(
+        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = nothing_else
+    ) -> None:
+        self.settings = settings or RouterSettings()
+        self.nodes = {node.id: node for node in nodes}
+        self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers)
+        self.keys = KeyRing(PEPPER)
+        self.app = FrontDoor(self.dispatcher, self.keys, self.settings, control)
+        self.key = self.make_key("infer")
+        self.base_url = ""
+        self._number = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.report()
+
+    def make_key(self, *scopes: str, expires: float | None = None) -> str:
+        key, text = new_key(PEPPER, "test", scopes, created=time.time(), expires=expires)
+        self.keys.put(key)
+        return text
+
+    def _numbers(self) -> tuple[int, int]:
+        self._number += 1
+        return self._number, self._number
+
+    def report(self) -> None:
+        """Let every node report now."""
+        self.dispatcher.set_view(ClusterView(tuple(self._view(node) for node in self.nodes.values())))
+
+    def _view(self, node: LoopbackNode) -> NodeView:
+        return view_of(node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic())
+
+    def _send(self, node_id: NodeId, frame: Frame) -> bool:
+        node = self.nodes[node_id]
+        if not node.up:
+            return False
+        node.heard.append(frame)
+        if isinstance(frame, Generate):
+            task = asyncio.get_running_loop().create_task(self._answer(node, frame))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(frame, Cancel):
+            node.cancelled.add(frame.request)
+            node.reserved.pop(frame.request, None)
+        return True
+
+    async def _answer(self, node: LoopbackNode, asked: Generate) -> None:
+        tokens = sum(len(message.content) for message in asked.messages) // 4 + 1
+        node.acked_seq = max(node.acked_seq, asked.seq)
+        refused = self._gate(node, asked, tokens)
+        if refused is not None:
+            self.say(node, Refusal(asked.request, refused, tokens))
+            return
+        self.say(node, Admitted(asked.request, tokens))
+        if node.mute:
+            return
+        spoken = node.text[: asked.params.max_tokens]
+        for text in spoken:
+            await asyncio.sleep(node.step_seconds)
+            if asked.request in node.cancelled or not node.up:
+                return
+            choices = range(asked.params.n)
+            self.say(node, Deltas(tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices)))
+        node.reserved.pop(asked.request, None)
+        reason = "length" if len(spoken) < len(node.text) else "stop"
+        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, len(spoken) * asked.params.n))
+
+    def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
+        model = next(model for model in node.models if model.name == asked.model)
+        need = request_need(model, tokens, asked.expected, asked.params.n)
+        verdict = judge(node.reading(), need, node=node.name)
+        if node.refuse:
+            node.refuse -= 1
+            return node.refusal or Refused(Code.NO_ROOM, "a spike", None, None, node.name)
+        if not isinstance(verdict, Fits):
+            return verdict
+        node.reserved[asked.request] = need
+        return None
+
+    def say(self, node: LoopbackNode, frame: Frame) -> None:
+        """Let a node say something, if its link is up."""
+        if node.up:
+            self.dispatcher.receive(node.id, frame)
+
+    def fail(self, node: LoopbackNode, code: str = "engine_crashed") -> None:
+        """Let a node's engine die with everything that it was answering."""
+        for request in list(node.reserved):
+            node.reserved.pop(request)
+            node.cancelled.add(request)
+            self.say(node, Failed(request, code, "the engine ended with signal 6"))
+
+    def cut(self, node: LoopbackNode) -> None:
+        """Cut a node's link."""
+        node.up = False
+        node.state = "lost"
+        node.reserved.clear()
+        self.dispatcher.node_gone(node.id, "connection ended")
+        self.report()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serve the front door on a free port of a real server; gives the base URL without `/v1`."""
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server = uvicorn.Server(
+            uvicorn.Config(self.app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
+        )
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        reporting = asyncio.create_task(self._report_for_ever())
+        while not server.started:  # noqa: ASYNC110  the server has no event to wait for
+            await asyncio.sleep(0)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            self.dispatcher.shutdown()
+            reporting.cancel()
+            server.should_exit = True
+            await running
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            self.report()

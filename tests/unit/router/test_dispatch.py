@@ -1,0 +1,519 @@
+"""The dispatcher alone: frames in, frames out, on a loop but without sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from router.dispatch import Dispatcher
+from router.placement import Demand, NoPlacement, Placement
+from router.settings import RouterSettings
+from router.ticket import CANCELLED, SLOW, Failure, Job, StreamTicket, Ticket, WholeTicket
+from router.view import ClusterView, NodeView, view_of
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Delta,
+    Deltas,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Message,
+    Params,
+    Ping,
+    Refusal,
+    Report,
+)
+from wire.identity import NodeId
+from wire.refusals import Code, Numbers, Refused
+from wire.report import EngineState, Memory
+from wire.units import GIB, MIB
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+
+
+class Cluster:
+    """A dispatcher whose clock and nodes are moved by hand."""
+
+    def __init__(self, *nodes: NodeId, **settings: object) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[NodeId, Frame]] = []
+        self.cut: set[NodeId] = set()
+        self.memory: dict[NodeId, Memory] = {}
+        self.state: dict[NodeId, str] = {}
+        self.acked = 0
+        self.count = 0
+        self.dispatcher = Dispatcher(self._send, RouterSettings(**settings), numbers=self._numbers,  # pyright: ignore
+                                     clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
+        self.nodes = nodes
+        self.report()
+
+    def _send(self, node: NodeId, frame: Frame) -> bool:
+        if node in self.cut:
+            return False
+        self.sent.append((node, frame))
+        return True
+
+    def _numbers(self) -> tuple[int, int]:
+        self.count += 1
+        return 1000 + self.count, self.count
+
+    def report(self, *only: NodeId) -> None:
+        self.now += 0.01
+        kept = {node.id: node for node in self.dispatcher.view.nodes}
+        views = [kept[node] if only and node not in only else self._view(node) for node in self.nodes]
+        self.dispatcher.set_view(ClusterView(tuple(views)))
+
+    def _view(self, node: NodeId) -> NodeView:
+        report = Report(0, self.memory.get(node, a_memory()), EngineState("x", "ready"), (a_model(),), self.acked)
+        return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now)
+
+    def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
+        asked = Demand("tiny", 100, **demand)  # pyright: ignore
+        job = Job(asked, key, f"r{self.count}", (Message("user", "hi"),), Params(), 0, stream)
+        return self.dispatcher.submit(job)
+
+    def generates(self) -> list[tuple[NodeId, Generate]]:
+        return [(node, frame) for node, frame in self.sent if isinstance(frame, Generate)]
+
+    def last(self) -> tuple[NodeId, int]:
+        node, frame = self.generates()[-1]
+        return node, frame.request
+
+    def say(self, frame: Callable[[int], Frame], node: NodeId | None = None, request: int = 0) -> None:
+        where, number = self.last()
+        self.dispatcher.receive(node or where, frame(request or number))
+
+    def refuse(self, code: Code = Code.NO_ROOM, *, room: int = 0, tokens: int | None = 25) -> None:
+        numbers = Numbers(headroom=room) if code is Code.NO_ROOM else None
+        self.say(lambda number: Refusal(number, Refused(code, "no", numbers), tokens))
+
+    def speak(self, text: str = "hi", choice: int = 0) -> None:
+        self.say(lambda number: Deltas((Delta(number, choice, (1,), ((0, text),)),)))
+
+    def finish(self) -> None:
+        self.say(lambda number: Finished(number, ("stop",), 25, 3))
+
+    def settled(self) -> None:
+        """Nothing is left of anything."""
+        self.dispatcher.ledger.check()
+        assert self.dispatcher.ledger.empty
+        assert len(self.dispatcher.queue) == 0
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A, B)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+def full(cluster: Cluster, *nodes: NodeId) -> None:
+    for node in nodes:
+        cluster.memory[node] = a_memory(MIB)
+    cluster.report()
+
+
+def roomy(cluster: Cluster, *nodes: NodeId) -> None:
+    for node in nodes:
+        cluster.memory[node] = a_memory()
+    cluster.report(*nodes)
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+def taken(ticket: Ticket) -> list[str]:
+    assert isinstance(ticket, StreamTicket)
+    return [text for delta in ticket.take() for _, text in delta.pieces]
+
+
+async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
+    ticket = one.submit(max_tokens=5)
+    node, frame = one.generates()[0]
+    assert (node, frame.seq, frame.expected) == (A, 1, 5)
+    assert one.dispatcher.ledger.unacknowledged(A) > 0
+    assert one.dispatcher.in_flight(A) == 1
+    one.say(lambda number: Admitted(number, 25))
+    one.acked = 1
+    one.report()
+    assert one.dispatcher.ledger.unacknowledged(A) == 0
+    one.speak("he")
+    one.speak("llo")
+    one.finish()
+    assert taken(ticket) == ["he", "llo"]
+    assert ticket.outcome == Finished(1001, ("stop",), 25, 3)
+    assert one.dispatcher.in_flight(A) == 0
+    assert one.dispatcher.counters.requests == {"ok": 1}
+    assert (ticket.node_name, ticket.attempts) == ("node-a", 1)
+
+
+async def test_a_whole_answer_is_collected(one: Cluster):
+    ticket = one.submit(stream=False)
+    assert isinstance(ticket, WholeTicket)
+    waiting = asyncio.create_task(ticket.outcome_of())
+    one.speak("he")
+    one.speak("llo")
+    one.speak("nobody asked for a second choice", choice=1)
+    await turn()
+    assert not waiting.done()
+    one.finish()
+    assert isinstance(await waiting, Finished)
+    assert ticket.texts() == {(0, 0): "hello"}
+
+
+async def test_a_refusal_goes_to_the_next_node_at_once(two: Cluster):
+    ticket = two.submit()
+    first, _ = two.last()
+    two.refuse(room=5 * MIB)
+    second, _ = two.last()
+    assert {first, second} == {A, B}
+    assert (ticket.attempts, ticket.demand.prompt_tokens) == (2, 25)
+    assert two.dispatcher.counters.refusals == {"no_headroom": 1}
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+
+
+async def test_a_refusal_corrects_the_headroom_for_others_until_the_next_report(two: Cluster):
+    two.submit()
+    first, _ = two.last()
+    two.refuse(room=5 * MIB)
+    two.submit()
+    assert two.last()[0] != first
+    two.report()
+    preview = two.dispatcher.preview(Demand("tiny", 100))
+    assert all(candidate.feasible for candidate in preview.candidates)
+
+
+async def test_when_all_refuse_it_waits_and_is_placed_after_a_report(two: Cluster):
+    ticket = two.submit()
+    two.refuse()
+    two.refuse()
+    assert len(two.dispatcher.queue) == 1
+    assert len(two.generates()) == 2
+    two.report()
+    await turn()
+    assert len(two.generates()) == 3
+    assert len(two.dispatcher.queue) == 0
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+    assert two.dispatcher.counters.requests == {"ok": 1}
+
+
+async def test_a_request_asks_four_nodes_in_a_row_at_most():
+    cluster = Cluster(*(NodeId(f"n{number}") for number in range(6)))
+    cluster.submit()
+    for _ in range(4):
+        cluster.refuse()
+    assert len(cluster.generates()) == 4
+    assert len(cluster.dispatcher.queue) == 1
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+@pytest.mark.parametrize("code", [Code.UNSUPPORTED, Code.INVALID, Code.TEMPLATE])
+async def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(two: Cluster, code: Code):
+    ticket = two.submit()
+    two.refuse(code)
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is code
+    assert len(two.generates()) == 1
+
+
+async def test_too_large_for_one_node_is_tried_on_the_others_then_final(two: Cluster):
+    ticket = two.submit()
+    two.refuse(Code.TOO_LARGE, tokens=4000)
+    assert ticket.outcome is None
+    two.refuse(Code.TOO_LARGE, tokens=4000)
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.status == 400
+
+
+async def test_an_unknown_model_never_waits(one: Cluster):
+    job = Job(Demand("tinny", 10), "k", "r", (), Params(), 0, stream=False)
+    ticket = one.dispatcher.submit(job)
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.NO_MODEL
+
+
+async def test_the_deadline_answers_with_fresh_numbers():
+    cluster = Cluster(A, queue_seconds=0.05)
+    full(cluster, A)
+    ticket = cluster.submit(stream=False)
+    assert isinstance(ticket, WholeTicket)
+    assert len(cluster.dispatcher.queue) == 1
+    cluster.now += 1
+    cluster.memory[A] = a_memory(2 * MIB)
+    cluster.report()
+    outcome = await ticket.outcome_of()
+    assert isinstance(outcome, Refused)
+    assert outcome.code is Code.NO_ROOM
+    assert outcome.numbers is not None
+    assert outcome.numbers.headroom == 2 * MIB
+    assert "waited 1 s in the queue" in outcome.message
+    cluster.settled()
+
+
+async def test_a_full_line_and_a_greedy_key_are_told_so():
+    cluster = Cluster(A, queue_limit=20)
+    full(cluster, A)
+    tickets = [cluster.submit(key="greedy") for _ in range(17)]
+    assert isinstance(tickets[-1].outcome, Refused)
+    assert tickets[-1].outcome.code is Code.OVER_SHARE
+    assert tickets[-1].outcome.numbers is not None
+    others = [cluster.submit(key=f"k{number}") for number in range(5)]
+    assert isinstance(others[-1].outcome, Refused)
+    assert others[-1].outcome.code is Code.QUEUE_FULL
+    assert "wait already" in cluster.dispatcher.servable()
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    large = one.submit(prompt_tokens=3000)
+    assert large.entry is not None
+    one.now += 6
+    one.report()
+    await turn()
+    assert one.dispatcher.ledger.held_on(large.number) == A
+    small = one.submit()
+    assert small.entry is not None, "the room is kept, so nobody new takes it"
+    roomy(one, A)
+    await turn()
+    assert large.node == small.node == A
+
+
+async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    large = one.submit(prompt_tokens=3000)
+    small = one.submit()
+    assert small.node == A
+    assert large.entry is not None
+    assert large.entry.overtaken == 1
+
+
+async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
+    ticket = two.submit(stream=False)
+    first, _ = two.last()
+    two.speak("text that no client has seen")
+    two.dispatcher.node_gone(first, "connection ended")
+    second, _ = two.last()
+    assert second != first
+    two.speak("hello")
+    two.finish()
+    assert isinstance(ticket, WholeTicket)
+    assert ticket.texts() == {(0, 0): "hello"}
+    assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
+
+
+async def test_a_lost_node_ends_what_has_begun(two: Cluster):
+    ticket = two.submit()
+    two.speak()
+    assert taken(ticket) == ["hi"]
+    two.dispatcher.node_gone(two.last()[0], "connection ended")
+    assert isinstance(ticket.outcome, Failure)
+    assert ticket.outcome.code == "node_lost"
+    assert len(two.generates()) == 1
+
+
+async def test_the_last_node_lost_is_a_failure_and_not_a_long_wait(one: Cluster):
+    ticket = one.submit()
+    one.dispatcher.node_gone(A, "connection ended")
+    assert isinstance(ticket.outcome, Failure)
+    assert ticket.outcome.code == "node_lost"
+
+
+async def test_a_request_survives_three_lost_nodes_and_no_more():
+    cluster = Cluster(*(NodeId(f"n{number}") for number in range(6)))
+    ticket = cluster.submit()
+    for _ in range(4):
+        assert ticket.outcome is None
+        cluster.dispatcher.node_gone(cluster.last()[0], "gone")
+    assert isinstance(ticket.outcome, Failure)
+    assert len(cluster.generates()) == 4
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_crashed_engine_is_not_given_the_request_again(two: Cluster):
+    ticket = two.submit()
+    two.say(lambda number: Failed(number, "engine_crashed", "signal 6"))
+    assert ticket.outcome == Failure("engine_crashed", "signal 6")
+    assert len(two.generates()) == 1
+
+
+async def test_a_link_that_is_gone_before_the_view_says_so_is_passed_over(two: Cluster):
+    two.cut = {A}
+    tickets = [two.submit() for _ in range(4)]
+    assert {ticket.node for ticket in tickets} == {B}
+
+
+async def test_a_client_that_leaves_is_told_to_the_node(one: Cluster):
+    ticket = one.submit()
+    _, request = one.last()
+    one.dispatcher.close(ticket)
+    assert one.sent[-1] == (A, Cancel(request))
+    assert ticket.outcome is CANCELLED
+    one.speak()
+    one.finish()
+    assert ticket.outcome is CANCELLED
+    assert one.dispatcher.counters.requests == {"cancelled": 1}
+
+
+async def test_a_client_that_leaves_while_waiting_leaves_the_line(one: Cluster):
+    full(one, A)
+    ticket = one.submit()
+    one.dispatcher.close(ticket)
+    one.dispatcher.close(ticket)
+    assert len(one.dispatcher.queue) == 0
+    assert one.generates() == []
+
+
+async def test_what_is_about_no_live_request_is_ignored(two: Cluster):
+    ticket = two.submit()
+    owner, request = two.last()
+    stranger = B if owner == A else A
+    two.say(lambda number: Deltas((Delta(number, 0, (), ((0, "forged"),)),)), node=stranger)
+    two.say(lambda number: Finished(number, ("stop",), 1, 1), node=stranger)
+    two.say(lambda number: Failed(number, "x", "y"), request=99)
+    two.dispatcher.receive(owner, Ping(1))
+    assert ticket.outcome is None
+    assert taken(ticket) == []
+    two.refuse()
+    two.say(lambda number: Finished(number, ("stop",), 1, 1), node=owner, request=request)
+    assert ticket.outcome is None, "what an earlier node still says is not about this attempt"
+
+
+async def test_text_for_a_reader_that_is_stuck_is_bounded():
+    cluster = Cluster(A, slow_client_bytes=10_000)
+    slow, quick = cluster.submit(), cluster.submit()
+    first, second = (frame.request for _, frame in cluster.generates())
+    for _ in range(100):
+        cluster.dispatcher.receive(A, Deltas(tuple(Delta(one, 0, (1,), ((0, "x" * 50),)) for one in (first, second))))
+        taken(quick)
+    assert slow.outcome is SLOW
+    assert quick.outcome is None
+    assert (A, Cancel(first)) in cluster.sent
+    assert isinstance(slow, StreamTicket)
+    assert slow.pending == []
+    assert cluster.dispatcher.counters.slow_clients == 1
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_reader_without_progress_is_let_go():
+    cluster = Cluster(A, slow_client_seconds=0.05)
+    ticket = cluster.submit()
+    ticket.opened = True
+    cluster.speak()
+    async with asyncio.timeout(5):
+        while ticket.outcome is None:
+            await ticket.wait()
+    assert ticket.outcome is SLOW
+    cluster.settled()
+
+
+async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
+    cluster = Cluster(A, keepalive_seconds=0.05, queue_seconds=0.3)
+    ticket = cluster.submit()
+    assert isinstance(ticket, StreamTicket)
+    async with asyncio.timeout(5):
+        await ticket.wait()
+    assert ticket.nudged
+    assert ticket.ready
+    ticket.take()
+    assert not ticket.nudged
+    full(cluster, A)
+    waiting = cluster.submit()
+    cluster.now += 1
+    async with asyncio.timeout(5):
+        await waiting.wait()
+    assert isinstance(waiting.outcome, Refused)
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_one_frame_wakes_a_reader_once(one: Cluster):
+    ticket = one.submit()
+    woken: list[int] = []
+    assert isinstance(ticket, StreamTicket)
+    ticket.sink = lambda: woken.append(len(ticket.pending))
+    _, request = one.last()
+    one.dispatcher.receive(A, Deltas(tuple(Delta(request, choice, (1,), ((0, "x"),)) for choice in range(3))))
+    assert woken == [3]
+
+
+async def test_shutdown_tells_everybody(two: Cluster):
+    running = two.submit()
+    full(two, A, B)
+    waiting = two.submit()
+    two.dispatcher.shutdown()
+    for ticket in (running, waiting):
+        assert isinstance(ticket.outcome, Failure)
+        assert ticket.outcome.code == "shutting_down"
+    assert [frame for _, frame in two.sent if isinstance(frame, Cancel)] == [Cancel(1001)]
+
+
+async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
+    two.submit()
+    two.refuse()
+    decisions = two.dispatcher.explained("r0")
+    assert len(decisions) == 2
+    assert [row["chosen"] for row in decisions[0].rows()].count(True) == 1
+    assert "refused this request" in str(decisions[1].rows())
+
+
+async def test_servable_says_why_not(one: Cluster):
+    assert one.dispatcher.servable() == ""
+    full(one, A)
+    assert "best node node-a has" in one.dispatcher.servable()
+    one.state[A] = "asleep"
+    one.report()
+    assert "node-a is asleep" in one.dispatcher.servable()
+    assert Cluster().dispatcher.servable() == "no node of the cluster has reported a model"
+
+
+async def test_preview_decides_without_acting(one: Cluster):
+    assert isinstance(one.dispatcher.preview(Demand("tiny", 100)), Placement)
+    assert isinstance(one.dispatcher.preview(Demand("tiny", 0, 10**6)), NoPlacement)
+    assert one.sent == []
+    one.settled()
+
+
+async def test_an_estimate_that_fits_nowhere_is_answered_at_once(one: Cluster):
+    one.memory[A] = a_memory(MIB, cap=4 * GIB)
+    one.report()
+    ticket = one.submit(choices=16, max_tokens=64)
+    assert ticket.outcome is None
+    one.dispatcher.close(ticket)
+    job = Job(Demand("tiny", 4 * 4096, None, None, 16), "k", "r", (), Params(n=16), 0, stream=True)
+    hopeless = one.dispatcher.submit(job)
+    assert isinstance(hopeless.outcome, Refused)
+    assert hopeless.outcome.code is Code.NO_ROOM
+
+
+async def test_a_send_that_breaks_leaves_nothing_behind():
+    def broken(node: NodeId, frame: Frame) -> bool:
+        raise OSError("the transport is broken")
+
+    cluster = Cluster(A)
+    cluster.dispatcher._send = broken
+    with pytest.raises(OSError, match="broken"):
+        cluster.submit()
+    cluster.settled()

@@ -1,0 +1,87 @@
+import hmac
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.keys import ApiKey, KeyRing, credential, digest_of, new_key
+
+PEPPER = b"0123456789abcdef"
+
+
+def ring(*scopes: str, expires: float | None = None, now: float = 100.0) -> tuple[KeyRing, ApiKey, str]:
+    keys = KeyRing(PEPPER, clock=lambda: now)
+    key, text = new_key(PEPPER, "me", scopes or ("infer",), created=1.0, expires=expires)
+    keys.put(key)
+    return keys, key, text
+
+
+def test_a_key_opens_its_scopes_and_no_more():
+    keys, key, text = ring("infer")
+    assert keys.check(text) == keys.check(text.encode()) == key
+    assert key.allows("infer")
+    assert not key.allows("admin")
+    assert not key.allows("metrics")
+    _, admin, _ = ring("admin")
+    assert all(admin.allows(scope) for scope in ("infer", "admin", "metrics"))
+
+
+def test_only_a_keyed_digest_is_kept():
+    _, key, text = ring()
+    assert text.startswith(f"mp_{key.id}_")
+    assert len(text.split("_", 2)[2]) == 43
+    assert key.digest == hmac.digest(PEPPER, text.encode(), "sha256") == digest_of(PEPPER, text.encode())
+    assert text not in repr(key)
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: text[:-1], lambda text: text + "A", lambda text: "xx" + text[2:], lambda text: text.upper(),
+    lambda text: text.replace("mp_", ""), lambda text: "", lambda text: "mp__", lambda text: "é" * 40,
+    lambda text: text * 100, lambda text: "\ud800",
+])  # fmt: skip
+def test_a_changed_key_opens_nothing(change):
+    keys, _, text = ring()
+    assert keys.check(change(text)) is None
+
+
+@given(st.binary(max_size=400))
+def test_garbage_opens_nothing(garbage: bytes):
+    keys, _, _ = ring()
+    assert keys.check(garbage) is None
+
+
+def test_an_expired_or_revoked_key_opens_nothing():
+    keys, _, text = ring(expires=100.0)
+    assert keys.check(text) is None
+    keys, key, text = ring(expires=100.1)
+    assert keys.check(text) == key
+    assert keys.drop(key.id)
+    assert not keys.drop(key.id)
+    assert keys.check(text) is None
+    assert keys.list() == []
+
+
+def test_another_pepper_makes_every_key_worthless():
+    _, key, text = ring()
+    other = KeyRing(b"another pepper")
+    other.put(key)
+    assert other.check(text) is None
+
+
+@pytest.mark.parametrize("scopes", [(), ("root",), ("infer", "root")])
+def test_unknown_scopes_are_refused(scopes: tuple[str, ...]):
+    with pytest.raises(ValueError, match="scopes are admin, infer, metrics"):
+        new_key(PEPPER, "me", scopes, created=1.0)
+
+
+@pytest.mark.parametrize(("headers", "found"), [
+    ([(b"authorization", b"Bearer abc")], b"abc"),
+    ([(b"authorization", b"bearer  abc ")], b"abc"),
+    ([(b"x-api-key", b"abc")], b"abc"),
+    ([(b"x-api-key", b"abc"), (b"authorization", b"Bearer def")], b"def"),
+    ([(b"authorization", b"Basic abc")], None),
+    ([(b"authorization", b"Basic abc"), (b"x-api-key", b"def")], b"def"),
+    ([], None),
+])  # fmt: skip
+def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], found: bytes | None):
+    assert credential(headers) == found

@@ -1,0 +1,321 @@
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.placement import (
+    POLICIES,
+    Correction,
+    Demand,
+    NoPlacement,
+    Placement,
+    Policy,
+    Trials,
+    explain,
+    place,
+)
+from router.reservations import Ledger
+from router.view import FRESH_SECONDS, ClusterView, NodeView
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+from wire.report import EngineState, Group, Memory, Model
+from wire.units import GIB, MIB
+from wire.verdict import Fits, judge, request_need
+
+NOW = 1000.0
+READY = EngineState("scripted", "ready")
+
+
+def node(name: str, memory: Memory | None = None, *models: Model, **changes: object) -> NodeView:
+    facts: dict[str, object] = {
+        "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": READY,
+        "models": {model.name: model for model in models or (a_model(),)},
+    } | changes  # fmt: skip
+    return NodeView(NodeId(name), name, **facts)
+
+
+def decide(
+    *nodes: NodeView, ask: Demand | None = None, ledger: Ledger | None = None, policy: str = "balanced", seed: int = 0,
+    **more: object,
+) -> Placement | NoPlacement:  # fmt: skip
+    draw: Callable[[], float] = random.Random(seed).random
+    return place(ClusterView(nodes), ask or Demand("tiny", 400), ledger or Ledger(), now=NOW, draw=draw,
+                 policy=POLICIES[policy], **more)  # fmt: skip
+
+
+def chosen(result: Placement | NoPlacement) -> str:
+    assert isinstance(result, Placement), result
+    return result.chosen.name
+
+
+def refused(result: Placement | NoPlacement) -> Refused:
+    assert isinstance(result, NoPlacement), result
+    return result.refused
+
+
+def why(result: Placement | NoPlacement, name: str) -> str:
+    return next(candidate.why for candidate in result.candidates if candidate.name == name)
+
+
+# the filter
+
+REASONS = [
+    ({"state": "suspect"}, "is suspect"),
+    ({"state": "asleep"}, "is asleep"),
+    ({"cordoned": True}, "is cordoned"),
+    ({"draining": True}, "is draining"),
+    ({"heard_at": NOW - FRESH_SECONDS - 0.1}, "was last heard 3.1 s ago"),
+    ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
+    ({"memory": a_memory(1 * MIB)}, "needs 74.2 MiB, headroom is 1.0 MiB"),
+    ({"memory": a_memory(phys=None, current=None, headroom=None)}, "the footprint of the engine cannot be read"),
+    ({"models": {"other": a_model("other")}}, "does not serve tiny"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REASONS)
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_node_that_may_not_be_picked_says_why(change: dict[str, object], reason: str, policy: str):
+    bad = node("bad", **change)
+    result = decide(bad, node("good"), policy=policy)
+    assert chosen(result) == "good"
+    assert why(result, "bad").startswith(reason)
+    assert isinstance(decide(bad, policy=policy), NoPlacement)
+
+
+def test_an_exact_prompt_longer_than_the_context_does_not_go_there():
+    small, large = node("small", None, a_model(context=100)), node("large", None, a_model(context=1000))
+    result = decide(small, large, ask=Demand("tiny", 0, 500))
+    assert chosen(result) == "large"
+    assert why(result, "small") == "its context is 100 tokens, the prompt has 500"
+
+
+def test_an_estimated_prompt_is_never_longer_than_the_context():
+    assert chosen(decide(node("a"), ask=Demand("tiny", 10**7))) == "a"
+
+
+def test_what_was_promised_since_the_report_counts():
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
+    result = decide(node("a"), node("b", a_memory(2 * GIB)), ledger=ledger)
+    assert chosen(result) == "b"
+    assert why(result, "a") == "needs 74.2 MiB, headroom is 10.0 MiB"
+
+
+def test_a_refusal_corrects_the_headroom_until_the_next_report():
+    corrections = {NodeId("a"): Correction(NOW, 20 * MIB)}
+    assert isinstance(decide(node("a"), corrections=corrections), NoPlacement)
+    assert chosen(decide(node("a", heard_at=NOW + 0.1), corrections=corrections)) == "a"
+
+
+def test_a_node_that_refused_this_request_is_asked_again_after_its_next_report():
+    trials = Trials(refused={NodeId("a"): NOW})
+    assert why(decide(node("a"), trials=trials), "a") == "refused this request and has not reported since"
+    assert chosen(decide(node("a", heard_at=NOW + 0.1), trials=trials)) == "a"
+
+
+def test_a_hold_keeps_others_out_and_its_owner_in():
+    ledger = Ledger()
+    ledger.hold(5, NodeId("a"), 8 * GIB - 10 * MIB)
+    assert isinstance(decide(node("a"), ledger=ledger), NoPlacement)
+    assert chosen(decide(node("a"), ledger=ledger, trials=Trials(waiting=5))) == "a"
+
+
+def test_a_feature_that_the_model_lacks_rules_the_node_out():
+    able = node("able", None, a_model(features=("tools",)))
+    ask = Demand("tiny", 400, features=frozenset({"tools"}))
+    assert chosen(decide(node("plain"), able, ask=ask)) == "able"
+    assert refused(decide(node("plain"), ask=ask)).code is Code.UNSUPPORTED
+
+
+# the order
+
+
+def test_room_for_two_beats_speed_and_room_for_more_than_two_does_not():
+    need = request_need(a_model(), 100, 64)
+    tight = node("tight", a_memory(need + MIB), a_model(prefill_speed=10_000.0))
+    roomy = node("roomy", a_memory(2 * need), a_model(prefill_speed=100.0))
+    huge = node("huge", a_memory(60 * GIB, cap=96 * GIB), a_model(prefill_speed=50.0))
+    assert chosen(decide(tight, roomy)) == "roomy"
+    assert chosen(decide(tight, roomy, huge)) == "roomy"
+    assert chosen(decide(tight, roomy, huge, policy="most_headroom")) == "huge"
+
+
+def test_the_shortest_expected_time_counts_queue_load_and_speed():
+    busy = node("busy", None, a_model(prefill_speed=2000.0), engine=EngineState("x", "ready", queued_tokens=9000))
+    cold = node("cold", None, a_model(prefill_speed=2000.0, loaded=False, load_seconds=5.0))
+    slow = node("slow", None, a_model(prefill_speed=100.0))
+    assert chosen(decide(busy, cold, slow)) == "slow"
+    ledger = Ledger()
+    ledger.claim(NodeId("slow"), 1, 1, 1, tokens=5000)
+    assert chosen(decide(busy, cold, slow, ledger=ledger)) == "busy"
+
+
+def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 0)
+    assert chosen(decide(node("a"), node("b"), ledger=ledger)) == "b"
+    picks = {chosen(decide(node("a"), node("b"), seed=seed)) for seed in range(20)}
+    assert picks == {"a", "b"}
+
+
+# why there is none
+
+
+def test_an_unknown_model_is_a_404_that_names_near_ones():
+    answer = refused(decide(node("a", None, a_model("qwen3-4b"), a_model("llama-8b")), ask=Demand("qwen3-4")))
+    assert (answer.code, answer.status) == (Code.NO_MODEL, 404)
+    assert "qwen3-4b" in answer.message
+
+
+def test_a_cluster_without_a_model_is_not_ready_rather_than_wrong():
+    assert refused(decide()).code is Code.NOT_READY
+    assert refused(decide(node("a", None, models={}))).code is Code.NOT_READY
+
+
+def test_no_room_says_the_best_node_its_numbers_and_the_next_step():
+    answer = refused(decide(node("mini", a_memory(10 * MIB)), node("studio-a", a_memory(50 * MIB))))
+    assert (answer.code, answer.status, answer.node) == (Code.NO_ROOM, 503, "studio-a")
+    assert answer.message.startswith("needs 74.2 MiB by estimate, best node studio-a has 50.0 MiB: retry, shorten")
+    assert answer.numbers is not None
+    assert (answer.numbers.headroom, answer.numbers.margin, answer.numbers.bound_by) == (50 * MIB, 2 * GIB, "static")
+    assert answer.numbers.predicted == 24 * GIB - 50 * MIB + answer.numbers.estimate
+    assert answer.retry_after is not None
+    assert 1 <= answer.retry_after <= 60
+
+
+def test_can_never_fit_is_said_only_with_an_exact_count():
+    model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
+    guess = decide(node("a", None, model), ask=Demand("tiny", 4 * 40_000))
+    assert isinstance(guess, NoPlacement)
+    assert guess.refused.code is Code.NO_ROOM
+    assert guess.hopeless, "so it does not wait in line"
+    answer = refused(decide(node("a", None, model), ask=Demand("tiny", 0, 40_000)))
+    assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
+    assert "the most that any member can give is 22.0 GiB (a)" in answer.message
+    assert answer.numbers is not None
+
+
+@pytest.mark.parametrize("absent", ["asleep", "lost", "draining", "suspect"])
+def test_a_member_that_is_absent_but_large_enough_makes_it_a_503(absent: str):
+    model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
+    large = node("large", a_memory(80 * GIB, cap=512 * GIB), model, state=absent)
+    result = decide(node("small", None, model), large, ask=Demand("tiny", 0, 4000))
+    assert refused(result).code is Code.NO_ROOM
+    assert refused(result).status == 503
+
+
+def test_a_prompt_longer_than_every_context_is_a_400():
+    answer = refused(decide(node("a"), ask=Demand("tiny", 0, 5000)))
+    assert (answer.code, answer.status) == (Code.CONTEXT, 400)
+    assert "5000 tokens" in answer.message
+    assert "4096" in answer.message
+
+
+def test_a_final_refusal_of_every_serving_node_is_final():
+    trials = Trials(never={NodeId("a"): Refused(Code.CONTEXT, "too long")})
+    assert refused(decide(node("a"), trials=trials)).code is Code.CONTEXT
+    assert chosen(decide(node("a"), node("b"), trials=trials)) == "b"
+
+
+def test_nodes_that_are_all_away_are_named():
+    answer = refused(decide(node("a", state="asleep"), node("b", cordoned=True)))
+    assert answer.code is Code.NOT_READY
+    assert "a is asleep; b is cordoned" in answer.message
+    assert refused(decide(node("a", draining=True))).code is Code.DRAINING
+
+
+def test_explain_shows_every_node_with_its_arithmetic():
+    rows = explain(decide(node("a"), node("b", a_memory(MIB))))
+    assert [(row["name"], row["chosen"], row["feasible"]) for row in rows] == [("a", True, True), ("b", False, False)]
+    assert rows[1]["headroom"] == MIB
+    assert rows[1]["code"] == "no_headroom"
+    assert {"need", "ceiling", "margin", "current", "reserved", "cap", "why_not", "expected_ttft_seconds"} <= set(
+        rows[0]
+    )
+
+
+# for every policy, over all clusters
+
+sizes = st.integers(0, 64 * GIB)
+some_groups = st.builds(Group, st.integers(1, 8), st.integers(0, 9000), st.integers(0, 9000))
+some_models = st.builds(
+    Model, name=st.just("tiny"), loaded=st.booleans(), weights=sizes, kv_per_token=st.integers(0, 4 * MIB),
+    transient=st.integers(0, GIB), context=st.integers(0, 10_000), load_seconds=st.floats(0, 100),
+    prefill_speed=st.floats(1, 5000), decode_speed=st.floats(1, 100), bytes_per_token=st.floats(0.5, 8),
+    groups=st.lists(some_groups, max_size=2).map(tuple),
+    expected_output=st.integers(1, 2000),
+)  # fmt: skip
+some_memories = st.builds(
+    Memory, cap=sizes, ceiling=sizes, margin=sizes, phys=st.none() | sizes, active=sizes, recent=sizes, reserved=sizes,
+    guard=st.sampled_from([True, True, True, False]),
+)  # fmt: skip
+some_nodes = st.builds(
+    NodeView, id=st.uuids().map(lambda one: NodeId(str(one))), name=st.just("n"),
+    state=st.sampled_from(["ready", "ready", "ready", "suspect", "asleep", "lost"]), cordoned=st.booleans(),
+    heard_at=st.sampled_from([NOW, NOW - 2, NOW - 10]), memory=some_memories,
+    engine=st.sampled_from([READY, EngineState("x", "ready", queued_tokens=900), EngineState("x", "failed")]),
+    models=some_models.map(lambda model: {"tiny": model}) | st.just({}), draining=st.booleans(),
+)  # fmt: skip
+demands = st.builds(
+    Demand, model=st.just("tiny"), prompt_bytes=st.integers(0, 40_000),
+    prompt_tokens=st.none() | st.integers(0, 12_000),
+    max_tokens=st.none() | st.integers(1, 10_000), choices=st.integers(1, 4),
+)  # fmt: skip
+
+
+@given(
+    st.lists(some_nodes, max_size=6), demands, st.sampled_from(list(POLICIES)), st.integers(0, 4 * GIB), st.integers()
+)
+def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
+    nodes: list[NodeView], ask: Demand, policy: str, promised: int, seed: int
+):
+    ledger = Ledger()
+    for number, one in enumerate(nodes):
+        ledger.claim(one.id, number, number, promised)
+    result = decide(*nodes, ask=ask, ledger=ledger, policy=policy, seed=seed)
+    assert result == decide(*nodes, ask=ask, ledger=ledger, policy=policy, seed=seed), "same seed, same decision"
+    fits = {one.id for one in nodes if gate(one, ask, promised)}
+    assert {candidate.node for candidate in result.candidates if candidate.feasible} == fits
+    if isinstance(result, Placement):
+        assert result.chosen.node in fits
+        assert [row["chosen"] for row in explain(result)].count(True) == 1
+    else:
+        assert not fits
+        assert all(candidate.why for candidate in result.candidates)
+        assert result.refused.message
+        if result.refused.status == 503 and result.refused.retry_after is not None:
+            assert 1 <= result.refused.retry_after <= 60
+
+
+def gate(one: NodeView, ask: Demand, promised: int) -> bool:
+    """The node's side: the same verdict, on its reading with what is on the way already committed."""
+    model = one.models.get("tiny")
+    usable = one.state == "ready" and not one.cordoned and not one.draining and one.engine.state == "ready"
+    if model is None or not usable or NOW - one.heard_at > FRESH_SECONDS:
+        return False
+    if ask.prompt_tokens is not None and model.context and ask.prompt_tokens >= model.context:
+        return False
+    tokens = ask.tokens_on(model)
+    need = request_need(model, tokens, ask.output_on(model, tokens), ask.choices)
+    reading = Memory(**{
+        name: getattr(one.memory, name) for name in one.memory.__struct_fields__
+    } | {"reserved": one.memory.reserved + promised})  # fmt: skip
+    return isinstance(judge(reading, need), Fits)
+
+
+class Worst:
+    """A policy that loves the node with the least room."""
+
+    def score(self, candidate, request):
+        return (candidate.headroom or 0,)
+
+
+@given(st.lists(some_nodes, max_size=6), demands)
+def test_a_foreign_policy_cannot_override_the_filter(nodes: list[NodeView], ask: Demand):
+    worst: Policy = Worst()
+    result = place(ClusterView(tuple(nodes)), ask, Ledger(), now=NOW, draw=lambda: 0.5, policy=worst)
+    if isinstance(result, Placement):
+        assert gate(next(one for one in nodes if one.id == result.chosen.node), ask, 0)

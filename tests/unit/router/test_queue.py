@@ -1,0 +1,161 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.queue import LEAST_LIMIT, LEAST_SHARE, MOST_OVERTAKES, PATIENCE, QUANTUM, AdmissionQueue, Entry
+from wire.refusals import Code, Refused
+
+
+def offer(queue: AdmissionQueue[str], item: str, key: str = "k", cost: int = 10, now: float = 0.0) -> Entry[str]:
+    entry = queue.offer(item, key, cost, now, now + 30, 2)
+    assert isinstance(entry, Entry)
+    return entry
+
+
+def test_the_line_is_bounded_and_says_when_to_come_back():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(LEAST_LIMIT):
+        offer(queue, str(number), f"key{number}")
+    refused = queue.offer("one more", "late", 1, 0.0, 30.0, 2)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.status) == (Code.QUEUE_FULL, 503)
+    assert refused.retry_after is not None
+    assert 1 <= refused.retry_after <= 60
+
+
+def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(LEAST_SHARE):
+        offer(queue, str(number))
+    refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.status) == (Code.OVER_SHARE, 429)
+    assert queue.share(100) == 100
+    assert queue.limit(100) == 400
+    offer(queue, "another key has its own share", "other")
+
+
+def test_deadlines_end_the_wait_oldest_first():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    offer(queue, "a", now=0.0)
+    offer(queue, "b", "other", now=1.0)
+    offer(queue, "c", now=5.0)
+    assert queue.expire(29.9) == []
+    assert queue.expire(31.0) == ["a", "b"]
+    assert len(queue) == 1
+
+
+def test_leaving_twice_counts_once():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    entry = offer(queue, "a")
+    assert queue.remove(entry)
+    assert not queue.remove(entry)
+    assert len(queue) == 0
+
+
+def test_what_does_not_fit_does_not_block_what_is_behind_it():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    offer(queue, "large")
+    offer(queue, "small")
+    assert queue.wake(0.1, lambda item, keep: item == "small") == 1
+    assert len(queue) == 1
+
+
+def test_room_is_kept_after_eight_overtakes():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    large = offer(queue, "large")
+    kept: list[bool] = []
+
+    def attempt(item: str, keep: bool) -> bool:
+        if item == "large":
+            kept.append(keep)
+        return item != "large"
+
+    for number in range(MOST_OVERTAKES):
+        offer(queue, f"small{number}", f"key{number}")
+        queue.wake(0.1, attempt)
+    assert not any(kept)
+    assert large.overtaken == MOST_OVERTAKES
+    queue.wake(0.1, attempt)
+    assert kept[-1]
+
+
+def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    entry = offer(queue, "large")
+    assert not queue.overdue(entry, PATIENCE - 0.1)
+    assert queue.overdue(entry, PATIENCE)
+    for _ in range(MOST_OVERTAKES):
+        queue.overtake()
+    assert queue.overdue(entry, 0.1)
+
+
+def drain(queue: AdmissionQueue[str]) -> list[str]:
+    """Let exactly one leave at each wake, as when capacity comes back one request at a time."""
+    order: list[str] = []
+    while len(queue):
+        free = [True]
+
+        def attempt(item: str, keep: bool, free: list[bool] = free) -> bool:
+            if not free[0]:
+                return False
+            free[0] = False
+            order.append(item)
+            return True
+
+        assert queue.wake(0.1, attempt) == 1
+    return order
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_two_keys_with_equal_requests_take_turns(first: int, second: int):
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(first):
+        offer(queue, f"a{number}", "a", QUANTUM)
+    for number in range(second):
+        offer(queue, f"b{number}", "b", QUANTUM)
+    order = [item[0] for item in drain(queue)]
+    both = order[: 2 * min(first, second)]
+    assert abs(both.count("a") - both.count("b")) <= 1
+
+
+@given(st.lists(st.integers(1, 4 * QUANTUM), min_size=1, max_size=12))
+def test_a_key_of_long_prompts_gets_no_more_tokens_than_a_key_of_short_ones(costs: list[int]):
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number, cost in enumerate(costs):
+        offer(queue, f"long{number}", "long", cost)
+    for number in range(15):
+        offer(queue, f"short{number}", "short", 256)
+    weight = {f"long{number}": cost for number, cost in enumerate(costs)}
+    served = {"long": 0, "short": 0}
+    waiting = {"long": len(costs), "short": 15}
+    for item in drain(queue):
+        key = item.rstrip("0123456789")
+        served[key] += weight.get(item, 256)
+        waiting[key] -= 1
+        if all(waiting.values()):
+            assert abs(served["long"] - served["short"]) <= max(costs) + 2 * QUANTUM
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000)), max_size=40), st.data())
+def test_everybody_is_tried_once_and_the_count_stays_true(requests: list[tuple[str, int]], data: st.DataObject):
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    inside: list[str] = []
+    for number, (key, cost) in enumerate(requests):
+        if isinstance(queue.offer(f"{key}{number}", key, cost, 0.0, 30.0, 1), Entry):
+            inside.append(f"{key}{number}")
+    fitting = set(data.draw(st.sets(st.sampled_from(inside)))) if inside else set()
+    tried: list[str] = []
+
+    def attempt(item: str, keep: bool) -> bool:
+        tried.append(item)
+        return item in fitting
+
+    assert queue.wake(0.0, attempt) == len(fitting)
+    assert sorted(tried) == sorted(inside)
+    assert len(queue) == len(inside) - len(fitting) == sum(queue.depth(key) for key in "abc")
+
+
+@pytest.mark.parametrize("limit", [1, 10, 1000])
+def test_a_limit_that_is_set_is_the_limit(limit: int):
+    assert AdmissionQueue(limit).limit(50) == limit

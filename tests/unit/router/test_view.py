@@ -1,0 +1,86 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.view import UNMEASURED_PREFILL, view_of
+from wire.frames import Report
+from wire.identity import NodeId
+from wire.report import EngineState, Group, Memory, Model
+from wire.verdict import Fits, judge, request_need
+
+wild_ints = st.integers(-(2**63), 2**63 - 1)
+wild_floats = st.floats(allow_nan=True, allow_infinity=True)
+memories = st.builds(
+    Memory, cap=wild_ints, ceiling=wild_ints, margin=wild_ints, phys=st.none() | wild_ints, active=wild_ints,
+    recent=wild_ints, reserved=wild_ints, leases=wild_ints, age=wild_floats,
+)  # fmt: skip
+models = st.builds(
+    Model, name=st.sampled_from(["", "a", "b"]), weights=wild_ints, kv_per_token=wild_ints, transient=wild_ints,
+    context=wild_ints, load_seconds=wild_floats, prefill_speed=wild_floats, decode_speed=wild_floats,
+    bytes_per_token=wild_floats, expected_output=wild_ints,
+    groups=st.lists(st.builds(Group, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
+)  # fmt: skip
+reports = st.builds(
+    Report, sequence=wild_ints, memory=memories, acked_seq=wild_ints, models=st.lists(models, max_size=4).map(tuple),
+    engine=st.builds(EngineState, running=wild_ints, waiting=wild_ints, queued_tokens=wild_ints),
+)  # fmt: skip
+
+
+def seen(report: Report, name: str = "studio"):
+    return view_of(report, node=NodeId("n1"), name=name, state="ready", heard_at=1.0)
+
+
+@given(reports)
+def test_no_lie_reaches_the_arithmetic(report: Report):
+    view = seen(report)
+    memory = view.memory
+    assert min(memory.cap, memory.ceiling, memory.margin, memory.active, memory.recent, memory.reserved) >= 0
+    assert memory.phys is None or memory.phys >= 0
+    assert min(view.engine.running, view.engine.waiting, view.engine.queued_tokens, view.acked_seq) >= 0
+    for model in view.models.values():
+        assert model.name
+        assert min(model.weights, model.kv_per_token, model.transient, model.context) >= 0
+        assert all(math.isfinite(one) and one > 0 for one in (model.prefill_speed, model.decode_speed))
+        assert 0 <= model.load_seconds <= 600
+        assert 0.25 <= model.bytes_per_token <= 64
+        assert 0 < model.expected_output <= 32_768
+        assert request_need(model, 100, 100) >= 0
+
+
+@given(memories)
+def test_a_lie_about_memory_never_makes_room(memory: Memory):
+    honest = seen(Report(0, memory, EngineState())).memory
+    verdict = judge(honest, 1)
+    if isinstance(verdict, Fits) and memory.guard:
+        assert memory.ceiling >= 0
+        assert memory.phys is not None
+        assert memory.phys >= 0
+
+
+def test_an_honest_report_is_kept_as_it_is():
+    model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (Group(2, 100, 150),), 128)
+    memory = Memory(cap=10, ceiling=9, margin=1, phys=3, active=2, recent=1, reserved=1)
+    view = seen(Report(1, memory, EngineState("mlx", "ready"), (model,), 7, True))
+    assert (view.memory, view.models["m"], view.acked_seq, view.draining) == (memory, model, 7, True)
+
+
+def test_a_model_with_an_impossible_size_is_left_out():
+    bad = Model("m", kv_per_token=-5, weights=1)
+    assert not seen(Report(0, Memory(), EngineState(), (bad,))).models
+
+
+def test_the_first_of_two_models_with_one_name_counts():
+    report = Report(0, Memory(), EngineState(), (Model("m", context=1), Model("m", context=2)))
+    assert seen(report).models["m"].context == 1
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
+def test_an_impossible_speed_reads_as_unmeasured(speed: float):
+    report = Report(0, Memory(), EngineState(), (Model("m", prefill_speed=speed),))
+    assert seen(report).models["m"].prefill_speed == UNMEASURED_PREFILL
+
+
+def test_a_name_that_could_break_a_header_gives_way_to_the_id():
+    assert seen(Report(0, Memory(), EngineState()), "evil\r\nx-admin: 1").name == "n1"
