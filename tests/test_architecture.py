@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.neuter.__main__ import Entry, load
 from wire import frames
 from wire.frames import TAGS, Frame
 
@@ -239,3 +240,14 @@ def test_every_frame_has_one_tag_and_no_tag_is_used_twice():
     written = re.findall(r"(\d+): \w+", source[0])
     assert len(written) == len(set(written)) == len(TAGS)
     assert all(0 < tag < 256 for tag in TAGS)
+
+
+# safety
+
+
+@pytest.mark.parametrize("entry", load(), ids=lambda entry: entry.name)
+def test_a_safety_property_is_where_its_entry_says(entry: Entry):
+    assert (ROOT / entry.file).read_text().count(entry.find) == 1
+    for test in entry.tests:
+        file, _, function = test.partition("::")
+        assert (f"def {function.partition('[')[0]}(" if function else "def test_") in (ROOT / file).read_text()
