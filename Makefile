@@ -1,11 +1,11 @@
 # Everything runs inside .venv/, which this file makes by itself: `make demo` and `make test` work on a fresh clone.
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done)
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
 READY := .venv/.ready
-PACKAGES := coordinator node router wire
 
-.PHONY: demo test quick lint types unit bench neuter lock clean mac-check
+.PHONY: demo test quick lint types unit bench neuter docs lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
@@ -36,6 +36,9 @@ neuter: $(READY)
 mac-check: $(READY)
 	$(BIN)/python -m deploy.mac_check
 
+docs: $(READY)
+	$(BIN)/python -m docs.generate
+
 lock: $(READY)
 	UV=$(UV) sh requirements/compile.sh
 
@@ -43,7 +46,10 @@ clean:
 	rm -rf .venv .uv
 
 $(READY): requirements/dev.txt pyproject.toml
-	@command -v $(UV) >/dev/null 2>&1 || { $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.14 was found: install one, or name it: make PYTHON=…" >&2; exit 1; }
+	@command -v $(UV) >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo \
+	"$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv), and there is no uv" >&2; exit 1; }
+	@command -v $(UV) >/dev/null 2>&1 || { rm -rf .uv && $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip sync --quiet --python $(BIN)/python requirements/dev.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .

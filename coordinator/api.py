@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from coordinator.admin import Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.registry import Registry
+from router.dialects.openapi import openapi_schemas
 from router.keys import KeyRing, credential
 from router.placement import Demand, NoPlacement, Placement, explain
 from router.problems import NO_KEY, WRONG_KEY, Problem, invalid, missing_scope, not_found
@@ -191,7 +192,8 @@ class Api:
         def whole() -> dict[str, Any]:
             document = plain()
             document["paths"].update(self._paths)
-            document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["components"]["schemas"].update(openapi_schemas())
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             return document
 
         self.app.openapi = whole

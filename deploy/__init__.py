@@ -1,0 +1,1 @@
+"""What is run beside the pool: the check of a Mac."""

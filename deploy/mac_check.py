@@ -1,0 +1,120 @@
+"""`make mac-check`: everything that only a Mac can show, as one table, run and written down as a report.
+
+What each entry means, what to expect and what to change when it differs: docs/macos-checklist.md, under the same id.
+Entries by hand are listed in the report with a box to fill in. Exit code 0: nothing failed, 1: something did, 2: this
+is no Mac.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from deploy import mac_machine, mac_network, mac_pool
+from deploy.outcome import Outcome, ToolError, ask, judged, skipped
+
+REPORT = Path("mac-check-report.md")
+NO_MAC = "this check needs a Mac: it runs on macOS on Apple silicon"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing to look at; `run` is None where a person must."""
+
+    id: str
+    title: str
+    run: Callable[[], Outcome] | None = None
+
+    @property
+    def how(self) -> Literal["automatic", "manual"]:
+        """Whether the script can do it alone."""
+        return "automatic" if self.run else "manual"
+
+
+ENTRIES = (
+    Entry("footprint", "Footprint of a process that holds 1 GiB", mac_machine.footprint),
+    Entry("total-memory", "RAM", mac_machine.total_memory),
+    Entry("wired-limit", "Metal's wired limit, when somebody set it", mac_machine.wired_limit),
+    Entry("metal-share", "Metal's wired limit, when nobody set it", mac_machine.metal_share),
+    Entry("reclaimable", "Memory that the system can free", mac_machine.reclaimable),
+    Entry("chip", "Name of the chip", mac_machine.chip),
+    Entry("machine-id", "Identity of the machine", mac_machine.identity),
+    Entry("notsent-lowat", "TCP_NOTSENT_LOWAT on a link", mac_network.notsent_lowat),
+    Entry("child-eof", "The engine ends with its socket", mac_network.child_eof),
+    Entry("local-network", "Local network privacy", mac_network.local_network),
+    Entry("bonjour", "Bonjour, both ways, with goodbye", mac_network.bonjour_both_ways),
+    Entry("local-name", "The endpoint under NAME.local", mac_pool.local_name),
+    Entry("help-cpu", "CPU of cluster --help", mac_pool.help_cpu),
+    Entry("idle-agent", "CPU and wake-ups of an idle agent"),
+    Entry("sleep-wake", "A node sleeps and wakes"),
+    Entry("join-by-code", "A second Mac joins by code"),
+)
+
+
+def run(entry: Entry) -> Outcome:
+    """Run one entry; whatever goes wrong in it is its own failure and ends no other."""
+    if entry.run is None:
+        return skipped(f"by hand: docs/macos-checklist.md, {entry.id}")
+    try:
+        return entry.run()
+    except (ToolError, OSError, ValueError) as error:
+        return judged(good=False, text=f"{type(error).__name__}: {error}")
+
+
+def report(outcomes: list[tuple[Entry, Outcome]]) -> str:
+    """Write outcomes as a Markdown page; it holds no host name, no address and no serial number."""
+    memory = next((outcome.text for entry, outcome in outcomes if entry.id == "total-memory"), "")
+    lines = [
+        "# Mac check",
+        "",
+        f"macpool {version('macpool')} ({_commit()}), macOS {platform.mac_ver()[0]}, {platform.machine()}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. {memory}",
+        "",
+        "| entry | outcome | numbers |",
+        "|---|---|---|",
+        *(f"| {entry.id} | {_box(entry, outcome)} | {outcome.text.replace('|', '/')} |" for entry, outcome in outcomes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _box(entry: Entry, outcome: Outcome) -> str:
+    return "[ ] by hand" if entry.how == "manual" else outcome.status
+
+
+def _commit() -> str:
+    try:
+        return ask("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty").strip()
+    except ToolError:
+        return "no git"
+
+
+def main() -> int:
+    """Run the entries that were named, or all, print them and write the report."""
+    parser = argparse.ArgumentParser(prog="mac_check", description="Everything that only a Mac can show.")
+    parser.add_argument("entries", nargs="*", metavar="ID", help=", ".join(entry.id for entry in ENTRIES))
+    parser.add_argument("--report", type=Path, default=REPORT, help="where the report goes (%(default)s)")
+    options = parser.parse_args()
+    if sys.platform != "darwin":
+        print(NO_MAC, file=sys.stderr)
+        return 2
+    unknown = set(options.entries) - {entry.id for entry in ENTRIES}
+    if unknown:
+        parser.error(f"there is no entry {', '.join(sorted(unknown))}")
+    outcomes: list[tuple[Entry, Outcome]] = []
+    for entry in ENTRIES:
+        if not options.entries or entry.id in options.entries:
+            outcomes.append((entry, run(entry)))
+            print(f"{outcomes[-1][1].status:<5} {entry.id:<14} {outcomes[-1][1].text}", flush=True)
+    options.report.write_text(report(outcomes))
+    failed = sum(outcome.status == "fail" for _, outcome in outcomes)
+    print(f"{failed} failed; the report is in {options.report}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

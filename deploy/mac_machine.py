@@ -1,0 +1,122 @@
+"""Entries of the Mac check about memory and the machine: our readings beside those of the system's own tools."""
+
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, size_in, skipped
+from node.machine import machine_id, platform_uuid_in
+from node.memory.cap import METAL_SHARE, default_metal
+from node.memory.darwin import System
+from wire.units import GIB, MIB, show_size
+
+ALLOCATE = (
+    "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
+)  # fmt: skip
+"""A child that writes 1 GiB of memory, says so, and holds it until its input ends."""
+ACTIVE_SHARE = 0.5
+METAL = (
+    "import mlx.core as mx; "
+    "print((mx.device_info if hasattr(mx, 'device_info') else mx.metal.device_info)()"
+    "['max_recommended_working_set_size'])"
+)
+"""A child, because this process imports no MLX."""
+
+
+@contextmanager
+def gibibyte() -> Generator[int]:
+    """Give the process id of a child that has written 1 GiB."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ALLOCATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None  # noqa: S101  it was asked for
+        child.stdout.readline()
+        yield child.pid
+
+
+def footprint() -> Outcome:
+    """Compare the footprint of a child that holds 1 GiB with what `footprint` and `vmmap -summary` say."""
+    with gibibyte() as pid:
+        ours = System().phys(pid)
+        if ours is None:
+            return judged(good=False, text="proc_pid_rusage gives nothing for a child of the same user")
+        theirs: dict[str, int] = {}
+        silent: list[str] = []
+        for title, command in (
+            ("Footprint", ("/usr/bin/footprint", str(pid))),
+            ("Physical footprint", ("/usr/bin/vmmap", "-summary", str(pid))),
+        ):
+            try:
+                theirs[command[0]] = size_in(ask(*command), title)
+            except ToolError as error:
+                silent.append(str(error))
+    says = "; ".join([f"ours {show_size(ours)}", *(f"{tool} {show_size(size)}" for tool, size in theirs.items())])
+    says += "".join(f"; no answer: {why}" for why in silent)
+    if not theirs:
+        return skipped(f"{says}; run the check with sudo, so that the tools may look at the child")
+    plausible = GIB <= ours <= GIB + 256 * MIB
+    return judged(plausible and all(near(ours, size, 0.06) for size in theirs.values()), says)
+
+
+def total_memory() -> Outcome:
+    """Compare the RAM with `sysctl hw.memsize`."""
+    ours, theirs = System().total_memory(), int(ask("/usr/sbin/sysctl", "-n", "hw.memsize"))
+    return judged(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
+
+
+def wired_limit() -> Outcome:
+    """Compare Metal's limit, as somebody set it, with `sysctl iogpu.wired_limit_mb`; 0 there is None here."""
+    ours, theirs = System().wired_limit(), int(ask("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+    return judged(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: nobody set one)")
+
+
+def metal_share() -> Outcome:
+    """Compare our assumption of Metal's default limit with recommendedMaxWorkingSetSize, by MLX in a child."""
+    system = System()
+    if system.wired_limit() is not None:
+        return skipped("iogpu.wired_limit_mb is set; the default shows after `sudo sysctl iogpu.wired_limit_mb=0`")
+    try:
+        theirs = int(ask(sys.executable, "-c", METAL))
+    except ToolError as error:
+        return skipped(f"MLX gives no answer, install the extra `node`: {error}")
+    total = system.total_memory() or 0
+    assumed = default_metal(total)
+    says = f"Metal {show_size(theirs)} = {theirs / max(total, 1):.1%} of {show_size(total)}, assumed {METAL_SHARE:.0%}"
+    return judged(assumed <= theirs, says)
+
+
+def reclaimable() -> Outcome:
+    """Compare what the system can free with the pages that `vm_stat` counts at about the same moment.
+
+    `vm_stat` takes the speculative pages out of the free ones; the kernel's count, which we read, has them in.
+    """
+    listing = ask("/usr/bin/vm_stat")
+    ours = System().reclaimable(ACTIVE_SHARE)
+    size = number_in(listing, r"page size of (\d+) bytes")
+    free, speculative, inactive, active = (
+        number_in(listing, rf"^Pages {name}:\s+(\d+)") for name in ("free", "speculative", "inactive", "active")
+    )
+    theirs = int((free + speculative + inactive + active * ACTIVE_SHARE) * size)
+    if ours is None:
+        return judged(good=False, text="host_statistics64 gives nothing")
+    says = f"ours {show_size(ours)}, vm_stat {show_size(theirs)} (free + speculative + inactive + half of active)"
+    return judged(near(ours, theirs, 0.05), says)
+
+
+def chip() -> Outcome:
+    """Compare the chip's name with `sysctl machdep.cpu.brand_string`."""
+    ours, theirs = System().chip_name(), ask("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
+    return judged(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
+
+
+def identity() -> Outcome:
+    """Check that the machine's id is made from the hardware's UUID, and comes out the same in another process."""
+    again = ask(sys.executable, "-c", "from node.machine import machine_id; print(machine_id())").strip()
+    ours = machine_id()
+    says = f"{ours[:8]}… here, {again[:8]}… in another process"
+    if sys.platform != "darwin":
+        return judged(ours == again, says)
+    uuid = platform_uuid_in(ask("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
+    says += ", from IOPlatformUUID" if uuid else ", but ioreg shows no IOPlatformUUID"
+    return judged(bool(uuid) and ours == again == machine_id(uuid), says)

@@ -1,0 +1,169 @@
+"""Entries of the Mac check about sockets, children and the local network."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+from deploy.outcome import ROOT, Outcome, ToolError, ask, judged, skipped
+from node import bonjour
+from node.engine.child import settings_message
+from node.settings import EngineSettings
+from wire.advert import Advert, instance_name
+from wire.codec import Splitter, decode, encode
+from wire.frames import Ping, Pong
+from wire.identity import SERVICE_TYPE
+from wire.stream import MOST_BUFFERED, TCP_NOTSENT_LOWAT
+
+PEER = "MACPOOL_CHECK_PEER"
+"""Environment name: HOST:PORT of another machine on the LAN, if the check shall not choose one itself."""
+BLOCKED = 65
+"""EHOSTUNREACH on macOS: what a connection gets that local network privacy blocks."""
+CONNECT_SECONDS = 3.0
+LISTEN_SECONDS = 10.0
+NONCE = 7
+
+
+def notsent_lowat() -> Outcome:
+    """Set TCP_NOTSENT_LOWAT on a connection, as every link does, and read it back."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
+        try:
+            line.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MOST_BUFFERED)
+            kept = line.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT)
+        except OSError as error:
+            return judged(good=False, text=f"option {TCP_NOTSENT_LOWAT:#x}: {error}")
+    named = getattr(socket, "TCP_NOTSENT_LOWAT", TCP_NOTSENT_LOWAT)
+    says = f"option {TCP_NOTSENT_LOWAT:#x} (Python: {named:#x}), set {MOST_BUFFERED}, read {kept}"
+    return judged(kept == MOST_BUFFERED and named == TCP_NOTSENT_LOWAT, says)
+
+
+def child_eof() -> Outcome:
+    """Start an engine with an inherited socket as the agent does, ping it, close our end: it must be gone in 1 s."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "node.engine.child", "--socket", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+        theirs.close()
+        try:
+            ours.settimeout(LISTEN_SECONDS)
+            ours.sendall(settings_message(EngineSettings()) + encode(Ping(NONCE)))
+            answered = _pong(ours)
+            ours.close()
+            began = time.monotonic()
+            child.wait(LISTEN_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return judged(good=False, text=f"the engine did not answer or did not end: {error}")
+        finally:
+            child.kill()
+            child.wait()
+    took = time.monotonic() - began
+    return judged(
+        answered and took < 1.0, f"answered: {answered}, gone {took * 1000:.0f} ms after the end of its socket"
+    )
+
+
+def _pong(line: socket.socket) -> bool:
+    """Read until the answer to our ping; False when the socket ends first."""
+    splitter = Splitter()
+    while piece := line.recv(65536):
+        for tag, body in splitter.feed(piece):
+            frame = decode(tag, body)
+            if isinstance(frame, Pong):
+                return frame.nonce == NONCE
+    return False
+
+
+def local_network() -> Outcome:
+    """Connect to the gateway and to another machine of the LAN; macOS blocks the second where privacy forbids it."""
+    try:
+        gateway = re.search(r"gateway:\s+(\S+)", ask("/sbin/route", "-n", "get", "default"))
+    except ToolError as error:
+        return skipped(f"no default route: {error}")
+    first = _reach(gateway[1], 53) if gateway else None
+    peer = os.environ.get(PEER) or _neighbour(gateway[1] if gateway else "")
+    if peer is None:
+        return skipped(f"gateway: {_said(first)}; no other machine is known: set {PEER}=HOST:PORT")
+    host, _, port = peer.rpartition(":")
+    second = _reach(host, int(port))
+    says = f"gateway: {_said(first)}; another machine: {_said(second)}"
+    if second == BLOCKED:
+        says += (
+            "; errno 65 is local network privacy: run it from Terminal or over SSH, or allow the program under System "
+            "Settings > Privacy & Security > Local Network"
+        )
+    elif second not in (0, errno.ECONNREFUSED):
+        return skipped(f"{says}; name a machine that answers: {PEER}=HOST:PORT")
+    return judged(second != BLOCKED, says)
+
+
+def _neighbour(gateway: str) -> str | None:
+    """Give a machine of the ARP table that is not the gateway; the port does not matter: a refusal is an answer."""
+    with contextlib.suppress(ToolError):
+        for address in re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", ask("/usr/sbin/arp", "-an")):
+            if address != gateway and not address.endswith(".255") and int(address.partition(".")[0]) < 224:
+                return f"{address}:8081"
+    return None
+
+
+def _reach(host: str, port: int) -> int:
+    """Connect; give the errno, 0 for success."""
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except TimeoutError:
+        return errno.ETIMEDOUT
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _said(code: int | None) -> str:
+    if code is None:
+        return "none"
+    return "answered" if code in (0, errno.ECONNREFUSED) else f"errno {code} ({os.strerror(code)})"
+
+
+def bonjour_both_ways() -> Outcome:
+    """Announce on the real interfaces, find it by our own search and by `dns-sd -B`, say goodbye, see it go."""
+    return asyncio.run(_bonjour())
+
+
+async def _bonjour() -> Outcome:
+    if not bonjour.addresses():
+        return skipped("this Mac has no address that another one could dial")
+    name, identity = "mac-check", os.urandom(4).hex()
+    record = instance_name(name, identity)
+    browser = await asyncio.create_subprocess_exec(
+        "/usr/bin/dns-sd", "-B", SERVICE_TYPE.removesuffix(".local."), "local.", stdout=asyncio.subprocess.PIPE
+    )
+    announcement = bonjour.Announcement(Advert("new", version="check"), name, identity, 9)
+    announcement.start()
+    try:
+        label = record.removesuffix("." + SERVICE_TYPE)
+        added = await _line(browser, "Add", label)
+        found = any(one.name == label for one in await bonjour.find(LISTEN_SECONDS, role="new"))
+        await announcement.close()
+        removed = await _line(browser, "Rmv", label)
+    finally:
+        await announcement.close()
+        with contextlib.suppress(ProcessLookupError):
+            browser.kill()
+        await browser.wait()
+    return judged(added and found and removed, f"dns-sd saw it: {added}, we found it: {found}, goodbye seen: {removed}")
+
+
+async def _line(browser: asyncio.subprocess.Process, event: str, label: str) -> bool:
+    """Read lines until one tells of this event of our record; False after LISTEN_SECONDS."""
+    assert browser.stdout is not None  # noqa: S101  it was asked for
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LISTEN_SECONDS):
+            while line := (await browser.stdout.readline()).decode(errors="replace"):
+                if event in line and label in line:
+                    return True
+    return False

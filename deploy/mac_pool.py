@@ -1,0 +1,71 @@
+"""Entries of the Mac check about the command: its speed, and the name under which a Mac is reached on the LAN."""
+
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+
+from deploy.outcome import ROOT, Outcome, ToolError, ask, judged
+
+CLI = (sys.executable, "-m", "coordinator.cli")
+HELP_SECONDS = 0.15
+"""CPU that `cluster --help` may take: completion and help must feel instant."""
+RUNS = 5
+
+
+def help_cpu() -> Outcome:
+    """Measure the CPU of `cluster --help`: the least of five runs, the first of which warms the disk's cache."""
+    took = min(_cpu() for _ in range(RUNS))
+    return judged(took <= HELP_SECONDS, f"{took:.3f} s of CPU, {HELP_SECONDS} s allowed")
+
+
+def _cpu() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ask(*CLI, "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def local_name() -> Outcome:
+    """Open a coordinator to the LAN and fetch /livez under the NAME.local that it prints."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        command = [
+            *CLI, "up", "--state", folder, "--listen", "0.0.0.0:0", "--cluster-listen", "127.0.0.1:0",
+            "--no-local-node", "--set", "cluster.bonjour=false",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+            try:
+                return _fetch(_printed(child))
+            finally:
+                child.terminate()
+
+
+def _printed(child: subprocess.Popen[str]) -> str:
+    """Read until the last line of the welcome; give all of it."""
+    assert child.stdout is not None  # noqa: S101  it was asked for
+    lines: list[str] = []
+    for line in child.stdout:
+        lines.append(line)
+        if "Ctrl-C" in line:
+            break
+    return "".join(lines)
+
+
+def _fetch(printed: str) -> Outcome:
+    found = re.search(r"(http://(\S+)\.local:\d+)/v1", printed)
+    if found is None:
+        return judged(good=False, text="`cluster up` printed no NAME.local")
+    try:
+        own = ask("/usr/sbin/scutil", "--get", "LocalHostName").strip()
+    except ToolError as error:
+        own = f"unknown ({error})"
+    says = f"printed {found[2]}.local, this Mac's name is {own}.local"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(found[1] + "/livez", timeout=10) as answer:
+            return judged(answer.status == 200, f"{says}, /livez answers {answer.status}")
+    except (OSError, urllib.error.URLError) as error:
+        return judged(good=False, text=f"{says}: {error}")

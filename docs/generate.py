@@ -1,0 +1,145 @@
+"""Writes the pages of the manual that follow from the code: settings.md, api.md, cli.md. Run by `make docs`.
+
+A test compares the committed pages with what this gives, so they cannot fall behind.
+"""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cli import COMMANDS, cluster
+from coordinator.settings import CoordinatorSettings
+from node.settings import NodeSettings
+from tests.support.application import application
+from wire.settings import PREFIX, Setting, describe
+
+HERE = Path(__file__).parent
+NOTICE = "<!-- Written by `make docs`. Do not edit. -->"
+
+SETTINGS = f"""# Settings
+{NOTICE}
+
+Every setting has a default, and none is needed to begin. They come from `config.toml` in the state folder, from the
+environment, and from `--set KEY=VALUE`; the later wins over the earlier. In the file a key is a table and a name:
+
+```toml
+[memory]
+cap = "96GiB"
+```
+
+An unknown setting, or a value that is not possible, ends the start with the name of the nearest known one. Coordinator
+and node may share one file: each reads its own sections. Sizes are "96GiB", "12GB" or a number of bytes, and a share as
+"80%" where that is said.
+"""
+API = f"""# HTTP API
+{NOTICE}
+
+The endpoint speaks OpenAI's dialect under `/v1`. The verbs of `cluster` that act on the pool are routes under
+`/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`. A
+key of the scope `admin` may do everything; `metrics` may read the state of the pool; `infer` may use the models.
+
+| route | scope | what it does |
+|---|---|---|
+"""
+CLI = f"""# Command
+{NOTICE}
+
+`cluster VERB --help`, of every verb.
+"""
+
+
+def settings() -> str:
+    """Write settings.md."""
+    page = SETTINGS
+    for title, kind in (("Coordinator", CoordinatorSettings), ("Node", NodeSettings)):
+        page += f"\n## {title}\n\n| key | default | meaning | environment |\n|---|---|---|---|\n"
+        page += "".join(_setting(setting) for setting in describe(kind))
+    return page
+
+
+def _setting(setting: Setting) -> str:
+    environment = PREFIX + setting.key.upper().replace(".", "__")
+    return f"| `{setting.key}` | {_default(setting.default)} | {_cell(setting.description)} | `{environment}` |\n"
+
+
+def _default(value: object) -> str:
+    """Write a default as it stands in TOML."""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
+def api() -> str:
+    """Write api.md."""
+    return API + "".join(f"| `{method} {path}` | {scope} | {what} |\n" for method, path, scope, what in routes())
+
+
+def routes() -> Iterator[tuple[str, str, str, str]]:
+    """Give method, path, scope and summary of every documented route."""
+    for path, operations in sorted(document()["paths"].items()):
+        for method, operation in operations.items():
+            yield method.upper(), path, operation.get("x-scope", "none"), _cell(operation["summary"].rstrip("."))
+
+
+def document() -> dict[str, Any]:
+    """Give the OpenAPI document of a coordinator that was just made."""
+
+    async def made() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            async with application(Path(folder)) as built:
+                return built.document()
+
+    return asyncio.run(made())
+
+
+def cli() -> str:
+    """Write cli.md."""
+    page = CLI
+    for path, context in contexts():
+        page += f"\n## {' '.join(path)}\n\n```\n{context.get_help().rstrip()}\n```\n"
+    return page
+
+
+def contexts() -> Iterator[tuple[tuple[str, ...], click.Context]]:
+    """Give every verb as its words, groups before their own verbs, each with a context that prints its help."""
+    root = click.Context(
+        cluster, info_name="cluster", terminal_width=100, max_content_width=100, **cluster.context_settings
+    )
+    yield ("cluster",), root
+    for name in COMMANDS:
+        verb = cluster.get_command(root, name)
+        assert verb is not None, name  # noqa: S101  the table names it
+        yield from _below(("cluster", name), click.Context(verb, parent=root, info_name=name))
+
+
+def _below(path: tuple[str, ...], context: click.Context) -> Iterator[tuple[tuple[str, ...], click.Context]]:
+    yield path, context
+    if isinstance(context.command, click.Group):
+        for name, verb in sorted(context.command.commands.items()):
+            yield from _below((*path, name), click.Context(verb, parent=context, info_name=name))
+
+
+PAGES = {"settings.md": settings, "api.md": api, "cli.md": cli}
+
+
+def main() -> int:
+    """Write every page and say which changed."""
+    for name, write in PAGES.items():
+        file, page = HERE / name, write()
+        if not file.exists() or file.read_text() != page:
+            file.write_text(page)
+            print(f"docs/{name} is new")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

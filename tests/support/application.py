@@ -1,0 +1,56 @@
+"""The coordinator's HTTP application on real collaborators, without ports: what `coordinator.run` puts together."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.admin import Admin, load_pepper
+from coordinator.api import Api, Facts
+from coordinator.approvals import Approvals
+from coordinator.authority import Authority
+from coordinator.enrolment import Cluster, Enrolment
+from coordinator.registry import Registry
+from coordinator.settings import CoordinatorSettings
+from coordinator.store import Store
+from coordinator.tokens import Tokens
+from router.app import FrontDoor, openapi_paths
+from router.dispatch import Dispatcher
+from router.keys import KeyRing
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The whole ASGI application, the control API in it, and the administration that makes its keys."""
+
+    app: FrontDoor
+    api: Api
+    admin: Admin
+
+    def document(self) -> dict[str, Any]:
+        """Give the OpenAPI document."""
+        return self.api.app.openapi()
+
+
+@asynccontextmanager
+async def application(folder: Path) -> AsyncGenerator[Application]:
+    """Give the application over a new cluster in `folder`."""
+    with ExitStack() as stack:
+        store = Store(folder)
+        stack.callback(store.close)
+        authority = Authority(folder / "authority", time.time)
+        store.found(authority.cluster, "home")
+        tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(folder)
+        ring = KeyRing(pepper)
+        admin = Admin(store, tokens, ring, pepper, time.time)
+        enrolment = Enrolment(Cluster("home", authority, tokens, store, approvals, time.time, lambda _: None))
+        registry = Registry(store, authority, enrolment, name="home", version="0", epoch=1)
+        stack.callback(registry.close)
+        settings = CoordinatorSettings()
+        dispatcher = Dispatcher(registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (1, 1))
+        registry.placing = dispatcher
+        facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
+        api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
+        yield Application(FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin)

@@ -1,0 +1,190 @@
+"""Every verb is a documented route with a scope, and no route can be used without a key unless it is listed here."""
+
+import ast
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from coordinator.cli import COMMANDS, cluster
+from docs.generate import contexts
+from tests.support.application import Application, application
+
+CLI = Path(__file__).parents[1] / "coordinator" / "cli"
+SCOPES = {"infer", "metrics", "admin"}
+OPEN = {
+    "/health": "a load balancer asks it; it tells no names and no numbers of nodes",
+    "/livez": "says only that the process runs",
+    "/api/v1/openapi.json": "the description itself",
+}
+"""Paths that need no key, and why."""
+VERBS: dict[str, tuple[str, ...] | str] = {
+    "up": "starts the coordinator",
+    "join": "runs on the node, whose door is the link",
+    "leave": "runs on the node, which says goodbye over its link",
+    "status": ("GET /api/v1/status",),
+    "nodes": ("GET /api/v1/nodes",),
+    "nodes inspect": ("GET /api/v1/nodes/{node}",),
+    "nodes logs": ("GET /api/v1/nodes/{node}/logs",),
+    "nodes cordon": ("POST /api/v1/nodes/{node}/cordon",),
+    "nodes uncordon": ("POST /api/v1/nodes/{node}/uncordon",),
+    "nodes remove": ("DELETE /api/v1/nodes/{node}",),
+    "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),
+    "models": ("GET /api/v1/models",),
+    "place": ("POST /api/v1/place",),
+    "chat": ("POST /v1/chat/completions", "GET /v1/models"),
+    "env": "prints what the state folder says",
+    "token": "a group",
+    "token create": ("POST /api/v1/tokens",),
+    "token list": ("GET /api/v1/tokens",),
+    "token revoke": ("DELETE /api/v1/tokens/{token}",),
+    "key": "a group",
+    "key create": ("POST /api/v1/keys",),
+    "key list": ("GET /api/v1/keys",),
+    "key revoke": ("DELETE /api/v1/keys/{key}",),
+    "version": ("GET /api/v1/version", "GET /api/v1/nodes"),
+    "completion": "prints a script",
+}
+"""Each verb's routes, or why it has none."""
+
+
+@pytest.fixture
+async def built(tmp_path: Path) -> AsyncIterator[Application]:
+    async with application(tmp_path) as made:
+        yield made
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield method.upper(), path, operation
+
+
+def client(app: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", trust_env=False)
+
+
+def filled(path: str) -> str:
+    return re.sub(r"\{\w+\}", "x", path)
+
+
+# verbs
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_a_verbs_line_is_there_and_its_command_can_be_imported(verb: str):
+    line = COMMANDS[verb][1]
+    command = cluster.get_command(None, verb)  # pyright: ignore[reportArgumentType]  the context is not used
+    assert command is not None
+    assert (command.help or "").strip()
+    assert line.endswith(".")
+    assert line[0].isupper()
+
+
+def test_every_verb_has_its_route_or_a_reason(built: Application):
+    verbs = [" ".join(path[1:]) for path, _ in contexts() if len(path) > 1]
+    assert sorted(verbs) == sorted(VERBS)
+    documented = {f"{method} {path}" for method, path, _ in operations(built.document())}
+    wanted = {route for routes in VERBS.values() if not isinstance(routes, str) for route in routes}
+    assert wanted - documented == set()
+
+
+def test_every_path_that_the_command_asks_for_is_documented(built: Application):
+    documented = {filled(path) for path in built.document()["paths"]}
+    asked = {path for file in CLI.glob("*.py") for path in _paths(ast.parse(file.read_text()))}
+    assert asked - documented == set()
+    assert len(asked) > 10
+
+
+def _paths(tree: ast.AST) -> Iterator[str]:
+    """Give every literal path of the API below a module, its parameters written as x."""
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            text = node.value
+        else:
+            continue
+        if re.match(r"/(api/)?v1/\w", text) and " " not in text and not text.endswith("/"):
+            yield text.partition("?")[0]
+
+
+# routes
+
+
+def test_every_route_is_described_with_one_scope(built: Application):
+    for method, path, operation in operations(built.document()):
+        assert operation.get("summary"), f"{method} {path} has no summary"
+        if path in OPEN:
+            assert operation["security"] == [], f"{method} {path} is open"
+            assert "x-scope" not in operation
+        else:
+            assert operation.get("x-scope") in SCOPES, f"{method} {path} has no scope"
+            assert operation["security"], f"{method} {path} needs a key"
+
+
+def test_what_changes_something_needs_the_scope_admin(built: Application):
+    reading = {"/api/v1/place", "/v1/chat/completions"}
+    wrong = [
+        f"{method} {path}"
+        for method, path, operation in operations(built.document())
+        if method != "GET" and path not in reading and operation.get("x-scope") != "admin"
+    ]
+    assert wrong == []
+
+
+def test_the_document_refers_to_nothing_that_is_not_in_it(built: Application):
+    document = built.document()
+    text = repr(document)
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in document["components"]["schemas"], name
+    schemes = {name for *_, operation in operations(document) for need in operation["security"] for name in need}
+    assert schemes == set(document["components"]["securitySchemes"])
+
+
+def test_every_route_of_the_control_application_is_documented(built: Application):
+    documented = {(method, path) for method, path, _ in operations(built.document())}
+    routes = [route for route in built.api.app.routes if isinstance(route, Route)]
+    assert len(routes) == len(built.api.app.routes)
+    served = {(method, r.path) for r in routes for method in r.methods or () if method != "HEAD" and r.path not in OPEN}
+    assert served <= documented
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer mp_x_y"}, {"Authorization": "Basic YTpi"}, {"x-api-key": ""}],
+    ids=["no key", "a wrong key", "another scheme", "an empty key"],
+)
+async def test_no_route_answers_without_a_key(built: Application, headers: dict[str, str]):
+    async with client(built.app) as anybody:
+        for method, path, _ in operations(built.document()):
+            if path not in OPEN:
+                answer = await anybody.request(method, filled(path), headers=headers, json={})
+                assert answer.status_code == 401, f"{method} {path} answers {answer.status_code} without a key"
+
+
+async def test_a_key_opens_what_its_scope_says_and_nothing_else(built: Application):
+    keys = {scope: built.admin.create_key(scope, [scope], None)["key"] for scope in SCOPES}
+    async with client(built.app) as program:
+        for method, path, operation in operations(built.document()):
+            if path in OPEN:
+                continue
+            for scope, key in keys.items():
+                if scope not in (operation["x-scope"], "admin"):
+                    headers = {"Authorization": f"Bearer {key}"}
+                    answer = await program.request(method, filled(path), headers=headers, json={})
+                    assert answer.status_code == 403, f"{method} {path} with {scope}: {answer.status_code}"
+        headers = {"Authorization": f"Bearer {keys['metrics']}"}
+        assert (await program.get("/api/v1/nodes", headers=headers)).status_code == 200
+
+
+async def test_what_is_not_documented_is_not_found(built: Application):
+    async with client(built.app) as anybody:
+        for path in ("/", "/docs", "/redoc", "/openapi.json", "/api", "/api/v1", "/api/v1/nothing", "/v1", "/v1/x"):
+            assert (await anybody.get(path)).status_code == 404, path
