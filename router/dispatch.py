@@ -15,6 +15,7 @@ What happens when
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
@@ -25,6 +26,7 @@ import msgspec
 from router.metrics import Counters
 from router.placement import (
     POLICIES,
+    Candidate,
     Correction,
     Demand,
     NoPlacement,
@@ -67,6 +69,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return explain(self.result)
 
 
+STOPPING = "the coordinator is stopping: send it again"
+
+
 class Dispatcher:
     """See the module. `send` writes a frame to a node's link and says whether there is one, without calling back in
     here; `numbers` gives the next request number and seq; `draw` gives numbers in [0, 1) for ties."""
@@ -96,6 +101,9 @@ class Dispatcher:
         self._corrections: dict[NodeId, Correction] = {}
         self._live: dict[int, Ticket] = {}
         self._open: dict[int, Ticket] = {}
+        self._closing = False
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         self._count = 0
         self._changed: set[NodeId] = set()
         self._wake_due = False
@@ -163,8 +171,12 @@ class Dispatcher:
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
         ticket = kind(job, self._count, self._clock())
-        self._place(ticket)
+        if self._closing:
+            self._end(ticket, Failure("shutting_down", STOPPING))
+        else:
+            self._place(ticket)
         self._open[ticket.number] = ticket
+        self._quiet.clear()
         self._arm()
         return ticket
 
@@ -174,6 +186,8 @@ class Dispatcher:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
         self._open.pop(ticket.number, None)
+        if not self._open:
+            self._quiet.set()
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:
         """Decide without acting, for `cluster place` and for health."""
@@ -182,6 +196,8 @@ class Dispatcher:
 
     def servable(self) -> str:
         """Say why no request could be served now; empty when one could."""
+        if self._closing:
+            return STOPPING
         models = self.view.models()
         if len(self.queue) >= self.queue.limit(len(self.view.nodes)):
             return f"{len(self.queue)} requests wait already"
@@ -201,7 +217,19 @@ class Dispatcher:
         """Give the kept decisions about one request, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
-    def shutdown(self, message: str = "the coordinator is stopping: send it again") -> None:
+    def waiting(self) -> int:
+        """Give how many requests wait for a node."""
+        return len(self.queue)
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what runs end for at most `seconds`, then end the rest."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._quiet.wait()
+        self.shutdown()
+
+    def shutdown(self, message: str = STOPPING) -> None:
         """End everything; nodes are told to stop."""
         for ticket in list(self._open.values()):
             if ticket.outcome is None:
@@ -217,13 +245,15 @@ class Dispatcher:
         """Ask nodes in turn until one link takes the request; else it waits in line or ends."""
         result = self._decide(ticket, self.view)
         while isinstance(result, Placement) and ticket.in_a_row < MOST_IN_A_ROW:
-            if self._start(ticket, result):
+            if self._start(ticket, result.chosen, result.chosen.need):
                 if len(self.queue):
                     self.queue.overtake()
                 return
             result = self._decide(ticket, self.view)
-        if isinstance(result, NoPlacement) and (result.refused.final or result.hopeless):
+        if isinstance(result, NoPlacement) and result.refused.final:
             self._end(ticket, result.refused)
+            return
+        if isinstance(result, NoPlacement) and result.counter is not None and self._start(ticket, result.counter, 0):
             return
         self._wait(ticket, None if isinstance(result, Placement) else result.refused)
 
@@ -234,9 +264,9 @@ class Dispatcher:
         self.decisions.append(Decision(now, ticket.job.request_id, ticket.job.key, ticket.demand, _short(result)))
         return result
 
-    def _start(self, ticket: Ticket, placement: Placement) -> bool:
-        """Reserve and send; False when the link is gone, which the next view will say too."""
-        chosen, job = placement.chosen, ticket.job
+    def _start(self, ticket: Ticket, chosen: Candidate, need: int) -> bool:
+        """Reserve `need` bytes and send; False when the link is gone, which the next view will say too."""
+        job = ticket.job
         request, seq = self._numbers()
         ticket.attempts += 1
         ticket.in_a_row += 1
@@ -244,7 +274,7 @@ class Dispatcher:
         self.counters.retries += ticket.attempts > 1
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, job.params, job.created,
                          chosen.output_tokens)  # fmt: skip
-        self.ledger.claim(chosen.node, request, seq, chosen.need, chosen.prompt_tokens)
+        self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens)
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
         sent = False
@@ -305,7 +335,7 @@ class Dispatcher:
         """Try one in line on the nodes that changed: on all others it did not fit before."""
         result = place(changed, ticket.demand, self.ledger, now=self._clock(), draw=self._draw, policy=self._policy,
                        corrections=self._corrections, trials=ticket.trials())  # fmt: skip
-        if isinstance(result, Placement) and self._start(ticket, result):
+        if isinstance(result, Placement) and self._start(ticket, result.chosen, result.chosen.need):
             self.decisions.append(
                 Decision(self._clock(), ticket.job.request_id, ticket.job.key, ticket.demand, _short(result))
             )
@@ -471,7 +501,7 @@ def _short(result: Placement | NoPlacement) -> Placement | NoPlacement:
     kept = result.candidates[:ROWS_KEPT]
     if isinstance(result, Placement):
         return Placement(result.chosen, (result.chosen, *(one for one in kept if one is not result.chosen)))
-    return NoPlacement(result.refused, kept, result.hopeless)
+    return NoPlacement(result.refused, kept, result.counter)
 
 
 def _label(outcome: Outcome) -> str:

@@ -114,11 +114,12 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class NoPlacement(msgspec.Struct, frozen=True, gc=False):
-    """No node now. `hopeless`: by the estimate it fits nowhere even when all is idle, so waiting is of no use."""
+    """No node now. `counter`: by the estimate no member could ever hold it, so waiting is of no use; this node can
+    count the tokens exactly, and its gate refuses the request or finds that it fits after all."""
 
     refused: Refused
     candidates: tuple[Candidate, ...]
-    hopeless: bool = False
+    counter: Candidate | None = None
 
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
@@ -292,7 +293,7 @@ def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], tri
         final = _never(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, seen)
-    return NoPlacement(_not_now(request, offers), seen, hopeless=_hopeless(serving, request))
+    return NoPlacement(_not_now(request, offers), seen, _counter(serving, request, offers, trials))
 
 
 def _no_model(view: ClusterView, request: Demand) -> Refused:
@@ -342,14 +343,14 @@ def _alone(candidate: Candidate, request: Demand) -> int:
     return length * model.kv_per_token * request.choices + model.transient + model.weights
 
 
-def _hopeless(serving: list[NodeView], request: Demand) -> bool:
-    """Say whether even half of the estimated tokens fit on no member: then the estimate's error cannot matter."""
-    return not any(_fits_half(node.memory, node.models[request.model], request) for node in serving)
-
-
-def _fits_half(memory: Memory, model: Model, request: Demand) -> bool:
-    half = request.tokens_on(model) // 2
-    return can_ever_fit(memory, model, half, request.output_on(model, half), request.choices)
+def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:
+    """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all is idle."""
+    if request.prompt_tokens is not None or any(_ever(node, request, trials) for node in serving):
+        return None
+    able = [
+        candidate for candidate in offers if candidate.code is Code.NO_ROOM and candidate.node not in trials.refused
+    ]
+    return max(able, key=lambda one: one.most, default=None)
 
 
 _MEMORY = frozenset({Code.NO_ROOM, Code.UNREADABLE})

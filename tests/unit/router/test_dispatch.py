@@ -496,16 +496,22 @@ async def test_preview_decides_without_acting(one: Cluster):
     one.settled()
 
 
-async def test_an_estimate_that_fits_nowhere_is_answered_at_once(one: Cluster):
+async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_at_once(one: Cluster):
     one.memory[A] = a_memory(MIB, cap=4 * GIB)
     one.report()
     ticket = one.submit(choices=16, max_tokens=64)
     assert ticket.outcome is None
     one.dispatcher.close(ticket)
     job = Job(Demand("tiny", 4 * 4096, None, None, 16), "k", "r", (), Params(n=16), 0, stream=True)
-    hopeless = one.dispatcher.submit(job)
-    assert isinstance(hopeless.outcome, Refused)
-    assert hopeless.outcome.code is Code.NO_ROOM
+    counted = one.dispatcher.submit(job)
+    node, frame = one.sent[-1]
+    assert isinstance(frame, Generate)
+    assert one.dispatcher.ledger.unacknowledged(node) == 0
+    too_large = Refused(Code.TOO_LARGE, "needs 8.0 GiB, this node can hold 2.0 GiB")
+    one.dispatcher.receive(node, Refusal(frame.request, too_large, 4096))
+    assert isinstance(counted.outcome, Refused)
+    assert (counted.outcome.code, counted.outcome.status) == (Code.TOO_LARGE, 400)
+    assert "the most that any member can give" in counted.outcome.message
 
 
 async def test_a_send_that_breaks_leaves_nothing_behind():

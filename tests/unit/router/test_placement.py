@@ -191,7 +191,8 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     guess = decide(node("a", None, model), ask=Demand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)
     assert guess.refused.code is Code.NO_ROOM
-    assert guess.hopeless, "so it does not wait in line"
+    assert guess.counter is not None, "so it does not wait in line, and somebody counts"
+    assert guess.counter.node == "a"
     answer = refused(decide(node("a", None, model), ask=Demand("tiny", 0, 40_000)))
     assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
     assert "the most that any member can give is 22.0 GiB (a)" in answer.message
