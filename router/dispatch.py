@@ -209,6 +209,11 @@ class Dispatcher:
             refused = result.refused.message
         return refused
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is here: what a drain waits for."""
+        return not self._open
+
     def in_flight(self, node: NodeId) -> int:
         """Give how many requests are on a node."""
         return self.ledger.in_flight(node)

@@ -41,6 +41,7 @@ class Cluster:
         self.now = 100.0
         self.sent: list[tuple[NodeId, Frame]] = []
         self.cut: set[NodeId] = set()
+        self.broken = False
         self.memory: dict[NodeId, Memory] = {}
         self.state: dict[NodeId, str] = {}
         self.acked = 0
@@ -51,6 +52,8 @@ class Cluster:
         self.report()
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
+        if self.broken:
+            raise OSError("the transport is broken")
         if node in self.cut:
             return False
         self.sent.append((node, frame))
@@ -515,11 +518,8 @@ async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_a
 
 
 async def test_a_send_that_breaks_leaves_nothing_behind():
-    def broken(node: NodeId, frame: Frame) -> bool:
-        raise OSError("the transport is broken")
-
     cluster = Cluster(A)
-    cluster.dispatcher._send = broken
+    cluster.broken = True
     with pytest.raises(OSError, match="broken"):
         cluster.submit()
     cluster.settled()
