@@ -76,7 +76,7 @@ def _print_tree(value: dict[str, Any], indent: str = "") -> None:
         items = cast("list[Any]", item) if isinstance(item, list) else [item]
         trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
         if not trees:
-            click.echo(f"{indent}{name:<16} {_shown(name, item)}")
+            click.echo(f"{indent}{name:<16} {_shown(name, found)}")
         for tree in trees:
             click.echo(f"{indent}{name}")
             _print_tree(tree, indent + "  ")

@@ -38,12 +38,18 @@ async def served(cluster: LoopbackCluster) -> AsyncIterator[LoopbackCluster]:
 
 
 def library(cluster: LoopbackCluster, **options: object) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=cluster.base_url + "/v1", api_key=cluster.key, max_retries=0, **options)  # pyright: ignore
+    return openai.AsyncOpenAI(
+        base_url=cluster.base_url + "/v1",
+        api_key=cluster.key,
+        max_retries=0,
+        http_client=httpx.AsyncClient(trust_env=False, timeout=60),
+        **options,
+    )  # pyright: ignore
 
 
 def plain(cluster: LoopbackCluster, key: str | None = None) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key or cluster.key}"}
-    return httpx.AsyncClient(base_url=cluster.base_url, headers=headers, timeout=20)
+    return httpx.AsyncClient(trust_env=False, base_url=cluster.base_url, headers=headers, timeout=20)
 
 
 async def until(happens) -> None:
@@ -326,7 +332,7 @@ async def test_stopping_ends_streams_honestly():
 
 async def test_every_way_a_key_can_be_wrong(cluster: LoopbackCluster):
     expired = cluster.make_key("infer", expires=time.time() - 1)
-    async with httpx.AsyncClient(base_url=cluster.base_url) as client:
+    async with httpx.AsyncClient(trust_env=False, base_url=cluster.base_url) as client:
         for path in ("/v1/models", CHAT):
             for headers in (
                 {}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {cluster.key}"}, {"x-api-key": "ü"},
@@ -406,7 +412,7 @@ async def test_everything_else_goes_to_the_control_app():
 
     async with (
         served(LoopbackCluster(LoopbackNode("a"), control=control)) as cluster,
-        httpx.AsyncClient(base_url=cluster.base_url) as client,
+        httpx.AsyncClient(trust_env=False, base_url=cluster.base_url) as client,
     ):
         assert (await client.get("/metrics")).status_code == 204
         assert (await client.get("/v1/other")).status_code == 204
@@ -415,7 +421,10 @@ async def test_everything_else_goes_to_the_control_app():
 
 async def test_health_is_green_only_if_a_request_could_be_served_now():
     node = LoopbackNode("a")
-    async with served(LoopbackCluster(node)) as cluster, httpx.AsyncClient(base_url=cluster.base_url) as client:
+    async with (
+        served(LoopbackCluster(node)) as cluster,
+        httpx.AsyncClient(trust_env=False, base_url=cluster.base_url) as client,
+    ):
         assert (await client.get("/health")).status_code == 200
         head = await client.head("/health")
         assert (head.status_code, head.content) == (200, b"")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import httpx
 from openai import OpenAI
 
 from tests.support.processes import Pool, pool
@@ -23,7 +24,8 @@ def show(title: str, text: str) -> None:
 
 def chat(demo: Pool) -> str:
     """Stream a chat through the openai library; give its text."""
-    client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key)
+    direct = httpx.Client(trust_env=False)
+    client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,

@@ -511,7 +511,7 @@ async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_a
     assert isinstance(frame, Generate)
     assert one.dispatcher.ledger.unacknowledged(node) == 0
     too_large = Refused(Code.TOO_LARGE, "needs 8.0 GiB, this node can hold 2.0 GiB")
-    one.dispatcher.receive(node, Refusal(frame.request, too_large, 4096))
+    one.dispatcher.receive(node, Refusal(frame.request, too_large, 4000))
     assert isinstance(counted.outcome, Refused)
     assert (counted.outcome.code, counted.outcome.status) == (Code.TOO_LARGE, 400)
     assert "the most that any member can give" in counted.outcome.message
