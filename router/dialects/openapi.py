@@ -7,7 +7,7 @@ from pydantic.json_schema import models_json_schema
 from router.dialects.chat import ChatBody
 
 _REF = "#/components/schemas/{model}"
-_KEYS: list[dict[str, list[str]]] = [{"bearer": []}]
+_KEYS: list[dict[str, list[str]]] = [{"key": []}]
 _ID = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _ERROR: dict[str, Any] = {
     "type": "object",
@@ -79,7 +79,7 @@ def _operation(
         error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
         answers[str(status)] = {"description": _REASONS[status], "content": error}
     return {"operationId": name, "summary": summary, "tags": ["inference"], "security": _KEYS, "responses": answers,
-            "x-scopes": ["infer"]}  # fmt: skip
+            "x-scope": "infer"}  # fmt: skip
 
 
 def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
