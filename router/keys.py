@@ -5,6 +5,7 @@ secret, so neither tells a caller which ids exist.
 """
 
 import base64
+import hashlib
 import hmac
 import secrets
 import time
@@ -15,6 +16,7 @@ SCOPES = frozenset({"infer", "admin", "metrics"})
 _PREFIX = b"mp_"
 _SECRET_BYTES = 32
 _LONGEST = 256
+MOST_PROVEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,17 @@ class KeyRing:
         self._clock = clock
         self._keys: dict[bytes, ApiKey] = {}
         self._nobody = secrets.token_bytes(32)
+        self._salt = secrets.token_bytes(32)
+        self._proven: dict[bytes, ApiKey] = {}
 
     def put(self, key: ApiKey) -> None:
         """Let a key in, in place of one with the same id."""
+        self._proven.clear()
         self._keys[key.id.encode()] = key
 
     def drop(self, key_id: str) -> bool:
         """Revoke a key at once; False when there was none."""
+        self._proven.clear()
         return self._keys.pop(key_id.encode(), None) is not None
 
     def list(self) -> list[ApiKey]:
@@ -76,17 +82,29 @@ class KeyRing:
         return sorted(self._keys.values(), key=lambda key: key.created)
 
     def check(self, presented: bytes | str) -> ApiKey | None:
-        """Give the key that a client presented, None when it is unknown, wrong or expired."""
+        """Give the key that a client presented, None when it is unknown, wrong or expired.
+
+        What was proven before is known again by a salted hash of its whole text, which costs a tenth of the HMAC.
+        """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if len(text) > _LONGEST:
             return None
+        seen = hashlib.blake2b(text, key=self._salt, digest_size=32).digest()
+        known = self._proven.get(seen)
+        if known is None:
+            known = self._prove(text)
+            if known is None:
+                return None
+            if len(self._proven) < MOST_PROVEN:
+                self._proven[seen] = known
+        return None if known.expires is not None and known.expires <= self._clock() else known
+
+    def _prove(self, text: bytes) -> ApiKey | None:
         prefix, _, rest = text.partition(b"_")
         key_id, _, _ = rest.partition(b"_")
         key = self._keys.get(key_id)
         right = hmac.compare_digest(digest_of(self._pepper, text), self._nobody if key is None else key.digest)
-        if key is None or not right or prefix + b"_" != _PREFIX:
-            return None
-        return None if key.expires is not None and key.expires <= self._clock() else key
+        return None if key is None or not right or prefix + b"_" != _PREFIX else key
 
 
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

@@ -208,7 +208,8 @@ class Params(Part, frozen=True, array_like=True, gc=False):
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine. `created` is the template's clock, `expected` the output tokens to reserve."""
+    """coordinator → engine. `created` is the template's clock, `expected` the output tokens to reserve. Without
+    `stream` nobody reads token by token: deltas may be gathered for half a second."""
 
     request: int
     seq: int
@@ -218,6 +219,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     params: Params
     created: int
     expected: int = 256
+    stream: bool = True
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):

@@ -25,11 +25,15 @@ TURN = 8
 
 
 class Outbox:
-    """Writes frames through `write`; goes on with pieces through `defer`, the loop's call_soon."""
+    """Writes frames through `write`; goes on with pieces through `defer`, the loop's call_soon.
+
+    Frames that are sent within one turn of the loop leave together: one TLS record and one system call for all.
+    """
 
     def __init__(self, write: Callable[[bytes], object], defer: Callable[[Callable[[], None]], object]) -> None:
         self._write = write
         self._defer = defer
+        self._turn: list[bytes] = []
         self._bulk: deque[Iterator[bytes]] = deque()
         self._message = 0
         self._paused = False
@@ -42,10 +46,18 @@ class Outbox:
     def forward(self, encoded: bytes) -> None:
         """Write an encoded frame now, or queue it in pieces when it is long."""
         if len(encoded) <= LONGEST_PLAIN:
-            self._write(encoded)
+            self._turn.append(encoded)
+            if len(self._turn) == 1:
+                self._defer(self.flush)
             return
         self._message += 1
         self._queue(fragments(encoded, self._message))
+
+    def flush(self) -> None:
+        """Write what this turn has gathered."""
+        if self._turn:
+            gathered, self._turn = self._turn, []
+            self._write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def later(self, frames: Iterator[Frame]) -> None:
         """Queue frames that may wait; each is made only when it is its turn, so they never fill the memory."""
@@ -63,6 +75,7 @@ class Outbox:
     def close(self) -> None:
         """Forget what waits; the connection is gone."""
         self._bulk.clear()
+        self._turn.clear()
 
     def _queue(self, pieces: Iterator[bytes]) -> None:
         self._bulk.append(pieces)
@@ -196,6 +209,8 @@ class Endpoint:
     def close(self, reason: str = "") -> None:
         """Send what was written, then close."""
         self._reason = reason or self._reason
+        if self.outbox is not None and self.open:
+            self.outbox.flush()
         if self.transport is not None:
             self.transport.close()
 

@@ -46,6 +46,8 @@ from wire.units import GIB, parse_size
 
 GROWTH = 64
 """Tokens promised at a time to an answer that outgrows what was expected."""
+GATHERING = 0.5
+"""Seconds for which tokens of a request that is not streamed are gathered."""
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
 LATE = 1.0
@@ -64,6 +66,14 @@ class Row:
     voice: script.Voice
     produced: int = 0
     reason: str = ""
+    gathered: list[Delta] = field(default_factory=list[Delta])
+
+    def gather(self) -> Delta:
+        """Give what was gathered as one delta."""
+        gathered, self.gathered = self.gathered, []
+        ids = tuple(token for delta in gathered for token in delta.ids)
+        text = "".join(text for delta in gathered for _, text in delta.pieces)
+        return Delta(gathered[0].request, self.choice, ids, ((Channel.CONTENT, text),) if text else ())
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +87,7 @@ class Sequence:
     arrived: float
     rows: list[Row] = field(default_factory=list["Row"])
     begun: float = 0.0
+    told: float = 0.0
 
     @property
     def number(self) -> int:
@@ -240,7 +251,7 @@ class Scripted:
             return [Refusal(sequence.number, refused, sequence.shape.prompt)]
         if not self._running:
             self._deadline = now + self._step
-        sequence.begun = now
+        sequence.begun = sequence.told = now
         self._running.append(sequence)
         self._rows += len(sequence.rows)
         return []
@@ -270,7 +281,10 @@ class Scripted:
                 return Failed(
                     sequence.number, "no_headroom", f"the answer outgrew what was expected: {refused.message}"
                 )
-            deltas.append(self._token(sequence, row, now))
+            row.gathered.append(self._token(sequence, row, now))
+            if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
+                deltas.append(row.gather())
+                sequence.told = now
             if row.reason:
                 self._ledger.release(row.commitment)
                 self._rows -= 1

