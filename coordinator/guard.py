@@ -5,7 +5,7 @@ be rebound, so they pass; names must be known. A request that changes something 
 """
 
 import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from router.problems import Problem
@@ -32,7 +32,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        problem = self._judge(scope)
+        problem = self.judge(scope["method"], scope["headers"])
         if problem is None:
             await self._app(scope, receive, send)
             return
@@ -41,10 +41,11 @@ class Guard:
         await send({"type": "http.response.start", "status": problem.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _judge(self, scope: Scope) -> Problem | None:
+    def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
+        """Say why a request is not for us, by its method and its lower-case headers."""
         hosts: list[bytes] = []
         origin = site = b""
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == b"host":
                 hosts.append(value)
             elif name == b"origin":
@@ -54,7 +55,7 @@ class Guard:
         if len(hosts) != 1 or not self._knows(hosts[0]):
             return Problem(421, "unknown_host", "this host name is not one of ours: use an IP address, localhost, a "
                            ".local name, or add it to http.hosts")  # fmt: skip
-        if scope["method"] in SAFE:
+        if method in SAFE:
             return None
         foreign = site not in (b"", b"same-origin", b"none") or (
             origin != b"" and origin.partition(b"://")[2] != hosts[0]

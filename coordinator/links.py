@@ -76,7 +76,7 @@ class Connection(Endpoint):
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(self._loop.call_soon)
+        super().__init__(self._loop)
         self._server = server
         self._conversation: Conversation | None = None
         self._bytes = 0

@@ -91,6 +91,7 @@ class Agent:
         self._sequence = 0
         self._ping = 0
         self._reported_at = 0.0
+        self._told: tuple[object, ...] = ()
         self._report_timer: asyncio.TimerHandle | None = None
         self._draining = False
         self._expelled: Denied | None = None
@@ -274,15 +275,23 @@ class Agent:
             self._woken.set()
 
     def changed(self) -> None:
-        """Report soon: the engine published, or a limit moved."""
+        """Report soon when a request came or ended or the engine's state changed; bytes written can wait."""
         self._tell_ready()
-        if self._link is None or self._report_timer is None:
+        if self._link is None or self._report_timer is None or self._told == self._tellable():
             return
         loop = asyncio.get_running_loop()
         due = max(loop.time(), self._reported_at + CHANGE_GAP)
         if due < self._report_timer.when():
             self._report_timer.cancel()
             self._report_timer = loop.call_at(due, self.report)
+
+    def _tellable(self) -> tuple[object, ...]:
+        """Give what is worth a report of its own."""
+        assert self.supervisor is not None  # noqa: S101  it calls us
+        state, snapshot = self.supervisor.state, self.supervisor.report
+        ceiling = snapshot.memory.ceiling if snapshot else 0
+        models = tuple(model.name for model in snapshot.models if model.loaded) if snapshot else ()
+        return (state.state, state.running, state.waiting, ceiling, models, snapshot.acked_seq if snapshot else 0)
 
     def _tell_ready(self) -> None:
         if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":
@@ -305,6 +314,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         self._sequence += 1
         self._reported_at = loop.time()
+        self._told = self._tellable()
         state, snapshot = supervisor.state, supervisor.report
         link.send(
             Report(

@@ -23,7 +23,7 @@ class Link(Endpoint):
         self, cluster: str, take: Callable[["Link", int, bytes], None], gone: Callable[["Link", str], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(self._loop.call_soon)
+        super().__init__(self._loop)
         self._cluster = cluster
         self._take = take
         self._gone = gone

@@ -7,7 +7,7 @@ bound ends a stream that is not read.
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from router.dialects.chat_answer import KEEPALIVE, ChatChunks
 from router.problems import Header, Problem, failed, from_refused
@@ -25,17 +25,35 @@ _HEADERS: list[Header] = [
 ]
 
 
-class EventStream:
-    """A 200 answer of events. `busy` while a push waits for the transport; `ready` is called when it has left."""
+class Events(Protocol):
+    """Where a pump sends its events."""
 
-    __slots__ = ("_last", "_send", "_stepper", "busy", "done", "ready")
+    busy: bool
+
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call `then` whenever a push that waited has left."""
+        ...
+
+    def push(self, events: bytes, *, last: bool = False) -> bool:
+        """Send whole events now; False when they wait for the transport. Not while `busy`."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up a push that waits, and the stream with it."""
+        ...
+
+
+class EventStream:
+    """A 200 answer of events. `busy` while a push waits for the transport."""
+
+    __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")
 
     def __init__(self, send: Send) -> None:
         self._send = cast("Callable[[Message], Step]", send)
         self._stepper = Stepper(self._left)
         self._last = False
         self.busy = False
-        self.ready: Callable[[], None] = _nothing
+        self._ready: Callable[[], None] = _nothing
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self, headers: list[Header]) -> None:
@@ -59,6 +77,10 @@ class EventStream:
         self._stepper.wait_for(step, future)
         return False
 
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call `then` whenever a push that waited has left."""
+        self._ready = then
+
     def abandon(self) -> None:
         """Give up a push that waits, and the stream with it."""
         self._finish()
@@ -68,14 +90,14 @@ class EventStream:
         if self._last:
             self._finish()
         else:
-            self.ready()
+            self._ready()
 
     def _fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
 
     def _finish(self) -> None:
-        self.ready = _nothing
+        self._ready = _nothing
         self._stepper.close()
         if not self.done.done():
             self.done.set_result(None)
@@ -86,12 +108,12 @@ class Pump:
 
     __slots__ = ("_chunks", "_greeting", "_stream", "_ticket")
 
-    def __init__(self, ticket: StreamTicket, chunks: ChatChunks, stream: EventStream) -> None:
+    def __init__(self, ticket: StreamTicket, chunks: ChatChunks, stream: Events) -> None:
         self._ticket = ticket
         self._chunks = chunks
         self._stream = stream
         self._greeting = chunks.opening()
-        stream.ready = self.pump
+        stream.when_ready(self.pump)
         ticket.sink = self.pump
         ticket.blocked = False
         self.pump()

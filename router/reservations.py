@@ -60,7 +60,9 @@ class Ledger:
         if request in self._promises:
             raise LedgerError(f"request {request} claims twice")
         self._promises[request] = _Promise(node, seq, need, tokens)
-        account = self._accounts.setdefault(node, Account())
+        account = self._accounts.get(node)
+        if account is None:
+            account = self._accounts[node] = Account()
         account.need += need
         account.tokens += tokens
         account.requests.add(request)

@@ -54,7 +54,7 @@ class Ticket:
 
     __slots__ = (
         "arrived", "attempts", "begun", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job", "losses",
-        "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused", "request",
+        "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused", "request", "sink",
         "waiter",
     )  # fmt: skip
 
@@ -65,6 +65,7 @@ class Ticket:
         self.arrived = now
         self.outcome: Outcome | None = None
         self.waiter: asyncio.Future[None] | None = None
+        self.sink: Callable[[], None] | None = None
         # where it is
         self.request = 0
         self.node: NodeId | None = None
@@ -100,7 +101,10 @@ class Ticket:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Wake a reader that waits."""
+        """Call the sink, or wake a reader that waits."""
+        if self.sink is not None:
+            self.sink()
+            return
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None
@@ -122,12 +126,11 @@ class Ticket:
 class StreamTicket(Ticket):
     """Read as it comes. `held` are the bytes that wait for a reader that is `blocked`."""
 
-    __slots__ = ("blocked", "nudged", "pending", "seen_takes", "sink", "still", "takes")
+    __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
 
     def __init__(self, job: Job, number: int, now: float) -> None:
         super().__init__(job, number, now)
         self.pending: list[Delta] = []
-        self.sink: Callable[[], None] | None = None
         self.blocked = True
         self.nudged = False
         self.takes = 0
@@ -146,13 +149,6 @@ class StreamTicket(Ticket):
         if self.blocked:
             self.held += _cost(delta)
         return len(pending) == 1
-
-    def flush(self) -> None:
-        """Let the sink take what has come, or wake a reader that waits."""
-        if self.sink is not None:
-            self.sink()
-        else:
-            super().flush()
 
     def take(self) -> list[Delta]:
         """Give what has come, in order; the rest stays when it is much. Clears a nudge."""

@@ -20,6 +20,9 @@ IPPROTO_TCP = 6
 TCP_NODELAY = 1
 TCP_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
 """Python's socket module does not name the last (sys/tcp.h on macOS, linux/tcp.h)."""
+GATHER = 0.001
+"""Seconds between two writes on one link in a rush: a write and the wake-up at the other end cost as much as the rest
+of a request together."""
 TURN = 8
 """Pieces written in one go, so that a fast socket does not keep the loop to itself."""
 
@@ -89,6 +92,7 @@ class Outbox:
     def _pump(self) -> None:
         self._pumping = False
         for _ in range(TURN):
+            self.flush()
             if self._paused or not self._bulk:
                 return
             source = self._bulk.popleft()
@@ -122,18 +126,45 @@ class Transport(Protocol):
         """Socket, peer name, certificate."""
 
 
+class Loop(Protocol):
+    """What an endpoint needs of the event loop."""
+
+    def time(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+    def call_soon(self, callback: Callable[[], None], /) -> object:
+        """Call at the end of this turn."""
+        ...
+
+    def call_at(self, when: float, callback: Callable[[], None], /) -> object:
+        """Call then."""
+        ...
+
+
 class Endpoint:
     """One end of a link as an asyncio protocol: splits what comes, sends through an Outbox, ends on a breach.
 
-    Subclasses override `opened`, `received` and `lost`. `defer` is the loop's call_soon.
+    Subclasses override `opened`, `received` and `lost`.
     """
 
-    def __init__(self, defer: Callable[[Callable[[], None]], object], longest_joined: int = LONGEST_JOINED) -> None:
-        self._defer = defer
+    def __init__(self, loop: Loop, longest_joined: int = LONGEST_JOINED) -> None:
+        self._clock = loop
+        self._written_at = 0.0
         self._splitter = Splitter(longest_joined=longest_joined)
         self._reason = "the peer closed the connection"
         self.transport: Transport | None = None
         self.outbox: Outbox | None = None
+
+    def _soon(self, then: Callable[[], None]) -> None:
+        """Write at the end of this turn of the loop, but in a rush only once in GATHER seconds."""
+        now = self._clock.time()
+        if now - self._written_at >= GATHER:
+            self._written_at = now
+            self._clock.call_soon(then)
+        else:
+            self._written_at += GATHER
+            self._clock.call_at(self._written_at, then)
 
     def opened(self) -> None:
         """The connection is up."""
@@ -154,7 +185,7 @@ class Endpoint:
         if connection is not None and connection.family != AF_UNIX:
             connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
             connection.setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, MOST_BUFFERED)
-        self.outbox = Outbox(transport.write, self._defer)
+        self.outbox = Outbox(transport.write, self._soon)
         self.opened()
 
     def data_received(self, data: bytes) -> None:

@@ -16,10 +16,9 @@ mixture of experts under a 107.52 GiB cap; 12 / 107.52 = 11.2 %).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from wire.refusals import Code, Numbers, Refused
-from wire.report import Group, Memory, Model
+from wire.report import Group, Memory, Model, Part
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
@@ -44,8 +43,7 @@ def headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int |
     return None if now is None else ceiling - margin - now - reserved
 
 
-@dataclass(frozen=True, slots=True)
-class Fits:
+class Fits(Part, frozen=True, gc=False):
     """Yes: the predicted peak stays under the ceiling, with this much (bytes) to spare."""
 
     predicted: int
@@ -90,12 +88,12 @@ def joinable(group: Group, length: int, kv_per_token: int) -> bool:
 def join_bytes(groups: Iterable[Group], length: int, kv_per_token: int) -> int:
     """Give what a new row of `length` tokens adds, padding included, in the batch where it adds least (or its own)."""
     own = length * kv_per_token
-    joins = [
-        padded(Group(group.rows + 1, max(group.longest, length)), kv_per_token) - padded(group, kv_per_token)
-        for group in groups
-        if joinable(group, length, kv_per_token)
-    ]
-    return min(joins, default=own)
+    least: int | None = None
+    for group in groups:
+        if joinable(group, length, kv_per_token):
+            grown = (group.rows + 1) * max(group.longest, length) * kv_per_token - padded(group, kv_per_token)
+            least = grown if least is None or grown < least else least
+    return own if least is None else least
 
 
 def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:

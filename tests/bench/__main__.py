@@ -64,7 +64,7 @@ def per_event(peer: Peer, key: str) -> float:
 def per_request(peer: Peer, key: str) -> float:
     """Give CPU microseconds per plain request over one round."""
     before = peer.cpu()
-    seen = asyncio.run(load.plain(peer.base, key, 32, 125, 8))
+    seen = asyncio.run(load.plain(peer.base, key, 2 * STREAMS, 30, 8))
     if seen.failed:
         raise RuntimeError(f"{seen.failed} of {seen.requests} requests failed")
     return (peer.cpu() - before) / seen.requests * 1e6
@@ -93,8 +93,9 @@ def bench_stream(folder: Path) -> list[Row]:
 
 def bench_plain(folder: Path) -> list[Row]:
     """Plain requests against sglang-router."""
-    with pool(folder) as made, mock_nodes(1) as ports, sglang(folder, ports) as peer:
-        ours, theirs, ratio = alternate(two_nodes(made, "engine.scripted.step_ms=1"), made.key, peer, per_request)
+    with pool(folder) as made, mock_nodes(STEP_MS) as ports, sglang(folder, ports) as peer:
+        step = f"engine.scripted.step_ms={STEP_MS}"
+        ours, theirs, ratio = alternate(two_nodes(made, step), made.key, peer, per_request)
     figure = f"{ratio:.2f} x sglang-router ({ours:.0f} against {theirs:.0f} us of CPU)"
     return [Row("plain request", "<= 0.8 x sglang-router", figure, ratio <= 0.8, commit())]
 

@@ -25,6 +25,7 @@ WHOLE = (
     b'{"role":"assistant","content":%s},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":8,'
     b'"total_tokens":13}}'
 )
+ANSWER = WHOLE % json.dumps("word " * 8).encode()
 LAST = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"scripted-1","choices":[{"index":0,'
     b'"delta":{},"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
@@ -35,6 +36,7 @@ class Exchange(asyncio.Protocol):
     """One keep-alive connection."""
 
     streams: ClassVar["set[Exchange]"] = set()
+    answers: ClassVar["list[Exchange]"] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -62,13 +64,16 @@ class Exchange(asyncio.Protocol):
             return
         asked = json.loads(body)
         if not asked.get("stream"):
-            self.whole(WHOLE % json.dumps("word " * asked_tokens(asked)).encode())
+            self.left = asked_tokens(asked)
+            self.answers.append(self)
             return
         self.left = asked_tokens(asked)
         self.transport.write(HEAD)
         self.streams.add(self)
 
     def whole(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
         )
@@ -103,6 +108,11 @@ async def main(step: float) -> None:
         event = f"data: {EVENT % time.monotonic_ns()}\n\n".encode()
         for stream in tuple(Exchange.streams):
             stream.step(event)
+        for exchange in tuple(Exchange.answers):
+            exchange.left -= 1
+            if exchange.left == 0:
+                Exchange.answers.remove(exchange)
+                exchange.whole(ANSWER)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
     with (folder / "sglang.log").open("wb") as log:
         process = subprocess.Popen(
             [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-             "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports], "--policy", "power_of_two",
+             "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports],
              "--prometheus-port", str(free_port()), "--log-level", "warn"],
             stdout=log, stderr=log, env=environment(), start_new_session=True,
         )  # fmt: skip
