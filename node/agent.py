@@ -17,6 +17,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -118,8 +119,7 @@ class Agent:
             if self._expelled is not None:
                 raise Expelled(self._expelled)
             if not self._stopped.is_set():
-                self._woken.clear()
-                await self._sleep(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
+                await self._pause(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
                 wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
 
     async def _connect_unless_stopped(self) -> Link | None:
@@ -133,6 +133,12 @@ class Agent:
             connecting.cancel()
             stopped.cancel()
             await asyncio.gather(connecting, stopped, return_exceptions=True)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next round of dialling; only `stop` cuts it short, for a link may end again and again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
 
     async def _sleep(self, seconds: float) -> None:
         try:
