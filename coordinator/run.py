@@ -12,6 +12,7 @@ import ipaddress
 import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -30,6 +31,7 @@ from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.bonjour import Announcement, addresses
+from coordinator.deadline import DeadlineProtocol, ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.journal import open_journal
@@ -46,6 +48,8 @@ from wire.advert import Advert, cluster_hint
 
 log = structlog.get_logger("coordinator.run")
 
+MOST_FILES = 8192
+"""Open files and connections that this process allows itself."""
 DAY = 86400.0
 """Seconds between two looks at the coordinator's own certificate."""
 LOCAL_NODE_SECONDS = 20.0
@@ -77,6 +81,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
     """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start; `ready` is told the facts once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    _allow_files()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
@@ -85,6 +90,14 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
         log.info("stopping")
+
+
+def _allow_files() -> None:
+    """Let this process open as many files as it may: macOS begins with 256, and each client takes one."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
@@ -134,7 +147,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic())
     api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=api.app), settings.http.hosts)
+    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     await stack.enter_async_context(_http(app, sockets, settings, dispatcher))
 
     key = None
@@ -180,7 +193,7 @@ async def _http(
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=DeadlineProtocol,
         ws="none",
         lifespan="off",
         access_log=False,
