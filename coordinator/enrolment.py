@@ -193,7 +193,7 @@ class Conversation:
         except BadRequestError as error:
             return self._deny("bad_request", str(error), final=True)
         code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
-        hardware = _plain_hardware(frame.hardware)
+        hardware = plain_hardware(frame.hardware)
         waiting = Waiting(code, frame.name, frame.machine, hardware, self._address, now + LIFE)
         ticket = self._cluster.approvals.ask(waiting, now)
         if not isinstance(ticket, Ticket):
@@ -215,7 +215,7 @@ class Conversation:
         if before:
             store.deny_serial(before.serial, now, "the machine joined again")
         row = MemberRow(
-            node, name, frame.machine, _plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
+            node, name, frame.machine, plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
             cordoned=before.cordoned if before else False,
         )  # fmt: skip
         store.put_member(row)
@@ -246,7 +246,7 @@ def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
     return next((row for row in rows if row.machine == machine and row.removed is None), None)
 
 
-def _plain_hardware(told: Hardware) -> Hardware:
-    """Keep what can be printed of a stranger's words about itself."""
+def plain_hardware(told: Hardware) -> Hardware:
+    """Keep what can be printed of a machine's words about itself."""
     chip, system, python = plain(told.chip), plain(told.system), plain(told.python)
     return Hardware(chip, max(0, told.memory), max(0, told.cores), system, python)

@@ -19,6 +19,14 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
+async def answer(send: Send, problem: Problem) -> None:
+    """Send a problem as the whole answer."""
+    body = problem.body("")
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 class Guard:
     """An ASGI app before the ASGI app. `hosts`: further names, comma separated."""
 
@@ -36,10 +44,7 @@ class Guard:
         if problem is None:
             await self._app(scope, receive, send)
             return
-        body = problem.body("")
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await answer(send, problem)
 
     def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
         """Say why a request is not for us, by its method and its lower-case headers."""

@@ -8,7 +8,7 @@ one can only say what the app would have said.
 
 Rules
 - Bytes are looked at here only between two requests, while uvicorn's parser is at rest.
-- Exactly one request at a time: what a client sends ahead waits in `_ahead`, with reading paused.
+- Exactly one request at a time: what a client sends ahead waits in `_waiting`, with reading paused.
 - A request that leaves by any way closes its ticket.
 """
 
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from coordinator.deadline import DeadlineProtocol
 from coordinator.guard import Guard
 from router.dialects import chat, chat_answer
 from router.dispatch import Dispatcher
@@ -108,19 +107,19 @@ class Door:
         return job, asked.include_usage
 
 
-class HotProtocol(HttpToolsProtocol):
+class HotProtocol(DeadlineProtocol):
     """One client connection. `door` is set by `protocol`."""
 
     door: ClassVar[Door]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._begun = False
+        self._parsing = False
         self._serving = False
         self._ticket: Ticket | None = None
         self._include_usage = False
         self._stream: HotStream | None = None
-        self._ahead = b""
+        self._waiting = b""
         self._closing = False
 
     # -- bytes in -------------------------------------------------------------------------------
@@ -128,9 +127,9 @@ class HotProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Answer here what can be, hand on the rest."""
         if self._ticket is not None:
-            self._ahead += data
+            self._waiting += data
             self.flow.pause_reading()
-        elif self._begun or self._serving or not data.startswith(START) or not self._take(data):
+        elif self._parsing or self._serving or not data.startswith(START) or not self._take(data):
             super().data_received(data)
 
     def _take(self, data: bytes) -> bool:
@@ -144,18 +143,18 @@ class HotProtocol(HttpToolsProtocol):
         asked = self.door.job(head, data[begin : begin + head.length])
         if asked is None:
             return False
-        self._ahead = data[begin + head.length :]
+        self._waiting = data[begin + head.length :]
         self._start(*asked)
         return True
 
     def on_message_begin(self) -> None:
         """uvicorn's parser is in a message."""
-        self._begun = self._serving = True
+        self._parsing = self._serving = True
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
         """uvicorn's parser is at rest again; the answer may still be under way."""
-        self._begun = False
+        self._parsing = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -166,6 +165,7 @@ class HotProtocol(HttpToolsProtocol):
     # -- one request ------------------------------------------------------------------------------
 
     def _start(self, job: Job, include_usage: bool) -> None:
+        self._disarm()
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
         self.server_state.total_requests += 1
@@ -235,7 +235,7 @@ class HotProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        ahead, self._ahead = self._ahead, b""
+        ahead, self._waiting = self._waiting, b""
         self.flow.resume_reading()
         if ahead:
             self.loop.call_soon(self._go_on, ahead)

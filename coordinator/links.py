@@ -16,7 +16,6 @@ Rules
 import asyncio
 import itertools
 import ssl
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, cast
 
@@ -25,7 +24,24 @@ import structlog
 from coordinator.enrolment import Conversation
 from wire.certificate import read_certificate
 from wire.codec import WireError, decode
-from wire.frames import Answer, Ask, Denied, Enrolled, Frame, Hello, Ping, Welcome
+from wire.frames import (
+    Admitted,
+    Answer,
+    Ask,
+    Deltas,
+    Denied,
+    Enrolled,
+    Failed,
+    Finished,
+    Frame,
+    Goodbye,
+    Hello,
+    Ping,
+    Refusal,
+    Renew,
+    Report,
+    Welcome,
+)
 from wire.identity import NodeId, Peer, parse_uri
 from wire.stream import Endpoint
 
@@ -33,7 +49,10 @@ HANDSHAKE_SECONDS = 5.0
 STRANGER_SECONDS = 5.0
 STRANGER_BYTES = 16 * 1024
 STRANGERS = 64
-"""Connections that have not said Hello yet; a quarter of it from one address."""
+"""Connections without a certificate; a quarter of it from one address. Who shows one of ours is never turned away here,
+so a crowd of strangers cannot keep a node out, not even one behind the same address."""
+FROM_NODES = (Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed)
+"""What a linked node may send."""
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024
 """Bytes of a long answer that are under way at one time."""
@@ -80,7 +99,7 @@ class Connection(Endpoint):
         self._server = server
         self._conversation: Conversation | None = None
         self._bytes = 0
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_SECONDS + 1, _no_handshake)
         self.address = ""
         self.peer: Peer | None = None
         self.serial = ""
@@ -91,6 +110,8 @@ class Connection(Endpoint):
     def opened(self) -> None:
         """Read who it is from the certificate and start the stranger's clock."""
         assert self.transport is not None  # noqa: S101  set by connection_made
+        if self._deadline is not None:
+            self._deadline.cancel()
         self.address = (self.transport.get_extra_info("peername") or ("?",))[0]
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
         certificate = tls.getpeercert(True) if tls else None
@@ -119,7 +140,10 @@ class Connection(Endpoint):
     def received(self, tag: int, body: bytes) -> None:
         """Greet, or hand on."""
         if self.node is not None:
-            self._server.take(self, decode(tag, body))
+            frame = decode(tag, body)
+            if not isinstance(frame, FROM_NODES):
+                raise WireError(f"{type(frame).__name__}, which no node sends here")
+            self._server.take(self, frame)
             return
         hello = decode(tag, body)
         if not isinstance(hello, Hello):
@@ -180,6 +204,10 @@ class Connection(Endpoint):
         self._server.gone(self, reason)
 
 
+def _no_handshake() -> None:
+    log.info("stranger gone", reason="no TLS handshake")
+
+
 class LinkServer:
     """All links. Everything happens on one loop; `owner` decides, this class connects."""
 
@@ -237,9 +265,12 @@ class LinkServer:
     def arrived(self, connection: Connection) -> bool:
         """Count a stranger; too many, or too many from one address, are turned away (False)."""
         self._strangers.add(connection)
-        here = Counter(stranger.address for stranger in self._strangers)[connection.address]
-        if len(self._strangers) > STRANGERS or here > STRANGERS // 4:
-            connection.abort(f"{len(self._strangers)} strangers are connected, {here} from this address")
+        if connection.peer is not None:
+            return True
+        addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
+        here = addresses.count(connection.address)
+        if len(addresses) > STRANGERS or here > STRANGERS // 4:
+            connection.abort(f"{len(addresses)} strangers are connected, {here} from this address")
             return False
         return True
 

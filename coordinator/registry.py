@@ -15,11 +15,12 @@ import structlog
 
 from coordinator import membership
 from coordinator.authority import Authority, BadRequestError
-from coordinator.enrolment import Conversation, Enrolment
+from coordinator.enrolment import Conversation, Enrolment, plain_hardware
 from coordinator.links import LinkServer
 from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
 from coordinator.store import MemberRow, Store
 from router.view import ClusterView, NodeView, view_of
+from wire.advert import plain
 from wire.certificate import read_certificate
 from wire.frames import Denied, Frame, Goodbye, Hello, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
@@ -119,10 +120,10 @@ class Registry:
     def linked(self, node: NodeId, hello: Hello) -> int:
         """Count a new link; give its number."""
         number = next(self._link_numbers)
-        self._versions[node] = hello.version
-        row = self._store.members[node]
-        if row.hardware != hello.hardware:
-            self._store.put_member(replace(row, hardware=hello.hardware))
+        self._versions[node] = plain(hello.version)
+        row, hardware = self._store.members[node], plain_hardware(hello.hardware)
+        if row.hardware != hardware:
+            self._store.put_member(replace(row, hardware=hardware))
         log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
         self._happen(node, membership.Connected(number, hello.instance, hello.takeover))
         return number
@@ -308,16 +309,17 @@ class Registry:
         found: list[str] = []
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
-        for node, report in self._reports.items():
-            name, memory = self._row(node).name, report.memory
+        for node in self._reports:
+            view = self._node_view(node)
+            name, memory, engine = view.name, view.memory, view.engine
             if not memory.guard:
                 found.append(f"{name}: memory.guard is off, so nothing keeps it under its cap")
             elif memory.margin == 0:
                 found.append(f"{name}: memory.margin is 0, so no room is kept for spikes")
-            elif not memory.armed and self._pool.members[node].state is State.READY:
-                found.append(f"{name}: its gate is not armed, so it refuses everything ({report.engine.state})")
-            if report.engine.state in ("failed", "restarting", "hung"):
-                found.append(f"{name}: its engine is {report.engine.state}: {report.engine.cause}")
+            elif not memory.armed and view.state == State.READY:
+                found.append(f"{name}: its gate is not armed, so it refuses everything ({engine.state})")
+            if engine.state in ("failed", "restarting", "hung"):
+                found.append(f"{name}: its engine is {engine.state}: {engine.cause}")
         return found
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import ipaddress
 import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -31,6 +32,7 @@ from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.bonjour import Announcement, addresses
+from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
@@ -48,6 +50,8 @@ from wire.advert import Advert, cluster_hint
 
 log = structlog.get_logger("coordinator.run")
 
+MOST_FILES = 8192
+"""Open files and connections that this process allows itself."""
 DAY = 86400.0
 """Seconds between two looks at the coordinator's own certificate."""
 COLLECT_AFTER = 20_000
@@ -81,6 +85,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
     """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start; `ready` is told the facts once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    _allow_files()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
@@ -93,6 +98,14 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
         log.info("stopping")
+
+
+def _allow_files() -> None:
+    """Let this process open as many files as it may: macOS begins with 256, and each client takes one."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
@@ -142,7 +155,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic())
     api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=api.app), settings.http.hosts)
+    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     await stack.enter_async_context(_http(app, door, sockets, settings))
 

@@ -17,6 +17,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -97,7 +98,7 @@ class Agent:
         self._expelled: Denied | None = None
         self._retry_after = 0.0
         self._woken = asyncio.Event()
-        self._stopping = False
+        self._stopped = asyncio.Event()
         self._renewing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor: Supervisor | None = None
@@ -111,16 +112,34 @@ class Agent:
     async def run(self) -> None:
         """Stay connected until `stop`. Raises Expelled when the coordinator says no for good."""
         wait = BACK_OFF[0]
-        while not self._stopping:
-            link = await self._connect(takeover=False)
+        while not self._stopped.is_set():
+            link = await self._connect_unless_stopped()
             if link is not None:
                 wait = BACK_OFF[0]
                 await self._until_lost(link)
             if self._expelled is not None:
                 raise Expelled(self._expelled)
-            if not self._stopping:
-                await self._sleep(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
+            if not self._stopped.is_set():
+                await self._pause(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
                 wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
+
+    async def _connect_unless_stopped(self) -> Link | None:
+        """Connect; a coordinator that cannot be reached does not hold up `stop`."""
+        connecting = asyncio.ensure_future(self._connect(takeover=False))
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait({connecting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return await connecting if connecting.done() else None
+        finally:
+            connecting.cancel()
+            stopped.cancel()
+            await asyncio.gather(connecting, stopped, return_exceptions=True)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next round of dialling; only `stop` cuts it short, for a link may end again and again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -133,7 +152,7 @@ class Agent:
         last = next(iter(self._identity.addresses), None)
         for address in (last, None):
             where = address or await bonjour.locate(self._identity, FIND_SECONDS)
-            if where is None or self._stopping:
+            if where is None or self._stopped.is_set():
                 return None
             try:
                 link = await dial(where, self._context, self._new_link)
@@ -159,7 +178,7 @@ class Agent:
 
     async def _until_lost(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
-        while link.open and not self._stopping:
+        while link.open and not self._stopped.is_set():
             silent = loop.time() - link.heard_at
             if silent >= SILENCE:
                 link.abort(f"the coordinator was silent for {silent:.0f} s")
@@ -388,7 +407,7 @@ class Agent:
         while any(link.requests for link in self._links) and (left := deadline - loop.time()) > 0:
             self._woken.clear()
             await self._sleep(left)
-        self._stopping = True
+        self._stopped.set()
         if self._link is not None:
             self._link.send(Goodbye(reason))
         for link in tuple(self._links):

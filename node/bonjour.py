@@ -151,17 +151,29 @@ class _Search:
 
 
 async def locate(identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None) -> str | None:
-    """Find our coordinator: at the remembered addresses, else by Bonjour. Gives the `host:port` where its certificate
-    proved it, None when it is nowhere."""
+    """Find our coordinator at the remembered addresses and by Bonjour, side by side: dead addresses hold nothing up.
+
+    Gives the `host:port` where its certificate proved it, None when it is nowhere.
+    """
 
     async def proven(address: str) -> bool:
         return await proves_itself(identity, address)
 
-    known = await first_proven(identity.addresses, proven)
-    if known is not None:
-        return known
-    heard = await find(seconds, identity.cluster, interfaces=interfaces)
-    return await first_proven([address for found in heard for address in found.candidates], proven)
+    async def announced() -> str | None:
+        heard = await find(seconds, identity.cluster, interfaces=interfaces)
+        return await first_proven([address for found in heard for address in found.candidates], proven)
+
+    ways = [asyncio.ensure_future(way) for way in (first_proven(identity.addresses, proven), announced())]
+    try:
+        for way in asyncio.as_completed(ways):
+            address = await way
+            if address is not None:
+                return address
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+    return None
 
 
 async def first_proven(

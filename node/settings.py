@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from node.engine import kinds
 from node.memory.cap import TIERS
-from wire.identity import valid_id, valid_name
+from wire.identity import valid_id, valid_model, valid_name
 from wire.settings import Flat, Resolved, Section, SettingsError
 from wire.settings import resolve as resolve_layers
 from wire.units import parse_size
@@ -137,8 +137,8 @@ def check(settings: NodeSettings) -> None:
         value = str(_leaf(settings, key))
         if value and not valid(value):
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
-    if not settings.engine.scripted.model:
-        raise SettingsError("setting engine.scripted.model: a model needs a name")
+    if not valid_model(settings.engine.scripted.model):
+        raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
 
 
 def _check_size(key: str, value: object) -> None:

@@ -3,7 +3,7 @@
 A report is what a node says of itself, so it may be wrong. `view_of` turns it into numbers that the arithmetic of
 placement can stand: no NaN, no infinity, nothing negative. A lie never makes a node look roomier than an honest report
 could: an impossible footprint reads as unreadable (nothing is placed there), a model with an impossible size is left
-out. The node's own gate remains the judge of what runs.
+out. The node's own gate remains the judge of what runs. Texts are bounded and printable: people read them in terminals.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from wire.frames import Report
-from wire.identity import NodeId, valid_name
+from wire.identity import NodeId, valid_model, valid_name
 from wire.report import EngineState, Group, Memory, Model
 
 FRESH_SECONDS = 3.0
@@ -26,6 +26,9 @@ UNMEASURED_RATIO = 4.0
 LONGEST_CONTEXT = 100_000_000
 LONGEST_LOAD = 600.0
 MOST_EXPECTED = 32_768
+MOST_MODELS = 512
+"""Models of one node that are looked at."""
+LONGEST_TEXT = 300
 _RATIOS = (0.25, 64.0)
 
 
@@ -102,26 +105,35 @@ def honest_memory(memory: Memory) -> Memory:
         leases=max(0, memory.leases),
         age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
         total=max(0, memory.total),
+        bound_by=_printable(memory.bound_by),
+        source=_printable(memory.source),
     )
 
 
 def _honest_engine(engine: EngineState) -> EngineState:
-    if min(engine.running, engine.waiting, engine.queued_tokens) >= 0:
-        return engine
     return replace(
         engine,
+        kind=_printable(engine.kind),
+        state=_printable(engine.state),
+        cause=_printable(engine.cause),
+        restarts=max(0, engine.restarts),
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
     )
 
 
+def _printable(text: str) -> str:
+    """Take the sting out of a node's words: no control characters, no escape sequences, no endless text."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_TEXT])
+
+
 def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
-    return {model.name: _honest_model(model) for model in reversed(models) if _sizes_possible(model)}
+    return {model.name: _honest_model(model) for model in reversed(models[:MOST_MODELS]) if _possible_model(model)}
 
 
-def _sizes_possible(model: Model) -> bool:
-    return bool(model.name) and min(model.weights, model.kv_per_token, model.transient) >= 0
+def _possible_model(model: Model) -> bool:
+    return valid_model(model.name) and min(model.weights, model.kv_per_token, model.transient) >= 0
 
 
 def _honest_model(model: Model) -> Model:

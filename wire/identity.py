@@ -28,6 +28,7 @@ SERVICE_TYPE = "_macpool._tcp.local."
 NodeId = NewType("NodeId", str)
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ._-]{0,61}[A-Za-z0-9._-])?")
+_MODEL = re.compile(r"\w[\w ._:/@+()-]{0,199}")
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TOKEN = re.compile(r"mpj1\.([a-z2-7]{52})\.([a-z2-7]{8})\.([a-z2-7]{26})")
@@ -37,6 +38,11 @@ _URI = re.compile(r"cluster://([A-Za-z0-9-]{1,64})/(coordinator|node/([A-Za-z0-9
 def valid_name(name: str) -> bool:
     """Say whether a friendly name is safe to print, to label with and to announce (1-63 plain characters)."""
     return _NAME.fullmatch(name) is not None
+
+
+def valid_model(name: str) -> bool:
+    """Say whether a model's name is safe to print and to label with: 1-200 letters, digits, spaces and ._:/@+()-."""
+    return _MODEL.fullmatch(name) is not None
 
 
 def valid_id(text: str) -> bool:

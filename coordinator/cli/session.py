@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -157,11 +156,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; plain text when the output is no terminal."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         grid.add_column(column, no_wrap=True)
     for row in rows:
-        grid.add_row(*(os.fsdecode(cell) for cell in row))
+        grid.add_row(*(Text(cell) for cell in row))  # never markup: names come from other machines
     console.print(grid)

@@ -28,6 +28,9 @@ class Application:
     app: FrontDoor
     api: Api
     admin: Admin
+    authority: Authority
+    store: Store
+    registry: Registry
 
     def document(self) -> dict[str, Any]:
         """Give the OpenAPI document."""
@@ -53,4 +56,6 @@ async def application(folder: Path) -> AsyncGenerator[Application]:
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
-        yield Application(FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin)
+        yield Application(
+            FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin, authority, store, registry
+        )

@@ -5,17 +5,21 @@ touched. `cut` takes a port off the bridge in silence, `power_off` does so and t
 which the kernel ends all others: nobody says goodbye. Needs root; `unsupported` says why it cannot be done here.
 """
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 NET = "10.77.0"
+CLONE_NEWNET = 0x40000000
+"""From linux/sched.h; Python names it from 3.12 on."""
 BOOT = (
     "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && hostname {host} && ip link set lo up && "
     "trap '' CHLD && echo up > {ready} && exec tail -f /dev/null"
@@ -68,6 +72,10 @@ class Host:
         assert self.init, f"{self.name} is off"
         return ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wdns={self.folder}", "--"]
 
+    def threads(self, count: int = 1) -> ThreadPoolExecutor:
+        """Give threads of this process whose sockets are in the host's network: a client on that host."""
+        return ThreadPoolExecutor(count, initializer=_enter_network, initargs=(self.namespace,))
+
     def pids(self) -> list[int]:
         """Give the outside numbers of its processes, its first one left out."""
         wanted = os.readlink(f"/proc/{self.init}/ns/pid")
@@ -80,6 +88,17 @@ class Host:
                 except OSError:
                     continue
         return found
+
+
+def _enter_network(namespace: str) -> None:
+    """Move the calling thread, and no other, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(descriptor, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(descriptor)
 
 
 class Hosts:
@@ -123,12 +142,11 @@ class Hosts:
         run("ip", "netns", "add", namespace)
         self._stack.callback(run, "ip", "netns", "del", namespace, check=False)
         folder = self._folder / f"h{number}"
-        folder.mkdir()
+        folder.mkdir(parents=True)
         host = Host(f"h{number}", number, namespace, f"{NET}.{number}", folder)
         self.hosts.append(host)
         self._ip(namespace, "link", "set", "lo", "up")
         self._ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", host.name, "netns", self._switch)
-        self._ip(self._switch, "link", "set", host.name, "master", "br0")
         self._ip(self._switch, "link", "set", host.name, "up")
         self.address(host, host.ip)
         self._ip(namespace, "link", "set", "eth0", "up")
@@ -144,7 +162,8 @@ class Hosts:
         host.ip = ip
 
     def boot(self, host: Host) -> None:
-        """Start the host's first process."""
+        """Plug the host's cable in and start its first process."""
+        self.restore(host)
         ready = host.folder / "ready"
         ready.unlink(missing_ok=True)
         outer = subprocess.Popen(
@@ -178,10 +197,10 @@ class Hosts:
         """Undo `cut`."""
         self._ip(self._switch, "link", "set", host.name, "master", "br0")
 
-    def block_multicast(self, host: Host) -> None:
-        """Let no multicast out of a host, as many access points do."""
-        run("ip", "netns", "exec", host.namespace, "ip", "link", "set", "eth0", "multicast", "off")
-        self._ip(host.namespace, "route", "add", "prohibit", "224.0.0.0/4", check=False)
+    def block_multicast(self) -> None:
+        """Pass no multicast on between hosts, as many access points do; broadcasts (ARP) go on."""
+        for host in self.hosts:
+            self._ip(self._switch, "link", "set", host.name, "type", "bridge_slave", "mcast_flood", "off")
 
     def shape(self, host: Host, rate: str) -> None:
         """Limit what a host sends, e.g. "100mbit"."""

@@ -53,6 +53,7 @@ class Process:
         self, command: Sequence[str], log: Path, *, wrap: Sequence[str] = (), env: dict[str, str] | None = None
     ):
         self.log = log
+        self._wrapped = bool(wrap)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.output: list[str] = []
         with log.open("ab") as errors:
@@ -81,8 +82,9 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
-        return self.popen.pid
+        """Its process id; what enters a host for it forwards no signals, so there it is the only child of that."""
+        below = psutil.Process(self.popen.pid).children() if self._wrapped and self.popen.poll() is None else []
+        return below[0].pid if below else self.popen.pid
 
     def children(self) -> list[psutil.Process]:
         """All processes below it."""
@@ -91,16 +93,20 @@ class Process:
         except psutil.NoSuchProcess:
             return []
 
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.popen.poll() is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """SIGKILL to it alone."""
-        self.popen.kill()
+        self.signal(signal.SIGKILL)
         self.popen.wait(10)
 
     def stop(self, seconds: float = 30.0) -> int:
         """SIGTERM; give the exit code. AssertionError when something that it started is left."""
         below = self.children()
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         code = self.popen.wait(seconds)
         gone(below)
         return code
@@ -108,13 +114,11 @@ class Process:
     def close(self) -> None:
         """End it whatever its state."""
         below = self.children()
-        if self.popen.poll() is None:
-            self.popen.terminate()
-            try:
-                self.popen.wait(20)
-            except subprocess.TimeoutExpired:
-                self.popen.kill()
-                self.popen.wait(10)
+        self.signal(signal.SIGTERM)
+        try:
+            self.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
         for child in below:
             if child.is_running():
                 child.kill()
@@ -142,6 +146,8 @@ class Pool:
         self.nodes: dict[str, Process] = {}
         self.wrap: Sequence[str] = ()
         """Words before every command that talks to the coordinator: how its host is entered."""
+        self.call: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] = lambda ask: ask()
+        """Runs a question to the API where the coordinator can be reached."""
         self._stack = ExitStack()
 
     @property
@@ -155,12 +161,13 @@ class Pool:
         listen: str = "127.0.0.1:0",
         cluster_listen: str = "127.0.0.1:0",
         local_node: bool = False,
+        bonjour: bool = False,
         wrap: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Start the coordinator; give its ready line."""
         command = [
             *CLI, "up", "--state", str(self.state), "--listen", listen, "--cluster-listen", cluster_listen,
-            "-o", "json", "--set", "cluster.bonjour=false",
+            "-o", "json", "--set", f"cluster.bonjour={str(bonjour).lower()}",
         ]  # fmt: skip
         command += [] if local_node else ["--no-local-node"]
         command += [item for setting in settings for item in ("--set", setting)]
@@ -171,12 +178,16 @@ class Pool:
         self.key = self.facts.get("api_key", self.key)
         return self.facts
 
-    def join(self, name: str, *settings: str, wait: bool = True, wrap: Sequence[str] = ()) -> Process:
-        """Start a node; it joins when it has not joined before."""
+    def join(
+        self, name: str, *settings: str, wait: bool = True, url: bool = True, token: bool = True,
+        wrap: Sequence[str] = (),
+    ) -> Process:  # fmt: skip
+        """Start a node; it joins when it has not joined before, by Bonjour without `url`, by code without `token`."""
         joined = (self.folder / name / "node" / "identity").exists()
         command = [*CLI, "join", "--state", str(self.folder / name), "--name", name, "-o", "json"]
         if not joined:
-            command += [self.facts["cluster_url"], "--token", self.token()]
+            command += [self.facts["cluster_url"]] if url else []
+            command += ["--token", self.token()] if token else []
         for setting in (f"node.machine={name}", *settings):
             command += ["--set", setting]
         process = Process(command, self.folder / f"{name}.err", wrap=wrap)
@@ -228,11 +239,14 @@ class Pool:
 
     def get(self, path: str) -> dict[str, Any]:
         """GET with the admin key."""
-        if self.wrap:
-            return self.cli(*path.removeprefix("/api/v1/").split("/"))
-        request = urllib.request.Request(self.base + path, headers={"Authorization": f"Bearer {self.secret}"})
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
-            return json.loads(response.read())
+        run = json.loads((self.state / "run.json").read_text())
+        request = urllib.request.Request(run["url"] + path, headers={"Authorization": f"Bearer {run['secret']}"})
+
+        def ask() -> dict[str, Any]:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
+                return json.loads(response.read())
+
+        return self.call(ask)
 
     def close(self) -> None:
         """End everything."""

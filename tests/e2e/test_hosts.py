@@ -1,0 +1,249 @@
+"""The pool on isolated hosts: a coordinator, two nodes and a client, each with a network of its own.
+
+Cables are cut and hosts lose power here, so nobody says goodbye, and what is found is found by multicast.
+"""
+
+import asyncio
+import json
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from zeroconf import ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+from tests.support.hosts import NET, Hosts, unsupported
+from tests.support.processes import Pool, Process, pool, until
+from wire.identity import SERVICE_TYPE
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(90)]
+
+WINDOW = 10.0
+"""Seconds of silence after which a node is lost."""
+WORK = 3.0
+"""Seconds that a loaded machine may add."""
+
+
+@dataclass
+class Chat:
+    """One streamed chat as its client saw it: the node, the words, why it ended, the seconds of `monotonic`."""
+
+    status: int = 0
+    node: str = ""
+    words: int = 0
+    end: str = ""
+    began: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+
+
+class Lab:
+    """The coordinator's host is the first, nodes live on the second and third, clients on the fourth."""
+
+    def __init__(self, hosts: Hosts, made: Pool, stack: ExitStack) -> None:
+        self.hosts = hosts
+        self.pool = made
+        self._client = stack.enter_context(hosts[4].threads(40))
+        local = stack.enter_context(hosts[1].threads(2))
+        made.call = lambda ask: local.submit(ask).result()
+
+    def up(self) -> None:
+        self.pool.up(listen="0.0.0.0:8080", cluster_listen="0.0.0.0:8081", bonjour=True, wrap=self.hosts[1].enter())
+
+    def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
+        return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **{"url": False, **how})
+
+    def join_all(self, *settings: str) -> None:
+        """Start studio and macbook at once, by Bonjour with tokens."""
+        for name, number in (("studio", 2), ("macbook", 3)):
+            self.join(name, number, *settings, wait=False)
+        self.both_serve()
+
+    def both_serve(self, seconds: float = 30.0) -> None:
+        until(lambda: self.pool.serves("studio") and self.pool.serves("macbook"), seconds, "both nodes serve")
+
+    def state(self, name: str) -> str:
+        return self.pool.node(name)["state"]
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """Give the coordinator's log lines of one event."""
+        lines = (self.pool.state / "logs" / "coordinator.log").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["event"] == event]
+
+    def on_client(self, ask: Any) -> Future[Any]:
+        """Run something in the client's network."""
+        return self._client.submit(ask)
+
+    def chat(self, prompt: int = 5, tokens: int = 10) -> Future[Chat]:
+        return self._client.submit(self._chat, prompt, tokens)
+
+    def _chat(self, prompt: int, tokens: int) -> Chat:
+        chat = Chat()
+        body = {
+            "model": "scripted-1", "stream": True, "max_tokens": tokens,
+            "messages": [{"role": "user", "content": "word " * prompt}],
+        }  # fmt: skip
+        headers = {"Authorization": f"Bearer {self.pool.key}"}
+        with (
+            httpx.Client(trust_env=False, timeout=60) as client,
+            client.stream("POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers) as answer,
+        ):
+            chat.status, chat.node = answer.status_code, answer.headers.get("x-macpool-node", "")
+            for line in answer.iter_lines():
+                chat.words += '"content":"' in line and '"content":""' not in line
+                chat.end = line or chat.end
+        chat.ended = time.monotonic()
+        return chat
+
+
+@pytest.fixture(scope="module")
+def possible() -> None:
+    reason = unsupported()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def lab(possible: None) -> Iterator[Lab]:
+    with tempfile.TemporaryDirectory(prefix="mp-") as name, ExitStack() as stack:
+        folder = Path(name)
+        hosts = stack.enter_context(Hosts(folder, 4))
+        yield Lab(hosts, stack.enter_context(pool(folder)), stack)
+
+
+def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
+    lab.up()
+    lab.join_all("engine.scripted.step_ms=50", "engine.scripted.batch=16")
+    lengths = [10 + number * 29 % 170 for number in range(32)]
+    chats = [lab.chat(1 + number * 53 % 700, tokens) for number, tokens in enumerate(lengths)]
+    until(lambda: all(lab.pool.node(name)["running"] for name in ("studio", "macbook")), what="both at work")
+    time.sleep(1)
+    cut = time.monotonic()
+    lab.hosts.power_off(lab.hosts[3])
+    early = [lab.chat(5, 5) for _ in range(8)]
+    until(lambda: lab.state("macbook") == "suspect", 5, "suspect")
+    late = [lab.chat(5, 5) for _ in range(8)]
+    assert {chat.result().node for chat in late} == {"studio"}
+    until(lambda: lab.state("macbook") == "lost", WINDOW + WORK, "lost")
+    assert time.monotonic() - cut < WINDOW + WORK
+    answers = [chat.result() for chat in chats]
+    for chat, tokens in zip(answers, lengths, strict=True):
+        whole = chat.words == tokens and chat.end == "data: [DONE]"
+        assert whole or (chat.node == "macbook" and "node_lost" in chat.end), chat
+    assert sum(chat.node == "macbook" for chat in answers) >= 8
+    for chat in [*answers, *(each.result() for each in early)]:
+        assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK, chat
+    assert {lab.chat(5, 2).result().node for _ in range(4)} == {"studio"}
+
+    lab.hosts.boot(lab.hosts[3])
+    lab.join("macbook", 3, "engine.scripted.step_ms=50", token=False)
+    again = [each.result() for each in [lab.chat(5, 20) for _ in range(16)]]
+    assert "macbook" in {chat.node for chat in again}
+    assert all(chat.words == 20 for chat in again)
+
+
+def test_short_silence_moves_nothing_and_a_longer_one_only_new_work(lab: Lab) -> None:
+    lab.up()
+    lab.join("studio", 2, "engine.scripted.step_ms=50")
+    streams = [lab.chat(5, 240) for _ in range(4)]
+    until(lambda: lab.pool.node("studio")["running"] == 4, what="at work")
+    assert _states_during_a_cut(lab, 2.0, 3.0) == {"ready"}
+    assert "suspect" in _states_during_a_cut(lab, 4.0, 4.0)
+    until(lambda: lab.state("studio") == "ready", 5, "back")
+    for stream in streams:
+        chat = stream.result()
+        assert (chat.words, chat.end) == (240, "data: [DONE]")
+    assert len(lab.events("node linked")) == 1
+    assert lab.pool.node("studio")["engine"]["restarts"] == 0
+
+
+def _states_during_a_cut(lab: Lab, seconds: float, watch: float) -> set[str]:
+    """Cut studio's cable just after a report, so that the silence is as long as the cut, and watch its state."""
+    until(lambda: lab.pool.node("studio")["heard_seconds"] < 0.1, what="a report")
+    lab.hosts.cut(lab.hosts[2])
+    mend = threading.Timer(seconds, lab.hosts.restore, [lab.hosts[2]])
+    mend.start()
+    seen, deadline = set[str](), time.monotonic() + watch
+    while time.monotonic() < deadline:
+        seen.add(lab.state("studio"))
+        time.sleep(0.05)
+    mend.join()
+    return seen
+
+
+def test_without_multicast_only_the_address_joins(lab: Lab) -> None:
+    lab.up()
+    lab.hosts.block_multicast()
+    alone = lab.join("studio", 2, wait=False)
+    assert alone.popen.wait(20) == 3
+    assert "no cluster was found by Bonjour" in alone.log.read_text()
+    assert "cluster join HOST:8081 --token" in alone.log.read_text()
+    lab.join("studio", 2, url=True)
+    chat = lab.chat(5, 3).result()
+    assert (chat.node, chat.words) == ("studio", 3)
+
+
+def test_coordinator_moves_to_another_address_and_nodes_find_it(lab: Lab) -> None:
+    lab.up()
+    lab.join_all()
+    lab.hosts.address(lab.hosts[1], f"{NET}.101")
+    until(lambda: lab.state("studio") == lab.state("macbook") == "lost", WINDOW + WORK, "both lost")
+    lab.both_serve()
+
+    assert lab.pool.coordinator is not None
+    assert lab.pool.coordinator.stop() == 0
+    lab.hosts.address(lab.hosts[1], f"{NET}.102")
+    lab.up()
+    assert f"{NET}.102" in lab.pool.facts["cluster_url"]
+    lab.both_serve()
+
+    assert lab.pool.nodes["macbook"].stop() == 0
+    kept = lab.pool.folder / "macbook" / "node" / "identity" / "identity.json"
+    identity = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**identity, "addresses": [f"{NET}.{200 + last}:8081" for last in range(16)]}))
+    began = time.monotonic()
+    lab.join("macbook", 3)
+    assert time.monotonic() - began < 20
+
+
+def test_a_code_is_approved_and_the_record_goes_with_the_coordinator(lab: Lab) -> None:
+    lab.up()
+    seen = lab.on_client(lambda: asyncio.run(_watch_records()))
+    node = lab.join("studio", 2, token=False, wait=False)
+    text = until(lambda: "code " in node.log.read_text() and node.log.read_text(), what="a code")
+    lab.pool.cli("approve", text.partition("code ")[2][:6])
+    until(lambda: lab.pool.serves("studio"), what="studio serves")
+    assert lab.pool.coordinator is not None
+    lab.pool.coordinator.signal(signal.SIGTERM)
+    gone = {name for name, change in seen.result(30) if change is ServiceStateChange.Removed}
+    assert any(name.startswith("home-") for name in gone)
+    assert lab.pool.coordinator.popen.wait(20) == 0
+
+
+async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
+    """Note what comes and goes on the LAN until a coordinator has gone; its record alone would stay for minutes."""
+    events: list[tuple[str, ServiceStateChange]] = []
+    gone = asyncio.Event()
+
+    def heard(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        events.append((name, state_change))
+        if name.startswith("home-") and state_change is ServiceStateChange.Removed:
+            gone.set()
+
+    zeroconf = AsyncZeroconf()
+    browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[heard])
+    try:
+        async with asyncio.timeout(60):
+            await gone.wait()
+    finally:
+        await browser.async_cancel()
+        await zeroconf.async_close()
+    return events
