@@ -13,6 +13,7 @@ Rules
 """
 
 import itertools
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"x-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%s\r\n"
 )
+_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_BREAKS = re.compile(rb"[\r\n\0]")
 _ODD = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"connection"})
 
 
@@ -79,7 +82,7 @@ class Door:
         headers: list[Header] = []
         for line in raw.split(b"\r\n")[1:]:
             name, colon, value = line.partition(b":")
-            if not colon or not name or name != name.strip() or b"\n" in line or b"\0" in line:
+            if not colon or not _NAME.fullmatch(name) or _BREAKS.search(line):
                 return Head()
             headers.append((name.lower(), value.strip()))
         names = [name for name, _ in headers]

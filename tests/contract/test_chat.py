@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import openai
@@ -25,6 +25,14 @@ CHAT = "/v1/chat/completions"
 async def cluster() -> AsyncIterator[LoopbackCluster]:
     async with served(LoopbackCluster(LoopbackNode("studio"), LoopbackNode("mini"))) as one:
         yield one
+
+
+@pytest.fixture(autouse=True, params=["front", "asgi"])
+def by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run every test through the product's own protocol and through the ASGI app alone: both must say the same."""
+    before, LoopbackCluster.front = LoopbackCluster.front, request.param == "front"
+    yield request.param
+    LoopbackCluster.front = before
 
 
 @contextlib.asynccontextmanager

@@ -11,9 +11,12 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import uvicorn
 
+from coordinator.guard import Guard
+from coordinator.http import Door, protocol
 from router.app import App, FrontDoor, nothing_else
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
@@ -88,7 +91,10 @@ class LoopbackNode:
 
 
 class LoopbackCluster:
-    """Nodes, a dispatcher and a front door that belong together."""
+    """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class
+    instead of uvicorn's."""
+
+    front: ClassVar[bool] = True
 
     def __init__(
         self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = nothing_else
@@ -193,8 +199,14 @@ class LoopbackCluster:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        http = "httptools"
+        if self.front:
+            door = Door(self.dispatcher, self.keys, self.settings, Guard(self.app))
+            http = protocol(door)
         server = uvicorn.Server(
-            uvicorn.Config(self.app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
+            uvicorn.Config(
+                self.app, http=http, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2
+            )
         )
         running = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(self._report_for_ever())
