@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, size_in, skipped
 from node.machine import machine_id, platform_uuid_in
-from node.memory.cap import METAL_SHARE, default_metal
+from node.memory.cap import default_metal
 from node.memory.darwin import System
 from wire.units import GIB, MIB, show_size
 
@@ -82,7 +82,8 @@ def metal_share() -> Outcome:
         return skipped(f"MLX gives no answer, install the extra `node`: {error}")
     total = system.total_memory() or 0
     assumed = default_metal(total)
-    says = f"Metal {show_size(theirs)} = {theirs / max(total, 1):.1%} of {show_size(total)}, assumed {METAL_SHARE:.0%}"
+    share = f"{theirs / max(total, 1):.1%}"
+    says = f"Metal {show_size(theirs)} = {share} of {show_size(total)}, assumed {show_size(default_metal(total))}"
     return judged(assumed <= theirs, says)
 
 

@@ -55,7 +55,9 @@ def up(
     The first start makes the cluster: its certificate authority, its id and the first API key, which is shown once.
     """
     if lan and listen is not None:
-        raise click.UsageError("--lan and --listen exclude each other: --lan is --listen 0.0.0.0:8080")
+        raise click.UsageError(
+            "--lan and --listen exclude each other: --lan is --listen 0.0.0.0:8080 (name another port so)"
+        )
     listen = listen or (("0.0.0.0", 8080) if lan else ("127.0.0.1", 8080))  # noqa: S104
     if no_local_node and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
@@ -115,7 +117,7 @@ def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
         import socket
 
         port = facts["base_url"].rpartition(":")[2].removesuffix("/v1")
-        click.echo(f"          http://{socket.gethostname().removesuffix('.local')}.local:{port}/v1")
+        click.echo(f"          http://{socket.gethostname().partition('.')[0]}.local:{port}/v1")
         click.echo(
             "          open to the local network: every request needs an API key, but the connection is plain HTTP, so "
             "whoever can listen on this network can read it",

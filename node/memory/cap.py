@@ -31,7 +31,9 @@ TIERS = {"safe": Tier(12 * GIB, 0.2), "balanced": Tier(8 * GIB, 0.5), "aggressiv
 SMALL_MACHINE = 24 * GIB
 SMALL_RESERVE = 4 * GIB
 METAL_SHARE = 0.75
-"""Metal's own wired limit, as a share of the RAM, where nobody set one."""
+METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
+"""Metal's own wired limit as a share of the RAM, where nobody set one; machines up to the size at the end have less.
+Unverified on macOS: the entry `metal-share` of the checklist shows it."""
 WIRED_SHARE_MOST = 0.95
 """A wired limit above this share ended in a crash loop on a 512 GiB machine."""
 
@@ -70,7 +72,7 @@ def reserve(tier: str, total: int) -> int:
 
 def default_metal(total: int) -> int:
     """Give Metal's wired limit in bytes for a machine where nobody set one."""
-    return int(total * METAL_SHARE)
+    return int(total * (METAL_SHARE_SMALL if total <= METAL_SMALL else METAL_SHARE))
 
 
 def resolve_cap(setting: str | int, tier: str, total: int, metal: int | None, *, above_metal: bool = False) -> Cap:
