@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.private import write_private
 from coordinator.store import KeyRow, Store
 from coordinator.tokens import Tokens
+from machine.private import write_private
 from router.keys import ApiKey, KeyRing, new_key
 
 LOCAL = "local"

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )  # fmt: skip
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.private import private_folder, write_private
+from machine.private import private_folder, write_private
 from wire.certificate import BACKDATED, LEAF_LIFE, read_certificate
 from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, valid_id
 

@@ -31,18 +31,18 @@ from coordinator.admin import LOCAL, Admin, load_pepper
 from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
-from coordinator.bonjour import Announcement, addresses
 from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
-from coordinator.journal import open_journal
 from coordinator.local import LocalNode
-from coordinator.private import private_folder, write_private
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
+from machine.announce import Announcement, addresses
+from machine.journal import open_journal
+from machine.private import private_folder, write_private
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from coordinator.private import private_folder
+from machine.private import private_folder
 from wire.identity import NodeId
 from wire.report import Hardware
 

@@ -11,6 +11,7 @@ import sys
 import time
 
 from deploy.outcome import ROOT, Outcome, ToolError, ask, judged, skipped
+from machine.announce import Announcement, addresses
 from node import bonjour
 from node.engine.child import settings_message
 from node.settings import EngineSettings
@@ -135,14 +136,14 @@ def bonjour_both_ways() -> Outcome:
 
 
 async def _bonjour() -> Outcome:
-    if not bonjour.addresses():
+    if not addresses():
         return skipped("this Mac has no address that another one could dial")
     name, identity = "mac-check", os.urandom(4).hex()
     record = instance_name(name, identity)
     browser = await asyncio.create_subprocess_exec(
         "/usr/bin/dns-sd", "-B", SERVICE_TYPE.removesuffix(".local."), "local.", stdout=asyncio.subprocess.PIPE
     )
-    announcement = bonjour.Announcement(Advert("new", version="check"), name, identity, 9)
+    announcement = Announcement(Advert("new", version="check"), name, identity, 9)
     announcement.start()
     try:
         label = record.removesuffix("." + SERVICE_TYPE)

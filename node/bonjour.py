@@ -1,8 +1,8 @@
-"""Finds coordinators on the LAN, and announces a Mac that has not joined.
+"""Finds coordinators on the LAN, and Macs that have not joined.
 
 A record is a hint from anybody: its texts are made printable, its addresses are only candidates, and the coordinator
 is believed when its certificate proves it. A zeroconf failure is logged once and looks like an empty LAN; joining by
-URL never needs multicast. The coordinator has its own announcement: the two rooms share no code but `wire`.
+URL never needs multicast.
 """
 
 import asyncio
@@ -11,21 +11,17 @@ import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import ifaddr
 import structlog
 from zeroconf import Error, IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from machine.announce import addresses
 from node.enrol import proves_itself
 from node.identity import Identity
 from wire.advert import (
-    Advert,
     cluster_hint,
     from_txt,
-    instance_name,
     shown_name,
-    to_txt,
-    usable_addresses,
 )  # fmt: skip
 from wire.identity import SERVICE_TYPE
 
@@ -61,12 +57,6 @@ class Found:
     def candidates(self) -> tuple[str, ...]:
         """Give `host:port` for every address, the best first."""
         return tuple(f"[{ip}]:{self.port}" if ":" in ip else f"{ip}:{self.port}" for ip in self.addresses)
-
-
-def addresses() -> list[str]:
-    """Give our addresses that another machine could dial, the best first."""
-    found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return usable_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
 
 
 async def find(
@@ -203,85 +193,3 @@ async def first_proven(
 
 async def _truth(proven: Callable[[str], Awaitable[bool]], address: str) -> bool:
     return await proven(address)
-
-
-class Announcement:
-    """One service record, kept on the LAN until closed.
-
-    `name` is for people, `identity` makes the record's name unique, `interfaces` (addresses) replaces looking for them.
-    """
-
-    def __init__(
-        self, advert: Advert, name: str, identity: str, port: int, *,
-        interfaces: Sequence[str] | None = None, look_every: float = LOOK_EVERY,
-    ) -> None:  # fmt: skip
-        self._advert = advert
-        self._instance = instance_name(name, identity)
-        self._port = port
-        self._interfaces = interfaces
-        self._look_every = look_every
-        self._announced: list[str] = []
-        self._zeroconf: AsyncZeroconf | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._complained = False
-        self.ready = asyncio.Event()
-        """Set while the record is on the LAN."""
-
-    def start(self) -> None:
-        """Begin to announce; needs a running loop."""
-        self._task = asyncio.create_task(self._follow(), name="bonjour")
-
-    async def close(self) -> None:
-        """Say goodbye to the LAN and stop."""
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._withdraw()
-
-    async def _follow(self) -> None:
-        while True:
-            now = list(self._interfaces) if self._interfaces is not None else addresses()
-            if now != self._announced:
-                await self._withdraw()
-                await self._announce(now)
-            await asyncio.sleep(self._look_every)
-
-    async def _announce(self, now: list[str]) -> None:
-        if not now:
-            return
-        v4 = [address for address in now if ipaddress.ip_address(address).version == 4]
-        try:
-            self._zeroconf = AsyncZeroconf(v4 or now, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only)
-            register = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            await (await register(self._record(now), allow_name_change=True))
-        except Exception as error:  # besides its own errors zeroconf lets RuntimeErrors through; none may end us
-            await self._withdraw()
-            self._complain(error)
-            return
-        self._announced, self._complained = now, False
-        self.ready.set()
-        log.info("bonjour announced", name=self._instance, addresses=now)
-
-    async def _withdraw(self) -> None:
-        zeroconf, self._zeroconf, self._announced = self._zeroconf, None, []
-        self.ready.clear()
-        if zeroconf is None:
-            return
-        with contextlib.suppress(OSError, Error, TimeoutError):
-            async with asyncio.timeout(GOODBYE_WITHIN):
-                await zeroconf.async_unregister_all_services()
-        with contextlib.suppress(OSError, Error, TimeoutError):
-            async with asyncio.timeout(GOODBYE_WITHIN):
-                await zeroconf.async_close()
-
-    def _record(self, now: list[str]) -> AsyncServiceInfo:
-        label = self._instance.removesuffix("." + SERVICE_TYPE)
-        host = f"macpool-{label.rpartition('-')[2]}.local."
-        return AsyncServiceInfo(
-            SERVICE_TYPE, self._instance, self._port, properties=to_txt(self._advert), server=host, parsed_addresses=now
-        )
-
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            log.warning("bonjour unavailable", error=str(error) or type(error).__name__)

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from node.private import private_folder, write_private
+from machine.private import private_folder, write_private
 from wire.certificate import read_certificate
 from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri
 

@@ -20,15 +20,16 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from machine.announce import Announcement
+from machine.journal import open_journal
+from machine.private import private_folder
 from node import bonjour, enrol
 from node.agent import Agent, Expelled
 from node.enrol import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
 from node.identity import forget, load_identity
-from node.journal import open_journal
 from node.limits import Limiter
 from node.machine import machine_id
 from node.memory.sensor import open_machine
-from node.private import private_folder
 from node.settings import NodeSettings, node_name, resolve
 from node.supervise import Supervisor
 from wire.advert import Advert
@@ -226,7 +227,7 @@ async def _identity(options: argparse.Namespace, settings: NodeSettings, hardwar
         raise Failure(5, f"there is no node in {options.state}")
     token = _token(options)
     name = node_name(settings, platform.node())
-    announcement = bonjour.Announcement(Advert(role="new", version=installed("macpool")), name, machine, 9)
+    announcement = Announcement(Advert(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:
         url = options.url or await _find()

@@ -10,8 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from coordinator import bonjour as coordinator
-from node import bonjour
+from machine.announce import Announcement
 from node.bonjour import Found, find, first_proven, locate
 from node.enrol import enrol
 from node.identity import remember
@@ -47,9 +46,9 @@ def needs_multicast(test: F) -> F:
     return pytest.mark.slow(skip(test))
 
 
-def announcement(cluster: str, name: str = "lab", port: int = 8081) -> coordinator.Announcement:
+def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcement:
     advert = Advert("coord", cluster_hint(cluster), "0.1.0", "ab" * 8)
-    return coordinator.Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
+    return Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
 
 
 @needs_multicast
@@ -84,7 +83,7 @@ async def test_two_clusters_are_both_seen_and_told_apart() -> None:
 @needs_multicast
 async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
     machine = uuid4().hex
-    announced = bonjour.Announcement(Advert("new"), "air", machine, 9, interfaces=LOOPBACK)
+    announced = Announcement(Advert("new"), "air", machine, 9, interfaces=LOOPBACK)
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
     name = f"air-{machine[:6]}"
@@ -114,16 +113,14 @@ async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Pat
 
 
 async def test_no_address_means_no_record_and_no_error() -> None:
-    announced = coordinator.Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
+    announced = Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
     announced.start()
     assert await find(0.1, interfaces=[]) == []
     await announced.close()
 
 
 async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
-    announced = coordinator.Announcement(
-        Advert("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001
-    )
+    announced = Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001)
     announced.start()
     await asyncio.sleep(0.1)
     assert await find(0.1, interfaces=["192.0.2.250"]) == []

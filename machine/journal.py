@@ -1,4 +1,4 @@
-"""The node's log: JSON lines in a rotating file of its owner's, warnings for a person on standard error."""
+"""A process's log: JSON lines in a rotating file of its owner's, warnings for a person on standard error."""
 
 import logging
 import logging.handlers

@@ -1,7 +1,7 @@
-"""Announces the coordinator on the LAN, and follows it when its addresses change.
+"""Announces a coordinator, or a Mac that has not joined, on the LAN, and follows it when its addresses change.
 
 A hint and nothing else: identity is the certificate, life is the link. A zeroconf failure is logged once and tried
-again with the next look at the addresses; the coordinator goes on without it (`cluster join URL` needs no multicast).
+again with the next look at the addresses; everything goes on without it (`cluster join URL` needs no multicast).
 zeroconf binds its sockets to addresses once, so a change of addresses means a new instance.
 """
 
