@@ -28,6 +28,8 @@ TCP_RTO_MAX_MS = 44
 LONGEST_RETRY = 1000
 """Milliseconds from one retransmission to the next, where the kernel lets us say (Linux 6.15 and later). Left alone it
 doubles them, and a cable that was out for 2 s is a silence of more than 3."""
+MOST_UNSENT = 32 * 1024 * 1024
+"""Urgent bytes that may pile up for a peer that does not read."""
 TURN = 8
 """Pieces written in one go, so that a fast socket does not keep the loop to itself."""
 
@@ -158,6 +160,8 @@ class Endpoint:
         self._written_at = 0.0
         self._splitter = Splitter(longest_joined=longest_joined)
         self._reason = "the peer closed the connection"
+        self._paused = False
+        self._unsent = 0
         self.transport: Transport | None = None
         self.outbox: Outbox | None = None
 
@@ -193,8 +197,19 @@ class Endpoint:
             if sys.platform == "linux":
                 with suppress(OSError):
                     connection.setsockopt(IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRY)
-        self.outbox = Outbox(transport.write, self._soon)
+        self.outbox = Outbox(self._write, self._soon)
         self.opened()
+
+    def _write(self, data: bytes) -> None:
+        """Write; a peer that has not read for MOST_UNSENT bytes is given up, so that it cannot fill our memory."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self._paused:
+            self._unsent += len(data)
+            if self._unsent > MOST_UNSENT:
+                self.abort(f"the peer does not read: {self._unsent} bytes wait for it")
+                return
+        self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         """Split and hand on."""
@@ -214,12 +229,14 @@ class Endpoint:
         self.lost(f"{self._reason}" if exc is None else str(exc) or type(exc).__name__)
 
     def pause_writing(self) -> None:
-        """Hold long frames back."""
+        """Hold long frames back, and count what is urgent."""
+        self._paused, self._unsent = True, 0
         if self.outbox is not None:
             self.outbox.pause()
 
     def resume_writing(self) -> None:
         """Go on with long frames."""
+        self._paused = False
         if self.outbox is not None:
             self.outbox.resume()
 
@@ -256,5 +273,7 @@ class Endpoint:
     def abort(self, reason: str) -> None:
         """Close at once, keeping the reason for `lost`."""
         self._reason = reason
+        if self.outbox is not None:
+            self.outbox.close()
         if self.transport is not None:
             self.transport.abort()

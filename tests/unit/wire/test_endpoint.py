@@ -1,0 +1,134 @@
+"""One end of a link, driven without a socket."""
+
+from collections.abc import Callable
+from typing import Any
+
+from wire import stream
+from wire.codec import Splitter, decode, encode
+from wire.frames import Cancel, Generate, Message, Params, Ping
+from wire.stream import GATHER, Endpoint
+
+
+class Line:
+    """A transport and a loop that do only what the test says."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.written: list[bytes] = []
+        self.closing = False
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, callback: Callable[[], None], /) -> None:
+        self.due.append((self.now, callback))
+
+    def call_at(self, when: float, callback: Callable[[], None], /) -> None:
+        self.due.append((when, callback))
+
+    def run(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        while ready := [entry for entry in self.due if entry[0] <= self.now]:
+            self.due.remove(ready[0])
+            ready[0][1]()
+
+    def write(self, data: bytes) -> None:
+        assert not self.closing
+        self.written.append(data)
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == stream.MOST_BUFFERED
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return default
+
+
+class End(Endpoint):
+    def __init__(self, line: Line) -> None:
+        super().__init__(line)
+        self.frames: list[object] = []
+        self.reasons: list[str] = []
+        self.connection_made(line)
+
+    def received(self, tag: int, body: bytes) -> None:
+        self.frames.append(decode(tag, body))
+
+    def lost(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def test_frames_come_out_as_they_went_in() -> None:
+    end = End(Line())
+    end.data_received(encode(Ping(1)) + encode(Cancel(2))[:3])
+    end.data_received(encode(Cancel(2))[3:])
+    assert end.frames == [Ping(1), Cancel(2)]
+
+
+def test_a_breach_ends_the_connection_with_its_reason() -> None:
+    line = Line()
+    end = End(line)
+    end.data_received(b"\xff\xff\xff\xff\xff")
+    assert line.closing
+    end.connection_lost(None)
+    assert "4294967295" in end.reasons[0]
+    assert not end.send(Ping(1))
+
+
+def test_the_first_frame_leaves_in_its_turn_and_a_rush_in_one_write() -> None:
+    line = Line()
+    end = End(line)
+    end.send(Ping(1))
+    line.run()
+    assert len(line.written) == 1
+    for number in range(5):
+        end.send(Ping(number))
+        line.run(GATHER / 10)
+    line.run(GATHER)
+    assert len(line.written) == 2
+    assert [decode(*pair) for pair in Splitter().feed(line.written[1])] == [Ping(number) for number in range(5)]
+
+
+def test_closing_sends_what_was_gathered() -> None:
+    line = Line()
+    end = End(line)
+    end.send(Ping(1))
+    end.close("done")
+    assert line.written == [encode(Ping(1))]
+
+
+def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> None:
+    line = Line()
+    end = End(line)
+    end.pause_writing()
+    frame = Generate(1, 1, "r", "m", (Message("user", "x" * 60_000),), Params(), 0)
+    sent = 0
+    while not line.closing:
+        assert end.send(frame)
+        line.run(GATHER)
+        sent += 60_000
+        assert sent < 2 * stream.MOST_UNSENT
+    assert sent >= stream.MOST_UNSENT
+    end.connection_lost(None)
+    assert "does not read" in end.reasons[0]
+
+
+def test_a_peer_that_reads_again_starts_anew() -> None:
+    line = Line()
+    end = End(line)
+    for _ in range(3):
+        end.pause_writing()
+        for number in range(1000):
+            end.send(Ping(number))
+        line.run(GATHER)
+        end.resume_writing()
+    assert not line.closing
