@@ -115,7 +115,7 @@ def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> N
     while not line.closing:
         assert end.send(frame)
         line.run(GATHER)
-        sent += 60_000
+        sent += len(encode(frame))
         assert sent < 2 * stream.MOST_UNSENT
     assert sent >= stream.MOST_UNSENT
     end.connection_lost(None)
