@@ -263,10 +263,8 @@ class LinkServer:
         task.add_done_callback(done)
 
     def arrived(self, connection: Connection) -> bool:
-        """Count a stranger; too many, or too many from one address, are turned away (False)."""
+        """Count who has no certificate; too many, or too many from one address, are turned away (False)."""
         self._strangers.add(connection)
-        if connection.peer is not None:
-            return True
         addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
         here = addresses.count(connection.address)
         if len(addresses) > STRANGERS or here > STRANGERS // 4:

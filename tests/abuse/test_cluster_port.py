@@ -7,6 +7,7 @@ Enrolment's own abuse is in test_enrolment.py.
 import asyncio
 import math
 import ssl
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -15,14 +16,20 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from coordinator.authority import Authority
 from coordinator.cli import nodes as verbs
-from node.identity import Identity, authority_context
+from coordinator.links import STRANGERS
+from coordinator.ratelimit import RateLimit
+from node.identity import Identity, authority_context, create, new_request, remember
+from node.machine import machine_id
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.processes import environment
 from wire.codec import LONGEST_WIRE, encode, fragments
 from wire.frames import (
     Delta,
     Deltas,
+    Denied,
     EnrolAuthority,
     EnrolStart,
     Finished,
@@ -36,7 +43,7 @@ from wire.frames import (
     Report,
     Welcome,
 )
-from wire.identity import PROTOCOL
+from wire.identity import PROTOCOL, NodeId
 from wire.report import EngineState, Hardware
 
 TIME_OF_A_STRANGER = 5.0
@@ -101,17 +108,25 @@ async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
     assert not port.application.registry.pool.members
 
 
-async def test_a_crowd_of_strangers_keeps_no_node_out(port: Port) -> None:
-    """A few may wait from one address, and some more are let in each minute. A machine that wants to join from there
-    must try again until they have timed out; a node that shows its certificate need not."""
-    async with port.undisturbed():
+async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
+    """A quarter of STRANGERS may wait from one address. A machine that wants to join from there must try again until
+    they have timed out; a node that shows its certificate need not."""
+    async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
         crowd = [line for line in await asyncio.gather(*(_idle(port) for _ in range(300))) if line is not None]
-        assert port.said("strangers are connected") or port.said("too_often")
+        assert port.said("strangers are connected")
         late = await port.link(port.member("late"))
-        assert not [frame for frame in await (await port.dial()).ended(2) if isinstance(frame, EnrolAuthority)]
-        await asyncio.gather(*(line.ended(12) for line in crowd))
+        assert await (await port.dial()).ended(2) == []
+        ends = [the_no(frames).reason for line in crowd if (frames := await line.ended(12))]
+        assert ends == ["too_slow"] * (STRANGERS // 4)
         await asyncio.wait_for(_enrolling(port), 10)
         late.send(a_report(1))
+
+
+async def _idle(port: Port) -> Line | None:
+    try:
+        return await port.dial()
+    except OSError:
+        return None
 
 
 async def _enrolling(port: Port) -> None:
@@ -334,3 +349,30 @@ async def test_a_node_cannot_speak_for_anothers_request(port: Port) -> None:
             line.send(Deltas((Delta(request, 0, (1,), ((0, "evil"),)),)), Finished(request, ("stop",), 1, 1))
         line.send(a_report(2, models=()))
         await port.until(lambda: port.state(rogue) == "ready")
+
+
+@pytest.mark.slow
+async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    """The coordinator here knows one answer: the one that `test_other_protocols_are_told_who_must_update` gets."""
+    denied = Denied("protocol", "the node speaks protocol 99: update macpool on the coordinator", final=True)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(encode(denied))
+        await writer.drain()
+        writer.close()
+
+    authority, request = Authority(tmp_path / "authority", time.time), new_request("studio")
+    certificate = authority.sign(request.csr, NodeId("n1"), "studio")
+    folder = tmp_path / "node" / "identity"
+    who = create(folder, request, certificate, authority.cluster, authority.ca, machine_id("m1"))
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=authority.server_context())
+    async with server:
+        remember(who, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        node = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "node.run", "--state", str(tmp_path), "--set", "node.machine=m1",
+            stderr=asyncio.subprocess.PIPE, env=environment(),
+        )  # fmt: skip
+        _, words = await asyncio.wait_for(node.communicate(), 30)
+    assert node.returncode == 8
+    assert "update macpool on the coordinator" in words.decode()

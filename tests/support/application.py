@@ -12,6 +12,7 @@ from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.enrolment import Cluster, Enrolment
+from coordinator.ratelimit import RateLimit
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store
@@ -38,7 +39,7 @@ class Application:
 
 
 @asynccontextmanager
-async def application(folder: Path) -> AsyncGenerator[Application]:
+async def application(folder: Path, limit: RateLimit | None = None) -> AsyncGenerator[Application]:
     """Give the application over a new cluster in `folder`."""
     with ExitStack() as stack:
         store = Store(folder)
@@ -48,7 +49,8 @@ async def application(folder: Path) -> AsyncGenerator[Application]:
         tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(folder)
         ring = KeyRing(pepper)
         admin = Admin(store, tokens, ring, pepper, time.time)
-        enrolment = Enrolment(Cluster("home", authority, tokens, store, approvals, time.time, lambda _: None))
+        cluster = Cluster("home", authority, tokens, store, approvals, time.time, lambda _: None)
+        enrolment = Enrolment(cluster, limit)
         registry = Registry(store, authority, enrolment, name="home", version="0", epoch=1)
         stack.callback(registry.close)
         settings = CoordinatorSettings()

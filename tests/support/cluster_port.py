@@ -17,6 +17,7 @@ import httpx
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from coordinator.ratelimit import RateLimit
 from coordinator.store import MemberRow
 from node.identity import Identity, authority_context, client_context, create, new_request
 from tests.support.application import Application, application
@@ -215,10 +216,10 @@ def the_no(frames: list[Frame]) -> Denied:
 
 
 @asynccontextmanager
-async def opened(folder: Path) -> AsyncGenerator[Port]:
+async def opened(folder: Path, limit: RateLimit | None = None) -> AsyncGenerator[Port]:
     """Open the cluster port of a coordinator whose state is in `folder`."""
     with capture_logs() as logs:
-        async with application(folder / "state") as made:
+        async with application(folder / "state", limit) as made:
             number = await made.registry.links.start("127.0.0.1", 0, made.authority.server_context())
             port = Port(made, folder, number, logs)
             try:

@@ -96,6 +96,18 @@ def test_at_the_end_of_its_socket_it_is_gone_within_a_second_even_in_the_middle_
     assert time.monotonic() - begun < 1.0
 
 
+def test_at_the_end_of_its_socket_a_resting_one_is_gone_too(start: Callable[..., Process]):
+    process = start()
+    process.send(LIMITS)
+    process.until(EngineReport, lambda report: report.memory.armed)
+    process.send(Ping(1))
+    process.until(Pong)
+    process.line.close()
+    begun = time.monotonic()
+    assert process.exit_code() == 0
+    assert time.monotonic() - begun < 1.0
+
+
 def test_it_exits_when_the_socket_ends_before_any_settings(start: Callable[..., Process]):
     process = start(b"\0\0")
     process.line.close()
