@@ -125,7 +125,8 @@ def _honest_engine(engine: EngineState) -> EngineState:
 
 def _printable(text: str) -> str:
     """Take the sting out of a node's words: no control characters, no escape sequences, no endless text."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_TEXT])
+    text = text[:LONGEST_TEXT]
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
