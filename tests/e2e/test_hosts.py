@@ -140,7 +140,9 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
         assert whole or (chat.node == "macbook" and "node_lost" in chat.end), chat
     assert sum(chat.node == "macbook" for chat in answers) >= 8
     for chat in [*answers, *(each.result() for each in early)]:
-        assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK, chat
+        # A request that waited there without a byte moves when the node is lost; its headers may have named it before.
+        working = chat.words * 0.05 + 1 if chat.end == "data: [DONE]" else 0
+        assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK + working, chat
     assert {lab.chat(5, 2).result().node for _ in range(4)} == {"studio"}
 
     lab.hosts.boot(lab.hosts[3])
