@@ -12,21 +12,23 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from router.dialects import chat_quick
+from router.dialects.limits import (
+    LONGEST_NAME,
+    LONGEST_STOP,
+    MOST_CHOICES,
+    MOST_MESSAGES,
+    MOST_STOPS,
+    MOST_TOKENS,
+    TEMPLATE_BYTES,
+)
 from router.dialects.strict_json import Body, read_object
 from router.placement import Demand
 from router.problems import Problem, invalid
 from wire.frames import Message, Params
 from wire.refusals import Code
 
-MOST_TOKENS = 10_000_000
-MOST_CHOICES = 16
-MOST_STOPS = 16
-LONGEST_STOP = 512
-MOST_MESSAGES = 16_384
-LONGEST_NAME = 256
 _INT64 = 2**63 - 1
-_TEMPLATE_BYTES = 16
-"""What the chat template adds to each message, in bytes of text."""
 
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -143,6 +145,14 @@ class ChatRequest(msgspec.Struct, frozen=True, gc=False):
 
 def parse(body: bytes) -> ChatRequest | Problem:
     """Read a body (UTF-8 JSON), or say which parameter is wrong and why."""
+    plain = chat_quick.read(body)
+    if plain is not None:
+        return ChatRequest(*plain, include_usage=False)
+    return parse_strictly(body)
+
+
+def parse_strictly(body: bytes) -> ChatRequest | Problem:
+    """Read any body, also one of which nothing is wrong."""
     found = read_object(body)
     if isinstance(found, Problem):
         return found
@@ -183,7 +193,7 @@ def _request(body: ChatBody) -> ChatRequest | Problem:
             return invalid(f"a {message.role} message needs content", f"messages[{index}].content")
         messages.append(Message(message.role, _text(message.content), message.name or ""))
     params = _params(body)
-    size = sum(_utf8_length(message.content) + _TEMPLATE_BYTES for message in messages)
+    size = sum(_utf8_length(message.content) + TEMPLATE_BYTES for message in messages)
     options = body.stream_options
     if options is not None and not body.stream:
         return invalid("stream_options is only possible with stream: true", "stream_options")
