@@ -23,8 +23,11 @@ Rules that nobody may break
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
+from msgspec.structs import replace
 
 from wire.identity import NodeId
 
@@ -59,8 +62,7 @@ GONE = frozenset({State.ASLEEP, State.LOST, State.LEFT})
 ALIVE = frozenset({State.READY, State.DRAINING})
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     """One node. `link` 0: none; `newest` is the highest link number seen; `since` and `heard` in seconds of `now`.
 
     `heard` is the last report or connect, None before the first; `streak` counts reports in a row while suspect;
@@ -355,11 +357,10 @@ def _deadline(member: Member) -> float | None:
 # the pool
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(msgspec.Struct, frozen=True):
     """All nodes, and since when (seconds of `now`) the coordinator suspects itself, None when it does not."""
 
-    members: Mapping[NodeId, Member] = field(default_factory=dict[NodeId, Member])
+    members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     doubted: float | None = None
 
     @property
