@@ -129,7 +129,7 @@ class HotProtocol(DeadlineProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer here what can be, hand on the rest."""
-        if self._ticket is not None:
+        if self._ticket is not None or self._waiting:
             self._waiting += data
             self.flow.pause_reading()
         elif self._parsing or self._serving or not data.startswith(START) or not self._take(data):
@@ -238,13 +238,15 @@ class HotProtocol(DeadlineProtocol):
             self.transport.close()
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        ahead, self._waiting = self._waiting, b""
-        self.flow.resume_reading()
-        if ahead:
-            self.loop.call_soon(self._go_on, ahead)
+        if self._waiting:
+            self.loop.call_soon(self._go_on)
+        else:
+            self.flow.resume_reading()
 
-    def _go_on(self, ahead: bytes) -> None:
+    def _go_on(self) -> None:
+        ahead, self._waiting = self._waiting, b""
         if not self.transport.is_closing():
+            self.flow.resume_reading()
             self.data_received(ahead)
 
     # -- the connection -----------------------------------------------------------------------------

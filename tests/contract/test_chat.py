@@ -462,3 +462,52 @@ def test_the_description_of_these_routes_is_whole():
     for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in schemas
     assert "max_completion_tokens" in schemas["ChatBody"]["properties"]
+
+
+def raw(cluster: LoopbackCluster, content: str, *, stream: bool = False) -> bytes:
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}], "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {cluster.key}\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def answered(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b"chunked" in head:
+        return head, await reader.readuntil(b"0\r\n\r\n")
+    length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+    return head, await reader.readexactly(length)
+
+
+async def test_requests_sent_ahead_are_answered_in_order():
+    async with served(LoopbackCluster(LoopbackNode("a"))) as cluster:
+        host, _, port = cluster.base_url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        models = (
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + cluster.key.encode() + b"\r\n\r\n"
+        )
+        last = raw(cluster, "last")
+        writer.write(
+            raw(cluster, "one") + raw(cluster, "two", stream=True) + models + raw(cluster, "three") + last[:50]
+        )
+        kinds: list[bytes] = []
+        for _ in range(4):
+            head, body = await answered(reader)
+            assert head.startswith(b"HTTP/1.1 200"), head + body
+            kinds.append(b"event" if b"[DONE]" in body else b"list" if b'"list"' in body else b"whole")
+        writer.write(last[50:])
+        head, body = await answered(reader)
+        kinds.append(b"whole" if b"chat.completion" in body else body)
+        assert kinds == [b"whole", b"event", b"list", b"whole", b"whole"]
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_head_that_is_not_http_is_no_request():
+    async with served(LoopbackCluster(LoopbackNode("a"))) as cluster:
+        host, _, port = cluster.base_url.removeprefix("http://").partition(":")
+        for old, new in ((b"host:", b"ho st:"), (b"host:", b" host:"), (b"localhost", b"local\0host")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(raw(cluster, "one").replace(old, new, 1))
+            assert b" 400 " in await reader.readline()
+            writer.close()
+            await writer.wait_closed()
