@@ -57,7 +57,7 @@ SILENCE = 10.0
 """Seconds without a frame after which the link is given up."""
 BACK_OFF = (0.5, 30.0)
 """First and longest wait between two rounds of dialling, in seconds; each is jittered by half."""
-CHANGE_GAP = 0.1
+CHANGE_GAP = 0.2
 """Least seconds between two reports that are sent because something changed."""
 ANSWER_PIECE = 32 * 1024
 FIND_SECONDS = 3.0

@@ -21,7 +21,7 @@ IPPROTO_TCP = 6
 TCP_NODELAY = 1
 TCP_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
 """Python's socket module does not name the last (sys/tcp.h on macOS, linux/tcp.h)."""
-GATHER = 0.001
+GATHER = 0.002
 """Seconds between two writes on one link in a rush: a write and the wake-up at the other end cost as much as the rest
 of a request together."""
 TCP_RTO_MAX_MS = 44

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import re
+import shutil
+import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -98,3 +102,28 @@ async def plain(base: str, key: str, lanes: int, count: int, tokens: int) -> See
     await asyncio.gather(*[_lane(base, key, count, tokens, seen) for _ in range(lanes)])
     seen.seconds = time.monotonic() - began
     return seen
+
+
+SCRIPT = """
+wrk.method = "POST"
+wrk.headers["content-type"] = "application/json"
+wrk.headers["authorization"] = "Bearer %s"
+wrk.body = %s
+"""
+
+
+def rush(base: str, key: str, lanes: int, seconds: int, tokens: int) -> int:
+    """Run plain requests in `lanes` connections for some seconds with wrk, which is fast enough not to be what is
+    measured; give how many were answered. RuntimeError when one failed, or where wrk is not installed."""
+    if shutil.which("wrk") is None:
+        raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
+    body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": tokens}
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+        script.write(SCRIPT % (key, json.dumps(json.dumps(body))))
+        script.flush()
+        command = ["wrk", "-t1", f"-c{lanes}", f"-d{seconds}", "-s", script.name, base + "/v1/chat/completions"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"(\d+) requests in", done.stdout)
+    if found is None or "Non-2xx" in done.stdout or "Socket errors" in done.stdout:
+        raise RuntimeError(done.stdout + done.stderr)
+    return int(found[1])
