@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import click
 
+from coordinator.cli.access import moment
 from coordinator.cli.session import Session, options, raise_for, table
 from wire.units import show_size
 
@@ -85,6 +86,8 @@ def _print_tree(value: dict[str, Any], indent: str = "") -> None:
 def _shown(name: str, item: object) -> str:
     sizes = {"cap", "ceiling", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "leases",
              "weights", "total", "memory", "unacknowledged"}  # fmt: skip
+    if name == "joined" and isinstance(item, float):
+        return moment(item)
     if name in sizes and (item is None or isinstance(item, int)):
         return show_size(item)
     return str(item)
