@@ -59,6 +59,14 @@ def test_the_seed_case_is_refused_with_the_seed_numbers() -> None:
     assert verdict.numbers.predicted == 109_655 * gib
 
 
+def test_every_term_takes_from_the_headroom() -> None:
+    memory = Memory(cap=100, ceiling=100, margin=10, phys=40, reserved=20)
+    assert isinstance(judge(memory, 30), Fits)
+    assert isinstance(judge(memory, 31), Refused)
+    assert isinstance(judge(memory, 30, unacknowledged=1), Refused)
+    assert isinstance(judge(Memory(cap=100, ceiling=99, margin=10, phys=40, reserved=20), 30), Refused)
+
+
 @given(SIZE)
 def test_an_unreadable_footprint_refuses_everything(estimate: int) -> None:
     verdict = judge(Memory(cap=2**50, ceiling=2**50, phys=None), estimate)
