@@ -47,6 +47,7 @@ class LocalNode:
                 sys.executable, "-P", "-m", "node.run", "--state", str(self._state), "--url", self._address,
                 "--token-fd", str(read), "--lifeline", *self._arguments,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, pass_fds=(read,),
+                start_new_session=True,  # Ctrl-C is for us: we end it when our requests are done
             )  # fmt: skip
         finally:
             os.close(read)

@@ -157,17 +157,14 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
-    await stack.enter_async_context(_http(app, door, sockets, settings))
+    await stack.enter_async_context(_http(app, door, sockets))
 
     key = None
     if first:
         key = admin.create_key("first", ["infer"], None)["key"]
-    run = state / "run.json"
-    local = new_key(pepper, LOCAL, ["admin"], created=time.time())
-    ring.put(local[0])
-    url = f"http://{'127.0.0.1' if options.listen[0] in ('0.0.0.0', '::') else options.listen[0]}:{port}"  # noqa: S104
-    write_private(run, json.dumps({"url": url, "secret": local[1], "pid": os.getpid()}).encode())
-    stack.callback(run.unlink, missing_ok=True)
+    local, secret = new_key(pepper, LOCAL, ["admin"], created=time.time())
+    ring.put(local)
+    _tell_owner(state / "run.json", f"http://{_from_here(options.listen[0])}:{port}", secret, stack)
     await store.flush()
 
     stack.push_async_callback(_cancel, asyncio.create_task(_renew(authority)))
@@ -179,10 +176,13 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         announcement.start()
         stack.push_async_callback(announcement.close)
     if options.local_node:
-        node = LocalNode(state, f"127.0.0.1:{cluster_port}", options.node_arguments, lambda: str(tokens.create(600.0)))
+        address = f"{_from_here(options.cluster_listen[0])}:{cluster_port}"
+        node = LocalNode(state, address, options.node_arguments, lambda: str(tokens.create(600.0)))
         await node.start()
         stack.push_async_callback(node.close)
         await node.linked(registry, LOCAL_NODE_SECONDS)
+    # The last to be pushed is the first to be done: running requests end before anything that they need is taken away.
+    stack.push_async_callback(dispatcher.drain, settings.http.drain_seconds)
     token = tokens.create()
     await store.flush()
     answer: dict[str, Any] = {
@@ -195,10 +195,14 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     return {**answer, "api_key": key} if key else answer
 
 
+def _tell_owner(file: Path, url: str, secret: str, stack: AsyncExitStack) -> None:
+    """Write where the owner's commands reach us, for as long as we run."""
+    write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid()}).encode())
+    stack.callback(file.unlink, missing_ok=True)
+
+
 @asynccontextmanager
-async def _http(
-    app: Guard, door: Door, sockets: list[socket.socket], settings: CoordinatorSettings
-) -> AsyncGenerator[None]:
+async def _http(app: Guard, door: Door, sockets: list[socket.socket]) -> AsyncGenerator[None]:
     config = uvicorn.Config(
         app,
         loop="none",
@@ -219,7 +223,6 @@ async def _http(
     try:
         yield
     finally:
-        await door.dispatcher.drain(settings.http.drain_seconds)
         server.should_exit = True
         await task
 
@@ -256,6 +259,12 @@ def _reachable(host: str) -> str:
         return f"[{host}]" if ":" in host else host
     best = next(iter(addresses()), "127.0.0.1")
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
+
+
+def _from_here(host: str) -> str:
+    """Give the host at which this machine itself reaches a listening address."""
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"[{own}]" if ":" in own else own
 
 
 def _addresses(host: str, port: int) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -137,7 +136,6 @@ def _end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(5)
-    time.sleep(0)
     for child in below:
         with suppress(psutil.NoSuchProcess):
             child.kill()

@@ -240,6 +240,20 @@ def test_coordinator_drains_on_sigterm(cluster_pool: Pool) -> None:
     assert cluster_pool.coordinator.popen.wait(20) == 0
 
 
+def test_requests_on_the_local_node_end_before_it_is_ended(cluster_pool: Pool) -> None:
+    cluster_pool.up("engine.scripted.step_ms=100", local_node=True, cluster_listen="127.0.0.2:0")
+    assert cluster_pool.coordinator is not None
+    until(lambda: _healthy(cluster_pool), what="healthy")
+    stream = client(cluster_pool).chat.completions.create(
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=120
+    )
+    parts = iter(stream)
+    next(parts)
+    cluster_pool.coordinator.popen.send_signal(signal.SIGINT)
+    assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 118
+    assert cluster_pool.coordinator.popen.wait(20) == 0
+
+
 @pytest.mark.parametrize("victim", ["coordinator", "agent", "engine"])
 def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool, victim: str) -> None:
     cluster_pool.up(local_node=True)
