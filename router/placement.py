@@ -30,7 +30,7 @@ from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
-from wire.verdict import Fits, can_ever_fit, headroom, judge, request_need
+from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, request_need
 from wire.verdict import current as judged_current
 
 FULL_MARKS = 2
@@ -256,6 +256,8 @@ def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Tr
     engine = node.engine
     if engine.state != "ready":
         return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), Code.NOT_READY
+    if model.cause:
+        return f"cannot load {model.name}: {model.cause}", Code.NOT_READY
     if request.features and not request.features.issubset(model.features):
         return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
             Code.UNSUPPORTED
@@ -340,7 +342,7 @@ def _alone(candidate: Candidate, request: Demand) -> int:
     model = candidate.model
     assert model is not None  # noqa: S101  offers are candidates that serve the model
     length = candidate.prompt_tokens + candidate.output_tokens
-    return length * model.kv_per_token * request.choices + model.transient + model.weights
+    return alone_bytes(model, length, request.choices)
 
 
 def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:

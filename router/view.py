@@ -29,6 +29,7 @@ MOST_EXPECTED = 32_768
 MOST_MODELS = 512
 """Models of one node that are looked at."""
 LONGEST_TEXT = 300
+MOST_STEP = 65_536
 _RATIOS = (0.25, 64.0)
 
 
@@ -134,7 +135,9 @@ def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
 
 
 def _possible_model(model: Model) -> bool:
-    return valid_model(model.name) and min(model.weights, model.kv_per_token, model.transient) >= 0
+    sizes = (model.weights, model.kv_per_token, model.transient, model.kv_fixed, model.kv_window,
+             model.kv_window_per_token)  # fmt: skip
+    return valid_model(model.name) and min(sizes) >= 0 and 1 <= model.kv_step <= MOST_STEP
 
 
 def _honest_model(model: Model) -> Model:
@@ -147,6 +150,7 @@ def _honest_model(model: Model) -> Model:
         bytes_per_token=_bounded(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
         groups=tuple(group for group in model.groups if _possible(group)),
         expected_output=min(model.expected_output, MOST_EXPECTED) if model.expected_output > 0 else 256,
+        cause=_printable(model.cause),
     )
 
 

@@ -188,16 +188,29 @@ class Fragment(Frame, frozen=True, array_like=True, gc=False):
 # requests
 
 
+class ToolCall(Part, frozen=True, array_like=True, gc=False):
+    """A call that the assistant made in an earlier turn; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class Message(Part, frozen=True, array_like=True, gc=False):
-    """One chat message."""
+    """One chat message. `tool_call_id` says which call a message of role `tool` answers; `reasoning` is what the
+    assistant thought in an earlier turn."""
 
     role: str
     content: str = ""
     name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
 
 
 class Params(Part, frozen=True, array_like=True, gc=False):
-    """How to generate. None means: the model's default."""
+    """How to generate. None means: the model's default. `logit_bias` by token id; `top_logprobs` alternatives are given
+    beside each token where `logprobs` asks for them. `repetition_penalty` divides (1: none), the others subtract."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -205,11 +218,22 @@ class Params(Part, frozen=True, array_like=True, gc=False):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine. `created` is the template's clock, `expected` the output tokens to reserve. Without
-    `stream` nobody reads token by token: deltas may be gathered for half a second."""
+    `stream` nobody reads token by token: deltas may be gathered for half a second.
+
+    `tools` is a JSON array of tools as in OpenAI's body (empty: none), `template` a JSON object of further variables
+    for the chat template (empty: none)."""
 
     request: int
     seq: int
@@ -220,6 +244,22 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     created: int
     expected: int = 256
     stream: bool = True
+    tools: str = ""
+    template: str = ""
+
+
+class Load(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → engine: load this model; answered by Finished, Refusal or Failed of this number."""
+
+    request: int
+    model: str
+
+
+class Unload(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → engine: give this model's memory back; answered by Finished or Refusal (it is in use)."""
+
+    request: int
+    model: str
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
@@ -237,13 +277,25 @@ class Admitted(Frame, frozen=True, array_like=True, gc=False):
     prompt_hash: bytes = b""
 
 
+class Logprob(Part, frozen=True, array_like=True, gc=False):
+    """One token's log probability and the likeliest alternatives at its place, tokens as bytes."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
 class Delta(Part, frozen=True, array_like=True, gc=False):
-    """What one step gave one choice: token ids and the text that became final, by channel."""
+    """What one step gave one choice: token ids and the text that became final, by channel.
+
+    A piece of channel TOOL_CALL is one finished call as a JSON object: `index`, `id`, `name`, `arguments` (JSON text).
+    """
 
     request: int
     choice: int
     ids: tuple[int, ...]
     pieces: tuple[tuple[int, str], ...]
+    logprobs: tuple[Logprob, ...] = ()
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
@@ -261,7 +313,7 @@ class Timings(Part, frozen=True, array_like=True, gc=False):
 
 
 class Finished(Frame, frozen=True, array_like=True, gc=False):
-    """engine → coordinator: done. One reason (`stop`, `length`) per choice, and the exact usage."""
+    """engine → coordinator: done. One reason (`stop`, `length`, `tool_calls`) per choice, and the exact usage."""
 
     request: int
     reasons: tuple[str, ...]
@@ -323,6 +375,7 @@ TAGS: dict[int, type[Frame]] = {
     10: Hello, 11: Welcome, 12: Denied, 13: Report, 14: Goodbye, 15: Ping, 16: Pong, 17: Renew, 18: Renewed,
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
+    37: Load, 38: Unload,
     50: Limits, 51: EngineReport,
 }  # fmt: skip
 """Never reuse a number."""

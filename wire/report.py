@@ -58,7 +58,10 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     """A model that this node can serve.
 
     `transient` is what a prefill chunk adds for a moment, `bytes_per_token` the measured ratio of request text to
-    prompt tokens, `features` what a request may ask for beyond plain sampling.
+    prompt tokens, `features` what a request may ask for beyond plain sampling, `cause` why it cannot be loaded now.
+
+    A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
+    `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
     """
 
     name: str
@@ -75,6 +78,27 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     features: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
     expected_output: int = 256
+    kv_step: int = 1
+    kv_fixed: int = 0
+    kv_window: int = 0
+    kv_window_per_token: int = 0
+    loading: bool = False
+    cause: str = ""
+
+    @property
+    def kv(self) -> "Kv":
+        """What its rows take."""
+        return Kv(self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token)
+
+
+class Kv(msgspec.Struct, frozen=True, gc=False):
+    """What a row of a model takes, see `Model`."""
+
+    per_token: int
+    step: int = 1
+    fixed: int = 0
+    window: int = 0
+    window_per_token: int = 0
 
 
 class EngineState(Part, frozen=True, array_like=True, gc=False):

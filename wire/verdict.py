@@ -18,7 +18,7 @@ mixture of experts under a 107.52 GiB cap; 12 / 107.52 = 11.2 %).
 from collections.abc import Iterable
 
 from wire.refusals import Code, Numbers, Refused
-from wire.report import Group, Memory, Model, Part
+from wire.report import Group, Kv, Memory, Model, Part
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
@@ -73,27 +73,35 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     return Refused(Code.NO_ROOM, f"needs {show_size(estimate)}, headroom is {show_size(room)}", numbers, None, node)
 
 
-def padded(group: Group, kv_per_token: int) -> int:
+def row_bytes(kv: Kv, tokens: int) -> int:
+    """Give the bytes of a row of this many tokens, at most: caches grow `step` tokens at a time from where they are, so
+    up to step − 1 tokens stand empty; a window keeps no more than it shows; `fixed` is there from the first token."""
+    if tokens <= 0:
+        return 0
+    held = tokens + kv.step - 1
+    return kv.fixed + kv.per_token * held + kv.window_per_token * min(held, kv.window)
+
+
+def padded(group: Group, kv: Kv) -> int:
     """Give the bytes of a decode batch: rows × longest row, because every row is padded to the longest."""
-    return group.rows * group.longest * kv_per_token
+    return group.rows * row_bytes(kv, group.longest)
 
 
-def joinable(group: Group, length: int, kv_per_token: int) -> bool:
+def joinable(group: Group, length: int, kv: Kv) -> bool:
     """Say whether a row of `length` tokens may join a batch: padding then wastes at most 25 % or 256 MiB."""
     whole = max(group.longest, length) * (group.rows + 1)
     waste = whole - group.tokens - length
-    return waste * kv_per_token <= WASTE_BYTES or waste <= WASTE_SHARE * whole
+    return waste * kv.per_token <= WASTE_BYTES or waste <= WASTE_SHARE * whole
 
 
-def join_bytes(groups: Iterable[Group], length: int, kv_per_token: int) -> int:
+def join_bytes(groups: Iterable[Group], length: int, kv: Kv) -> int:
     """Give what a new row of `length` tokens adds, padding included, in the batch where it adds least (or its own)."""
-    own = length * kv_per_token
     least: int | None = None
     for group in groups:
-        if joinable(group, length, kv_per_token):
-            grown = (group.rows + 1) * max(group.longest, length) * kv_per_token - padded(group, kv_per_token)
+        if joinable(group, length, kv):
+            grown = (group.rows + 1) * row_bytes(kv, max(group.longest, length)) - padded(group, kv)
             least = grown if least is None or grown < least else least
-    return own if least is None else least
+    return row_bytes(kv, length) if least is None else least
 
 
 def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -101,14 +109,18 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
 
     The whole prompt counts, cached or not: a prefix-cache hit is a copy once it is written.
     """
-    length = prompt_tokens + output_tokens
-    kv = join_bytes(model.groups, length, model.kv_per_token) + (choices - 1) * length * model.kv_per_token
-    return kv + model.transient + (0 if model.loaded else model.weights)
+    kv, length = model.kv, prompt_tokens + output_tokens
+    rows = join_bytes(model.groups, length, kv) + (choices - 1) * row_bytes(kv, length)
+    return rows + model.transient + (0 if model.loaded else model.weights)
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
     """Say whether the request would fit on this node if nothing else ran there: weights and KV under cap − margin."""
     if not memory.guard:
         return True
-    alone = (prompt_tokens + output_tokens) * model.kv_per_token * choices + model.transient + model.weights
-    return alone <= memory.cap - memory.margin
+    return alone_bytes(model, prompt_tokens + output_tokens, choices) <= memory.cap - memory.margin
+
+
+def alone_bytes(model: Model, length: int, choices: int) -> int:
+    """Give what a request of rows of `length` tokens takes where nothing else runs: weights, rows, transient."""
+    return row_bytes(model.kv, length) * choices + model.transient + model.weights

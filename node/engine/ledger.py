@@ -3,24 +3,26 @@
 A decode batch is padded, so a group of rows takes rows × longest row. Groups are kept by *promised* length: a row
 counts with all that it may come to from the moment it is admitted, so
 
-    written + reserved = Σ rows × longest promised row × KV per token
+    written + reserved = Σ rows × bytes of the longest promised row
 
-and that sum rises only by `commit` and `extend`, whose costs the gate judges first. Writing moves bytes from reserved
-to written and never over the sum: half-done prompts cannot wedge on each other.
+That sum rises only by `commit` and `extend`, whose costs the gate judges first. Writing moves bytes from reserved to
+written and never over the sum: half-done prompts cannot wedge on each other. A row that is still in prefill has a cache
+of its own, without padding; it counts as padded from its join.
 """
 
 from dataclasses import dataclass, field
 
-from wire.report import Group
-from wire.verdict import join_bytes, joinable, padded
+from wire.report import Group, Kv
+from wire.verdict import join_bytes, joinable, padded, row_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Commitment:
-    """One row's promise: tokens promised, and tokens written so far."""
+    """One row's promise: tokens promised, tokens written so far, and whether it is in the decode batch."""
 
     promised: int
     written: int = 0
+    joined: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +32,9 @@ class _Batch:
     def promised(self) -> Group:
         return _group([row.promised for row in self.rows])
 
-    def written(self) -> Group:
-        return _group([row.written for row in self.rows if row.written])
+    def written(self, kv: Kv) -> int:
+        joined = padded(_group([row.written for row in self.rows if row.joined]), kv)
+        return joined + sum(row_bytes(kv, row.written) for row in self.rows if not row.joined)
 
 
 def _group(lengths: list[int]) -> Group:
@@ -41,8 +44,8 @@ def _group(lengths: list[int]) -> Group:
 class Ledger:
     """All rows of one model, in padded groups."""
 
-    def __init__(self, kv_per_token: int) -> None:
-        self._kv = kv_per_token
+    def __init__(self, kv: Kv) -> None:
+        self._kv = kv
         self._batches: list[_Batch] = []
 
     def groups(self) -> tuple[Group, ...]:
@@ -50,8 +53,8 @@ class Ledger:
         return tuple(batch.promised() for batch in self._batches)
 
     def written(self) -> int:
-        """Give the padded bytes of all rows that are begun."""
-        return sum(padded(batch.written(), self._kv) for batch in self._batches)
+        """Give the bytes of all rows that are begun, padding included."""
+        return sum(batch.written(self._kv) for batch in self._batches)
 
     def reserved(self) -> int:
         """Give the bytes promised and not yet written."""
@@ -59,7 +62,7 @@ class Ledger:
 
     def cost(self, length: int, rows: int) -> int:
         """Give what `rows` equal rows of `length` tokens would add: exactly what `commit` then promises."""
-        return join_bytes(self.groups(), length, self._kv) + (rows - 1) * length * self._kv
+        return join_bytes(self.groups(), length, self._kv) + (rows - 1) * row_bytes(self._kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
         """Promise: the first row joins the batch where it adds least, its equals form one without padding."""

@@ -55,11 +55,10 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
     """Say with all numbers that the request would not fit even if nothing else ran here; None when it would."""
     if verdict.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
         return None
-    kv = shape.length * model.kv_per_token * shape.choices
-    needed = kv + model.transient + model.weights
+    needed = verdict.alone_bytes(model, shape.length, shape.choices)
     holds = max(0, memory.cap - memory.margin)
     numbers = Numbers(
-        needed + memory.margin, memory.cap, memory.current, memory.reserved, kv + model.transient, memory.margin,
+        needed + memory.margin, memory.cap, memory.current, memory.reserved, needed - model.weights, memory.margin,
         memory.cap, memory.headroom, memory.bound_by,
     )  # fmt: skip
     return Refused(Code.TOO_LARGE, (

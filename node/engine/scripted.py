@@ -41,7 +41,7 @@ from wire.frames import (
     Timings,
 )
 from wire.refusals import Refused
-from wire.report import Memory, Model
+from wire.report import Kv, Memory, Model
 from wire.units import GIB, parse_size
 
 GROWTH = 64
@@ -109,7 +109,7 @@ class Scripted:
         self._step = settings.step_ms / 1000
         self._total = parse_size(settings.memory)
         self._weights = parse_size(settings.weights)
-        self._ledger = Ledger(settings.kv_per_token)
+        self._ledger = Ledger(Kv(settings.kv_per_token))
         self._recent = Recent()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -244,7 +244,7 @@ class Scripted:
         refused = self._checked(Site.PREFILL, now)
         if refused is None:
             for row in sequence.rows:
-                row.commitment.written = sequence.shape.prompt
+                row.commitment.written, row.commitment.joined = sequence.shape.prompt, True
             refused = self._checked(Site.JOIN, now)
         if refused is not None:
             self._drop(sequence)

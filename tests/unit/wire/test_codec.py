@@ -148,13 +148,21 @@ def test_heads_are_read_without_the_rest() -> None:
         head_of(b"\xc0")
 
 
+def begins(now: object, then: object) -> bool:
+    """Whether today's array begins, at every depth, as the one of protocol 1 did."""
+    if isinstance(then, list):
+        return isinstance(now, list) and len(now) >= len(then) and all(map(begins, now, then))
+    return now == then
+
+
 def test_the_bytes_of_protocol_1_are_frozen() -> None:
     golden = json.loads(GOLDEN.read_text())
-    assert sorted(golden) == sorted(str(tag) for tag in TAGS)
+    assert {int(tag) for tag in golden} <= set(TAGS)
     for tag, entry in golden.items():
         decoded = decode(int(tag), bytes.fromhex(entry["body"]))
         assert type(decoded).__name__ == entry["frame"]
-        assert repr(decoded).startswith(entry["repr"][:-1]), "a field of protocol 1 changed or moved"
+        now, then = msgspec.msgpack.encode(decoded), bytes.fromhex(entry["body"])
+        assert begins(msgspec.msgpack.decode(now), msgspec.msgpack.decode(then)), "a field changed or moved"
 
 
 def test_one_deltas_frame_carries_a_whole_step() -> None:

@@ -4,7 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from wire.refusals import STATUS, Code, Refused
-from wire.report import Group, Memory, Model
+from wire.report import Group, Kv, Memory, Model
 from wire.units import GIB, MIB
 from wire.verdict import (
     Fits,
@@ -17,6 +17,7 @@ from wire.verdict import (
     judge,
     padded,
     request_need,
+    row_bytes,
 )
 
 SIZE = st.integers(0, 2**40)
@@ -95,27 +96,40 @@ def test_the_default_margin_is_the_measured_share_within_its_bounds() -> None:
 
 
 def test_a_padded_batch_costs_rows_times_its_longest_row() -> None:
-    assert padded(Group(8, 6000), 2) == 8 * 6000 * 2
+    assert padded(Group(8, 6000), Kv(2)) == 8 * 6000 * 2
 
 
 def test_a_short_row_does_not_join_where_padding_wastes_more_than_its_worth() -> None:
-    kv = 131_072
+    kv = Kv(131_072)
     short, long = Group(7, 20, 140), Group(7, 6000, 42_000)
     assert not joinable(short, 6000, kv)
-    assert join_bytes([short], 6000, kv) == 6000 * kv
+    assert join_bytes([short], 6000, kv) == 6000 * kv.per_token
     assert joinable(long, 5000, kv)
-    assert join_bytes([long], 5000, kv) == 6000 * kv
+    assert join_bytes([long], 5000, kv) == 6000 * kv.per_token
     assert joinable(short, 200, kv), "256 MiB of padding or less is not worth a second batch"
-    assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv
+    assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv.per_token
 
 
 @given(GROUPS, st.integers(1, 100_000), st.integers(1, 10**6))
 def test_joining_never_costs_more_than_a_batch_of_its_own_unless_nothing_else_is_allowed(
-    groups: list[Group], length: int, kv: int
+    groups: list[Group], length: int, per_token: int
 ) -> None:
+    kv = Kv(per_token)
     cost = join_bytes(groups, length, kv)
-    assert cost >= length * kv or any(joinable(group, length, kv) for group in groups)
-    assert cost >= min([length * kv, *[length * kv for _ in groups]])
+    assert cost == length * per_token or any(joinable(group, length, kv) for group in groups)
+    assert cost >= length * per_token
+
+
+def test_a_row_takes_its_tokens_what_its_cache_grew_ahead_its_window_and_its_fixed_state() -> None:
+    kv = Kv(per_token=10, step=256, fixed=1000, window=512, window_per_token=3)
+    assert row_bytes(kv, 0) == 0
+    assert row_bytes(kv, 1) == 1000 + 256 * 10 + 256 * 3
+    assert row_bytes(kv, 6000) == 1000 + 6255 * 10 + 512 * 3
+
+
+@given(st.builds(Kv, st.integers(0, 10**6), st.integers(1, 512), st.integers(0, 10**6), st.integers(0, 4096)), SIZE)
+def test_a_longer_row_never_takes_less(kv: Kv, tokens: int) -> None:
+    assert row_bytes(kv, tokens) <= row_bytes(kv, tokens + 1)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**5), st.integers(1, 8))
