@@ -14,7 +14,7 @@ from deploy.outcome import ROOT, Outcome, ToolError, ask, judged, skipped
 from machine.announce import Announcement, addresses
 from node import bonjour
 from node.engine.child import settings_message
-from node.settings import EngineSettings
+from node.settings import NodeSettings
 from wire.advert import Advert, instance_name
 from wire.codec import Splitter, decode, encode
 from wire.frames import Ping, Pong
@@ -54,7 +54,7 @@ def child_eof() -> Outcome:
         theirs.close()
         try:
             ours.settimeout(LISTEN_SECONDS)
-            ours.sendall(settings_message(EngineSettings()) + encode(Ping(NONCE)))
+            ours.sendall(settings_message(NodeSettings()) + encode(Ping(NONCE)))
             answered = _pong(ours)
             ours.close()
             began = time.monotonic()

@@ -43,11 +43,13 @@ from wire.frames import (
     Generate,
     Goodbye,
     Hello,
+    Load,
     Ping,
     Refusal,
     Renew,
     Renewed,
     Report,
+    Unload,
     Welcome,
 )
 from wire.identity import PROTOCOL
@@ -204,7 +206,7 @@ class Agent:
 
     def _received(self, link: Link, tag: int, body: bytes) -> None:
         kind = TAGS.get(tag)
-        if kind is Generate:
+        if kind in (Generate, Load, Unload):
             self._take(link, tag, body)
         else:
             self._act(link, decode(tag, body))
@@ -214,7 +216,7 @@ class Agent:
         request = head_of(body)
         link.requests.add(request)
         encoded = (len(body) + 1).to_bytes(4, "big") + bytes((tag,)) + body
-        self.supervisor.send(encoded, Generate, request)
+        self.supervisor.send(encoded, TAGS[tag], request)
 
     def _act(self, link: Link, frame: Frame) -> None:
         match frame:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 import uvloop
+from msgspec.structs import replace
 
 from machine.announce import Announcement
 from machine.journal import open_journal
@@ -93,11 +94,15 @@ def _settings(options: argparse.Namespace) -> NodeSettings:
         ("--set", from_pairs(options.pairs)),
     ]
     settings = resolve(layers, OTHERS).value
-    if options.models:
-        raise SettingsError(
-            f"--models: the {settings.engine.kind} engine serves engine.scripted.model and reads no model folders"
-        )
-    return settings
+    if not options.models:
+        return settings
+    if settings.engine.kind == "scripted":
+        raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
+    missing = [str(folder) for folder in options.models if not folder.is_dir()]
+    if missing:
+        raise SettingsError(f"--models: {missing[0]} is not a folder")
+    folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
+    return replace(settings, models=replace(settings.models, folders=folders))
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
@@ -131,8 +136,9 @@ async def _run(options: argparse.Namespace, settings: NodeSettings) -> int:
     limiter = Limiter(settings, machine)
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
-        settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log"
-    )
+        settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",
+        scratch=state / "node" / "scratch",
+    )  # fmt: skip
     agent.supervisor, agent.limiter = supervisor, limiter
     agent.on_ready = Announce(options.output, identity)
     return await _serve(options, agent, supervisor, limiter)

@@ -69,11 +69,37 @@ class ScriptedSettings(Section, frozen=True):
         "none."))] = ""  # fmt: skip
 
 
+class MlxSettings(Section, frozen=True):
+    """The engine that runs models with MLX."""
+
+    batch: Annotated[int, Meta(ge=1, le=256, description=(
+        "Most rows that decode at once; more wait. `n` of a request may not exceed it."))] = 32  # fmt: skip
+    chunk: Annotated[int, Meta(ge=32, le=8192, description=(
+        "Most prompt tokens of one forward. While others decode, chunks are shorter: by time."))] = 2048  # fmt: skip
+    max_tokens: Annotated[int, Meta(ge=1, le=2**20, description=(
+        "Most tokens of an answer whose request sets no max_tokens; the context limits it too."))] = 4096  # fmt: skip
+    blas: Annotated[str, Meta(description=(
+        'Linux only: "auto" preloads OpenBLAS where it is installed (the bundled one is 26 times slower), "bundled" '
+        "does not."))] = "auto"  # fmt: skip
+
+
 class EngineSettings(Section, frozen=True):
     """Which engine generates, and each kind's own settings."""
 
-    kind: Annotated[str, Meta(description='The kind of engine: "scripted".')] = "scripted"
+    kind: Annotated[str, Meta(description=(
+        'The kind of engine: "mlx" (real models), or "scripted" (a pretended one, for tests).'))] = "mlx"  # fmt: skip
+    mlx: MlxSettings = MlxSettings()
     scripted: ScriptedSettings = ScriptedSettings()
+
+
+class ModelSettings(Section, frozen=True):
+    """Which models the MLX engine may serve. A list is written as ["a", "b"] in the file, as a,b elsewhere."""
+
+    folders: Annotated[tuple[str, ...], Meta(description=(
+        "Folders to look for models in, three levels deep; `--models DIR` adds to them."))] = ()  # fmt: skip
+    hub: Annotated[bool, Meta(description="Serve what is in the local Hugging Face cache, too.")] = True
+    preload: Annotated[tuple[str, ...], Meta(description=(
+        "Names of models to load at start, in this order, and never to unload for another."))] = ()  # fmt: skip
 
 
 class AgentSettings(Section, frozen=True):
@@ -96,6 +122,7 @@ class NodeSettings(Section, frozen=True):
 
     memory: MemorySettings = MemorySettings()
     engine: EngineSettings = EngineSettings()
+    models: ModelSettings = ModelSettings()
     node: AgentSettings = AgentSettings()
 
 
@@ -106,6 +133,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "memory.guard": ("on", "off"),
     "memory.tier": tuple(TIERS),
     "engine.kind": tuple(kinds.KINDS),
+    "engine.mlx.blas": ("auto", "bundled"),
     "engine.scripted.text": ("words", "echo", "clock"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }

@@ -2,8 +2,9 @@
 
 The engine is a child because what kills it (Metal out of memory) cannot be caught. Its frames are forwarded as bytes:
 of a frame about a request only the head is read, to know which requests are still open. When the child dies, each of
-those ends in `Failed` with the cause, and a new child is started: after 0.2 s, doubling to 30 s, from the beginning
-again after a minute of health.
+those ends in `Failed`: the one whose prompt or model was in the forward as `engine_crashed`, for it may be the cause,
+the others as `engine_lost`. A new child is started: after 0.2 s, doubling to 30 s, from the beginning again after a
+minute of health. It loads again, one by one, what its predecessor had loaded, but for models in quarantine.
 
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: killed)─► hung ─► restarting       failed: restarting, at the longest wait
@@ -29,10 +30,15 @@ from typing import Final, cast
 import structlog
 
 import node
+from node.engine import recorder
 from node.engine.child import settings_message
+from node.engine.kinds import Doing
+from node.engine.recorder import Last
+from node.engine_environment import engine_environment
 from node.engine_log import EngineLog
 from node.memory.reading import Reading
 from node.memory.sensor import Sensor, open_sensor
+from node.quarantine import Quarantine
 from node.settings import NodeSettings
 from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode, head_of
 from wire.frames import (
@@ -46,15 +52,19 @@ from wire.frames import (
     Frame,
     Generate,
     Limits,
+    Load,
     Ping,
     Pong,
     Refusal,
+    Restore,
+    Unload,
 )
 from wire.refusals import Code, Refused
 from wire.report import EngineState
 from wire.units import MIB
 
 CRASHED = "engine_crashed"
+LOST = "engine_lost"
 STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.child")
 MOST_UNSENT = 64 * MIB
@@ -63,6 +73,7 @@ MOST_UNSENT = 64 * MIB
 log = structlog.get_logger("supervise")
 _HEADER = struct.Struct(">IB")
 _ENDS = (Finished, Refusal, Failed)
+_BEGINS = (Generate, Load, Unload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,7 @@ class Child(asyncio.Protocol):
     sensor: Sensor
     started: float
     on_frame: Callable[[int, bytes], None]
+    page: int
     splitter: Splitter = field(default_factory=lambda: Splitter(longest=LONGEST_JOINED))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     transport: asyncio.Transport | None = None
@@ -102,6 +114,7 @@ class Child(asyncio.Protocol):
     heard: float = 0.0
     pinged: float | None = None
     blame: str = ""
+    seen: set[str] = field(default_factory=set[str])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -154,6 +167,7 @@ class Supervisor:
         on_frame: Callable[[int, bytes, int], None],
         on_change: Callable[[], None],
         log_file: Path,
+        scratch: Path,
         command: Sequence[str] = COMMAND,
         patience: Patience | None = None,
     ) -> None:
@@ -161,6 +175,9 @@ class Supervisor:
         self._on_frame = on_frame
         self._on_change = on_change
         self._log = EngineLog(log_file)
+        self._scratch = scratch
+        self._quarantine = Quarantine()
+        self._wanted: set[str] = set()
         self._command = command
         self._patience = patience or Patience()
         self._child: Child | None = None
@@ -219,9 +236,9 @@ class Supervisor:
         self._task = asyncio.create_task(self._keep())
 
     def send(self, encoded: bytes, kind: type[Frame], request: int) -> None:
-        """Forward a frame to the engine; a Generate that cannot be taken now is refused at once through `on_frame`."""
+        """Forward a frame to the engine; a request that cannot be taken now is refused at once through `on_frame`."""
         child = self._child
-        if kind is Generate:
+        if kind in _BEGINS:
             if child is None or not child.ready or child.unsent() > MOST_UNSENT:
                 self._say(Refusal(request, self._not_ready()), request)
                 return
@@ -256,8 +273,8 @@ class Supervisor:
         """Start, serve and bury children until stopped."""
         while not self._stopping.is_set():
             self._become("starting")
-            cause = await self._live_once()
-            self._fail_all(STOPPED if self._stopping.is_set() else CRASHED, cause)
+            cause, last = await self._live_once()
+            self._fail_all(cause, last)
             if self._stopping.is_set():
                 return
             self._restarts += 1
@@ -267,14 +284,14 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
-    async def _live_once(self) -> str:
-        """Run one child from start to death; give the cause."""
+    async def _live_once(self) -> tuple[str, Last | None]:
+        """Run one child from start to death; give the cause, and the native call that it died in."""
         written = self._log.size()
         try:
             child = await self._spawn()
         except OSError as error:
             self._deaths += 1
-            return f"the engine could not be started: {error}"
+            return f"the engine could not be started: {error}", None
         self._child = child
         watch = asyncio.create_task(self._watch(child))
         try:
@@ -284,37 +301,62 @@ class Supervisor:
             watch.cancel()
             self._child, self._report, self._reported_at = None, None, None
             child.sensor.close()
+            last = recorder.read(child.page)
+            os.close(child.page)
         healthy = time.monotonic() - child.started >= self._patience.healthy
         self._deaths = 1 if healthy else self._deaths + 1
-        return child.blame or _cause(child.process.returncode, self._log.tail(written))
+        cause = child.blame or _cause(child.process.returncode, self._log.tail(written))
+        return cause + self._accuse(last), last
+
+    def _accuse(self, last: Last | None) -> str:
+        """Put what the engine was doing into words; a model that killed it twice is kept out."""
+        if last is None or self._stopping.is_set():
+            return ""
+        text = f"; it was in the {last.doing.name.lower()} of {last.model}"
+        if self._quarantine.died(last.model, time.monotonic()):
+            text += ", for the second time: the model is kept out for 10 minutes"
+        return text
 
     async def _spawn(self) -> Child:
         ours, theirs = socket.socketpair()
-        errors = -1
+        errors, page = -1, recorder.new_page()
         try:
             errors = self._log.open()
             process = await asyncio.create_subprocess_exec(
-                *self._command, "--socket", str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(),),
-                close_fds=True, start_new_session=True, cwd=Path(node.__file__).parents[1],
+                *self._command, "--page", str(page), "--socket", str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(), page),
+                close_fds=True, start_new_session=True, cwd=Path(node.__file__).parents[1], env=self._environment(),
             )  # fmt: skip
         except BaseException:
             ours.close()
+            os.close(page)
             raise
         finally:
             theirs.close()
             if errors >= 0:
                 os.close(errors)
         now = time.monotonic()
-        child = Child(process, open_sensor(process.pid), now, self._receive, heard=now)
+        child = Child(process, open_sensor(process.pid), now, self._receive, page, heard=now)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=ours)
-        child.write(settings_message(self._settings.engine))
+        child.write(settings_message(self._settings))
+        self._restore(child)
         if self._limits is not None:
             child.write(encode(self._limits))
         if self._stopping.is_set():
             child.close()
         return child
+
+    def _environment(self) -> dict[str, str]:
+        engine = self._settings.engine
+        return engine_environment(os.environ, self._scratch, engine.mlx.blas if engine.kind == "mlx" else "bundled")
+
+    def _restore(self, child: Child) -> None:
+        """Tell a new child what to load again and what to keep out; before its limits, so before it loads anything."""
+        bans = self._quarantine.bans(time.monotonic())
+        self._wanted -= {ban.model for ban in bans}
+        if self._wanted or bans:
+            child.write(encode(Restore(tuple(sorted(self._wanted)), bans)))
 
     async def _bury(self, child: Child) -> None:
         """Wait for the end of a process whose socket is closed; it has two seconds for what takes it one."""
@@ -366,6 +408,7 @@ class Supervisor:
         child = self._child
         if isinstance(frame, EngineReport):
             self._report, self._reported_at = frame, time.monotonic()
+            self._remember(frame)
             # A report without a cap was made before the limits arrived: its gate is closed.
             if child is not None and not child.ready and frame.memory.cap > 0:
                 child.ready = True
@@ -377,15 +420,29 @@ class Supervisor:
             if self._patience.hung(frame.busy, frame.expected):
                 self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
 
+    def _remember(self, report: EngineReport) -> None:
+        """Keep in mind what is loaded, and what is on its way to be loaded again."""
+        child = self._child
+        if child is None:
+            return
+        here = {model.name for model in report.models if model.loaded}
+        coming = {model.name for model in report.models if model.loading}
+        broken = {model.name for model in report.models if model.cause}
+        child.seen |= here | coming
+        self._wanted = here | {name for name in self._wanted - broken if name in coming or name not in child.seen}
+
     def _become(self, state: str, cause: str | None = None) -> None:
         self._state = state
         if cause is not None:
             self._cause = cause
         self._on_change()
 
-    def _fail_all(self, code: str, cause: str) -> None:
+    def _fail_all(self, cause: str, last: Last | None) -> None:
+        """End every open request; the one that was in the forward by a code of its own."""
         live, self._live = self._live, set()
+        guilty = last.request if last is not None and last.doing is not Doing.DECODE else 0
         for request in sorted(live):
+            code = STOPPED if self._stopping.is_set() else CRASHED if request == guilty else LOST
             self._say(Failed(request, code, cause), request)
 
     def _say(self, frame: Frame, request: int) -> None:

@@ -10,7 +10,8 @@ What happens when
   once (four in a row at most, then the line). A refusal is never a failure.
 - a node is lost: what has sent nothing to its client is placed elsewhere, never on a lost node again, at most three
   times; what has begun ends with `node_lost`.
-- an engine crashes: its requests end. They may be the cause, so they are not placed again.
+- an engine crashes: the request in the forward ends, it may be the cause and is never placed again. The others are
+  placed once more if nothing was sent yet, and end if it was; no request survives a second crash.
 - a reader falls behind: its stream alone is ended and cancelled.
 """
 
@@ -45,13 +46,16 @@ from wire.refusals import FINAL, Code, Refused
 
 MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
+LOST = "engine_lost"
+"""A node's word for requests that its engine had when it died, but that were not in the forward."""
+MOST_CRASHES = 2
 MOST_LOSSES = 3
 """Lost nodes that one request may survive."""
 DECISIONS_KEPT = 1000
 ROWS_KEPT = 16
 """Nodes kept of each decision: enough to explain, bounded in a large cluster."""
 SWEEP_SECONDS = 0.25
-ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL})
+ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
 """Final on one node, not in the cluster: another may be larger."""
 
 
@@ -142,8 +146,23 @@ class Dispatcher:
             self._finished(ticket, frame)
         elif isinstance(frame, Refusal):
             self._refused(ticket, node, frame)
+        elif frame.code == LOST:
+            self._engine_lost(ticket, frame)
         else:
             self._end(ticket, Failure(frame.code, frame.message))
+
+    def _engine_lost(self, ticket: Ticket, failed: Failed) -> None:
+        """Follow the death of an engine that a request was on, but not in the forward: once more, if nothing was sent.
+
+        Nothing survives a second crash: what was near two may well be the cause."""
+        ticket.crashes += 1
+        if ticket.begun or ticket.crashes >= MOST_CRASHES:
+            self._end(ticket, Failure("engine_crashed", failed.message))
+            return
+        self._leave_node(ticket)
+        ticket.discard()
+        ticket.in_a_row = 0
+        self._place(ticket)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Follow the end of a node's link: place elsewhere what has sent nothing, end the rest."""

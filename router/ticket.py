@@ -53,9 +53,9 @@ class Ticket:
     """Base of both kinds: where the request is, what it has met, how it ended."""
 
     __slots__ = (
-        "arrived", "attempts", "begun", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job", "losses",
-        "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused", "request", "sink",
-        "waiter",
+        "arrived", "attempts", "begun", "crashes", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job",
+        "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused", "request",
+        "sink", "waiter",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -77,6 +77,7 @@ class Ticket:
         self.attempts = 0
         self.in_a_row = 0
         self.losses = 0
+        self.crashes = 0
         self.refused: dict[NodeId, float] = {}
         self.never: dict[NodeId, Refused] = {}
         self.lost: set[NodeId] = set()

@@ -353,6 +353,21 @@ class Limits(Frame, frozen=True, array_like=True, gc=False):
     leases: int = 0
 
 
+class Ban(Part, frozen=True, array_like=True, gc=False):
+    """A model that is not loaded for `seconds` more, and why."""
+
+    model: str
+    seconds: float
+    cause: str
+
+
+class Restore(Frame, frozen=True, array_like=True, gc=False):
+    """agent → a new engine: load these models again, one by one, and keep those others out."""
+
+    models: tuple[str, ...] = ()
+    bans: tuple[Ban, ...] = ()
+
+
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: the snapshot its inference thread published, judged by the limits that it holds."""
 
@@ -376,7 +391,7 @@ TAGS: dict[int, type[Frame]] = {
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload,
-    50: Limits, 51: EngineReport,
+    50: Limits, 51: EngineReport, 52: Restore,
 }  # fmt: skip
 """Never reuse a number."""
 

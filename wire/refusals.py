@@ -25,18 +25,20 @@ class Code(StrEnum):
     DEADLINE = "queue_deadline"
     INVALID = "invalid_request"
     TEMPLATE = "template_failed"
+    LOAD_FAILED = "model_load_failed"
+    IN_USE = "model_in_use"
 
 
 STATUS: dict[Code, int] = {
     Code.TOO_LARGE: 400, Code.CONTEXT: 400, Code.UNSUPPORTED: 400, Code.INVALID: 400, Code.TEMPLATE: 400,
-    Code.NO_MODEL: 404,
+    Code.NO_MODEL: 404, Code.IN_USE: 409, Code.LOAD_FAILED: 500,
     Code.NO_ROOM: 503, Code.UNREADABLE: 503, Code.NOT_READY: 503, Code.DRAINING: 503, Code.QUEUE_FULL: 503,
     Code.DEADLINE: 503,
     Code.OVER_SHARE: 429,
 }  # fmt: skip
 
-FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 404))
-"""No other node would say yes: the request itself must change."""
+FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 404, 409, 500))
+"""Waiting will not help: the request, or a model's files, must change."""
 
 
 class Numbers(Part, frozen=True, array_like=True, gc=False):

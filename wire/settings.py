@@ -111,10 +111,17 @@ def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collectio
     for origin, flat in layers:
         for key, value in flat.items():
             if key in known:
-                merged[key], origins[key] = value, origin
+                merged[key], origins[key] = _listed(value, known[key].default), origin
             elif key not in others and key.split(".")[0] not in others:
                 raise SettingsError(_unknown(key, origin, [*known, *others]))
     return Resolved(_convert(kind, merged, origins), origins)
+
+
+def _listed(value: object, default: object) -> object:
+    """Read `a,b` as a list where one is meant: the environment and --set know texts only."""
+    if isinstance(default, tuple) and isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
 
 
 def _unknown(key: str, origin: str, known: Collection[str]) -> str:

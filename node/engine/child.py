@@ -1,6 +1,7 @@
 """The engine process: `python -m node.engine.child --socket FD`, started by node/supervise and by nobody else.
 
-Threads: the main one reads the socket, answers pings and watches for its end; one writes; one owns the engine. The
+Threads: the main one reads the socket, answers pings, puts prompts into tokens and watches for the socket's end; one
+writes; one owns the engine. The
 settings come first over the socket (`u32 length | JSON`), so they are in no command line; then frames as on the link.
 
 The life line is the socket: at its end, because the agent stopped, crashed or was killed, the reader leaves by
@@ -22,9 +23,10 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from node.engine.kinds import UnknownKindError, builder
+from node.engine.kinds import Engine, UnknownKindError, builder
 from node.engine.loop import Loop
-from node.settings import EngineSettings
+from node.engine.recorder import Recorder
+from node.settings import NodeSettings
 from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode
 from wire.frames import Frame, Ping, Pong
 
@@ -75,15 +77,15 @@ class Writer:
                 self._size -= len(batch)
 
 
-def read_settings(line: socket.socket) -> EngineSettings:
+def read_settings(line: socket.socket) -> NodeSettings:
     """Read the settings that come before all frames. EOFError when the agent is gone, ValueError for nonsense."""
     length = int.from_bytes(_exactly(line, 4), "big")
     if length > LONGEST_SETTINGS:
         raise ValueError(f"settings of {length} bytes")
-    return msgspec.json.decode(_exactly(line, length), type=EngineSettings)
+    return msgspec.json.decode(_exactly(line, length), type=NodeSettings)
 
 
-def settings_message(settings: EngineSettings) -> bytes:
+def settings_message(settings: NodeSettings) -> bytes:
     """Give what the agent writes first."""
     body = msgspec.json.encode(settings)
     return len(body).to_bytes(4, "big") + body
@@ -99,23 +101,17 @@ def _exactly(line: socket.socket, count: int) -> bytes:
     return data
 
 
-def read_frames(line: socket.socket, loop: Loop, writer: Writer) -> None:
-    """Hand every frame to the loop and answer pings, until the socket ends."""
+def read_frames(line: socket.socket, engine: Engine, loop: Loop, writer: Writer) -> None:
+    """Prepare every frame for the loop and answer pings, until the socket ends."""
     splitter = Splitter(longest=LONGEST_JOINED)
     while data := line.recv(READ_AT_ONCE):
         for tag, body in splitter.feed(data):
             frame = decode(tag, body)
             if isinstance(frame, Ping):
                 writer.send(Pong(frame.nonce, *loop.busy(time.monotonic())))
-            else:
-                loop.put(frame)
-
-
-def crash() -> None:
-    """End as a Metal out-of-memory would: by SIGABRT, without any clean-up. For the scripted kind's setting."""
-    sys.stderr.write("crash: asked for by engine.scripted.crash\n")
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGABRT)
+            work = engine.prepare(frame)
+            if work is not None:
+                loop.put(work)
 
 
 def _guarded(work: Callable[[], None]) -> Callable[[], None]:
@@ -131,11 +127,11 @@ def _guarded(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def serve(line: socket.socket) -> int:
+def serve(line: socket.socket, recorder: Recorder) -> int:
     """Serve one agent over one socket; give the exit code."""
     try:
         settings = read_settings(line)
-        engine = builder(settings.kind)(settings, crash)
+        engine = builder(settings.engine.kind)(settings, recorder)
     except EOFError:
         return 0
     except (ValueError, UnknownKindError) as error:
@@ -146,7 +142,7 @@ def serve(line: socket.socket) -> int:
     for name, work in (("inference", loop.run), ("writer", writer.run)):
         threading.Thread(target=_guarded(work), name=name, daemon=True).start()
     try:
-        read_frames(line, loop, writer)
+        read_frames(line, engine, loop, writer)
     except WireError as error:
         log.error("wire", error=str(error))  # noqa: TRY400  the sentence is for a person
         return EXIT_FAILED
@@ -159,11 +155,12 @@ def main() -> None:
     """Run the engine process until its socket ends."""
     options = argparse.ArgumentParser(prog="node.engine.child")
     options.add_argument("--socket", type=int, required=True, help="inherited descriptor of a stream socket")
-    descriptor = options.parse_args().socket
+    options.add_argument("--page", type=int, help="inherited descriptor of the recorder's page")
+    given = options.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = serve(socket.socket(fileno=descriptor))
+    code = serve(socket.socket(fileno=given.socket), Recorder(given.page))
     sys.stderr.flush()
     os._exit(code)
 

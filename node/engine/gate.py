@@ -27,6 +27,7 @@ class Site(StrEnum):
     PREFILL = "prefill"
     JOIN = "join"
     GROW = "grow"
+    LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True)

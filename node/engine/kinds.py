@@ -1,20 +1,27 @@
 """The kinds of engine, and what each of them must give: frames in, frames out, and a gate.
 
+Two threads drive an engine. The I/O thread calls `prepare`, which may take long over a text but touches no memory that
+the other owns; all else is called by the inference thread.
+
 A kind is named by its module, not imported, so that the agent can list kinds without loading any model library. Every
 kind provides `build` and asks its gate before every prefill and every join; a test builds each and tries.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from node.engine.prompt import Prepared
 from wire.frames import EngineReport, Frame
 
 if TYPE_CHECKING:
     from node.engine.gate import Gate
-    from node.settings import EngineSettings
+    from node.settings import NodeSettings
 
-KINDS: Final = {"scripted": "node.engine.scripted"}
+
+KINDS: Final = {"mlx": "node.engine.text", "scripted": "node.engine.scripted"}
 """Kind → the module with its `build`."""
 
 ROUTES: Final = ("chat",)
@@ -22,16 +29,59 @@ ROUTES: Final = ("chat",)
 
 
 class UnknownKindError(ValueError):
-    """No engine kind has this name; the text lists those that exist."""
+    """No engine kind has this name, or what it needs is not installed; the text says what to do."""
+
+
+Work = Frame | Prepared
+
+
+class Doing(IntEnum):
+    """What a native call is for."""
+
+    NOTHING = 0
+    PREFILL = 1
+    JOIN = 2
+    DECODE = 3
+    LOAD = 4
+
+
+class Recording(Protocol):
+    """Where it is written what an engine is about to do, so that its death can be understood (`recorder`)."""
+
+    def begin(self, doing: Doing, model: str, request: int = 0) -> None:
+        """A native call begins, for this request or (0) for many."""
+        ...
+
+    def end(self) -> None:
+        """It came back."""
+        ...
+
+    def crash(self, model: str, request: int) -> None:
+        """End the process as a native crash in this request's prefill would."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A native call under way: what, since when (monotonic seconds), and how long it should take."""
+
+    kind: str
+    since: float
+    expected: float
 
 
 class Engine(Protocol):
-    """One engine, driven by one thread. `now` is that thread's monotonic clock in seconds."""
+    """One engine. `now` is the inference thread's monotonic clock in seconds."""
 
     gate: "Gate"
 
-    def take(self, frame: Frame, now: float) -> Sequence[Frame]:
-        """Take in one frame (Generate, Cancel, Limits) and give what is answered at once."""
+    def prepare(self, frame: Frame) -> Work | None:
+        """On the I/O thread: put a frame into the form that `take` takes, a prompt into tokens. A Ping that has been
+        answered comes here too, and None is its usual answer: there is nothing to take."""
+        ...
+
+    def take(self, work: Work, now: float) -> Sequence[Frame]:
+        """Take in one piece of work and give what is answered at once."""
         ...
 
     def step(self, now: float) -> Sequence[Frame]:
@@ -42,8 +92,8 @@ class Engine(Protocol):
         """Say when `step` must be called next; None: only a frame can bring work."""
         ...
 
-    def expected(self) -> float:
-        """Say how many seconds one `step` should take at most: the measure of what counts as hung."""
+    def call(self) -> Call | None:
+        """Say which native call is under way, on any thread; None: none that could last."""
         ...
 
     def report(self, now: float) -> EngineReport:
@@ -52,9 +102,9 @@ class Engine(Protocol):
 
 
 class Build(Protocol):
-    """What each kind's module has as `build`. `crash` ends the process by a signal, where settings ask for it."""
+    """What each kind's module has as `build`. The recorder is told of every native call before it begins."""
 
-    def __call__(self, settings: "EngineSettings", crash: Callable[[], None]) -> Engine:
+    def __call__(self, settings: "NodeSettings", recorder: Recording) -> Engine:
         """Make the engine."""
         ...
 
@@ -64,4 +114,10 @@ def builder(kind: str) -> Build:
     module = KINDS.get(kind)
     if module is None:
         raise UnknownKindError(f"unknown engine kind {kind!r}: there is {', '.join(KINDS)}")
-    return cast("Build", importlib.import_module(module).build)
+    try:
+        return cast("Build", importlib.import_module(module).build)
+    except ImportError as error:
+        raise UnknownKindError(
+            f"engine.kind is {kind}, and {error.name} is not installed: install macpool[node], or start the "
+            "coordinator with --no-local-node"
+        ) from None

@@ -27,6 +27,7 @@ class Commitment:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
+    number: int
     rows: list[Commitment] = field(default_factory=list["Commitment"])
 
     def promised(self) -> Group:
@@ -47,6 +48,7 @@ class Ledger:
     def __init__(self, kv: Kv) -> None:
         self._kv = kv
         self._batches: list[_Batch] = []
+        self._made = 0
 
     def groups(self) -> tuple[Group, ...]:
         """Give rows and longest promised row of every group, for the report."""
@@ -72,8 +74,18 @@ class Ledger:
             best.rows.append(made[0])
         alone = made if best is None else made[1:]
         if alone:
-            self._batches.append(_Batch(alone.copy()))
+            self._made += 1
+            self._batches.append(_Batch(self._made, alone.copy()))
         return made
+
+    def batch_of(self, row: Commitment) -> int:
+        """Give the number of the batch that a row decodes in; no other batch ever has it."""
+        return self._batch_of(row).number
+
+    def joining(self, row: Commitment, rows: int) -> int:
+        """Give the bytes of a row's batch once it and its equals (`rows` in all) have joined with what they hold."""
+        joined = [other.written for other in self._batch_of(row).rows if other.joined]
+        return padded(_group([*joined, *[row.written] * rows]), self._kv)
 
     def extension(self, row: Commitment, more: int) -> int:
         """Give what `more` tokens for a row would add to its group."""

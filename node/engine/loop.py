@@ -1,8 +1,8 @@
 """The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`.
 
 One turn: drain the inbox, one decode step of every row, at most one gated prefill, publish. When nothing is due it
-waits on a condition and does not wake. Before every call into the engine it publishes since when and for how long it
-expects to be busy, so that the I/O thread can answer for it: dead, busy and hung are three things.
+waits on a condition and does not wake. Since when it is busy, and for how long it expects to be, is published before
+every native call, so that the I/O thread can answer for it: dead, busy and hung are three things.
 """
 
 import threading
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from node.engine.kinds import Engine
+from node.engine.kinds import Engine, Work
 from wire.frames import EngineReport, Frame, Limits
 
 PUBLISH_EVERY = 0.1
@@ -27,7 +27,7 @@ class Loop:
     def __init__(self, engine: Engine, send: Callable[[Frame], None]) -> None:
         self._engine = engine
         self._send = send
-        self._inbox: deque[Frame] = deque()
+        self._inbox: deque[Work] = deque()
         self._wake = threading.Condition()
         self._stopped = False
         self._busy_since: float | None = None
@@ -36,10 +36,10 @@ class Loop:
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
 
-    def put(self, frame: Frame) -> None:
-        """Hand in a frame from another thread."""
+    def put(self, work: Work) -> None:
+        """Hand in prepared work from another thread."""
         with self._wake:
-            self._inbox.append(frame)
+            self._inbox.append(work)
             self._wake.notify()
 
     def stop(self) -> None:
@@ -49,19 +49,22 @@ class Loop:
             self._wake.notify()
 
     def busy(self, now: float) -> tuple[float, float]:
-        """Give for how many seconds the present turn lasts already (0: resting) and how many were expected."""
-        since = self._busy_since
-        return (0.0, 0.0) if since is None else (max(0.0, now - since), self._engine.expected())
+        """Give for how many seconds the present native call, or else the present turn, lasts already (0: resting), and
+        how many were expected."""
+        call, turn = self._engine.call(), self._busy_since
+        if call is not None:
+            return max(0.0, now - call.since), call.expected
+        return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)
 
     def run(self) -> None:
         """Serve until stopped."""
         while not self._stopped:
-            frames = self._next()
+            work = self._next()
             self._busy_since = time.monotonic()
-            self._turn(frames)
+            self._turn(work)
             self._busy_since = None
 
-    def _next(self) -> Sequence[Frame]:
+    def _next(self) -> Sequence[Work]:
         """Wait until a frame is here or something is due."""
         with self._wake:
             while not self._inbox and not self._stopped:
@@ -70,25 +73,25 @@ class Loop:
                 if due is not None and due <= now:
                     break
                 self._wake.wait(None if due is None else due - now)
-            frames = list(self._inbox)
+            work = list(self._inbox)
             self._inbox.clear()
-        return frames
+        return work
 
     def _due(self, now: float) -> float | None:
         times = [when for when in (self._engine.due(now), self._publish_at) if when is not None]
         return min(times, default=None)
 
-    def _turn(self, frames: Sequence[Frame]) -> None:
+    def _turn(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
-        for frame in frames:
-            self._answer(self._engine.take(frame, now))
-            if isinstance(frame, Limits):
+        for one in work:
+            self._answer(self._engine.take(one, now))
+            if isinstance(one, Limits):
                 self._log_guard()
         due = self._engine.due(now)
         worked = due is not None and due <= now
         if worked:
             self._answer(self._engine.step(now))
-        if (frames or worked) and self._publish_at is None:
+        if (work or worked) and self._publish_at is None:
             self._publish_at = max(now, self._published_at + PUBLISH_EVERY)
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)

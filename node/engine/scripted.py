@@ -15,16 +15,17 @@ what was promised for it and then asks for GROWTH tokens more; where the gate sa
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from node.engine import preflight, script
 from node.engine.gate import Gate, Site, Use
+from node.engine.kinds import Call, Recording, Work
 from node.engine.ledger import Commitment, Ledger
 from node.engine.preflight import Shape
 from node.engine.stops import Stops
 from node.memory.reading import Reading, Recent
-from node.settings import EngineSettings, ScriptedSettings
+from node.settings import NodeSettings, ScriptedSettings
 from wire.frames import (
     Admitted,
     Cancel,
@@ -37,6 +38,7 @@ from wire.frames import (
     Frame,
     Generate,
     Limits,
+    Ping,
     Refusal,
     Timings,
 )
@@ -100,12 +102,12 @@ class Sequence:
 
 
 class Scripted:
-    """See the module's text. `crash` ends the process; it is called for the word that the settings name."""
+    """See the module's text. The word that the settings name ends the process."""
 
-    def __init__(self, settings: ScriptedSettings, crash: Callable[[], None]) -> None:
+    def __init__(self, settings: ScriptedSettings, recorder: Recording) -> None:
         self.gate = Gate()
         self._settings = settings
-        self._crash = crash
+        self._recorder = recorder
         self._step = settings.step_ms / 1000
         self._total = parse_size(settings.memory)
         self._weights = parse_size(settings.weights)
@@ -118,7 +120,11 @@ class Scripted:
         self._acked = 0
         self._cancelled: dict[int, None] = {}
 
-    def take(self, frame: Frame, now: float) -> list[Frame]:
+    def prepare(self, frame: Frame) -> Work | None:
+        """Nothing is slow here."""
+        return None if isinstance(frame, Ping) else frame
+
+    def take(self, frame: Work, now: float) -> list[Frame]:
         """Take in one frame and give what is answered at once."""
         if isinstance(frame, Generate):
             return self._generate(frame, now)
@@ -148,9 +154,9 @@ class Scripted:
             return self._deadline
         return self._recent.falls_at(self._active(), now)
 
-    def expected(self) -> float:
-        """A step takes at most about its own period."""
-        return self._step
+    def call(self) -> Call | None:
+        """No native call is ever made."""
+        return None
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
@@ -267,7 +273,7 @@ class Scripted:
         ends: list[Frame] = []
         for sequence in self._running.copy():
             if sequence.crashes:
-                self._crash()
+                self._recorder.crash(self._settings.model, sequence.number)
             end = self._decode_sequence(sequence, deltas, now)
             if end is not None:
                 ends.append(end)
@@ -347,6 +353,6 @@ class Scripted:
         )  # fmt: skip
 
 
-def build(settings: EngineSettings, crash: Callable[[], None]) -> Scripted:
+def build(settings: NodeSettings, recorder: Recording) -> Scripted:
     """Make the scripted engine."""
-    return Scripted(settings.scripted, crash)
+    return Scripted(settings.engine.scripted, recorder)

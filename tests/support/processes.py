@@ -135,6 +135,10 @@ def gone(processes: list[psutil.Process], seconds: float = 10.0) -> None:
         raise AssertionError(f"left running: {commands}")
 
 
+def _names_kind(settings: Sequence[str]) -> bool:
+    return any(setting.startswith("engine.kind=") for setting in settings)
+
+
 class Pool:
     """A coordinator and nodes below one temporary folder."""
 
@@ -170,7 +174,8 @@ class Pool:
             "-o", "json", "--set", f"cluster.bonjour={str(bonjour).lower()}",
         ]  # fmt: skip
         command += [] if local_node else ["--no-local-node"]
-        command += [item for setting in settings for item in ("--set", setting)]
+        kind = ("engine.kind=scripted",) if local_node and not _names_kind(settings) else ()
+        command += [item for setting in (*kind, *settings) for item in ("--set", setting)]
         self.wrap = wrap
         self.coordinator = Process(command, self.folder / "coordinator.err", wrap=wrap)
         self._stack.callback(self.coordinator.close)
@@ -182,13 +187,17 @@ class Pool:
         self, name: str, *settings: str, wait: bool = True, url: bool = True, token: bool = True,
         wrap: Sequence[str] = (),
     ) -> Process:  # fmt: skip
-        """Start a node; it joins when it has not joined before, by Bonjour without `url`, by code without `token`."""
+        """Start a node, with the scripted engine unless a kind is named.
+
+        It joins when it has not joined before, by Bonjour without `url`, by code without `token`.
+        """
         joined = (self.folder / name / "node" / "identity").exists()
         command = [*CLI, "join", "--state", str(self.folder / name), "--name", name, "-o", "json"]
         if not joined:
             command += [self.facts["cluster_url"]] if url else []
             command += ["--token", self.token()] if token else []
-        for setting in (f"node.machine={name}", *settings):
+        kind = () if _names_kind(settings) else ("engine.kind=scripted",)
+        for setting in (f"node.machine={name}", *kind, *settings):
             command += ["--set", setting]
         process = Process(command, self.folder / f"{name}.err", wrap=wrap)
         self._stack.callback(process.close)

@@ -12,7 +12,7 @@ def resolved(**flat: object) -> NodeSettings:
 def test_every_setting_is_described_and_the_sections_are_known():
     settings = describe(NodeSettings)
     assert all(len(setting.description) > 20 for setting in settings)
-    assert {setting.key.split(".")[0] for setting in settings} == SECTIONS == {"memory", "engine", "node"}
+    assert {setting.key.split(".")[0] for setting in settings} == SECTIONS == {"memory", "engine", "models", "node"}
 
 
 def test_defaults_pass_their_own_checks():
@@ -58,7 +58,7 @@ def test_an_impossible_value_is_refused_by_its_key(key: str, value: str):
 
 def test_a_refused_choice_lists_what_there_is():
     with pytest.raises(SettingsError, match="scripted"):
-        resolve([("--set", {"engine.kind": "mlx"})])
+        resolve([("--set", {"engine.kind": "metal"})])
     with pytest.raises(SettingsError, match="safe, balanced, aggressive"):
         resolve([("--set", {"memory.tier": "none"})])
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from node.settings import NodeSettings, resolve
-from node.supervise import CRASHED, STOPPED, Patience, Supervisor
+from node.supervise import CRASHED, LOST, STOPPED, Patience, Supervisor
 from wire.codec import decode, encode, head_of
 from wire.frames import (
     Admitted,
@@ -41,7 +41,7 @@ class Agent:
     """What the agent does with a supervisor: keeps every frame that it is handed, decoded."""
 
     def __init__(self, folder: Path, patience: Patience | None, command: list[str] | None, **settings: object) -> None:
-        flat = {f"engine.scripted.{key}": value for key, value in settings.items()}
+        flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in settings.items()}
         self.settings: NodeSettings = resolve([("test", flat)]).value
         self.frames: list[tuple[Frame, int]] = []
         self.states: list[str] = []
@@ -49,8 +49,8 @@ class Agent:
         self.log_file = folder / "logs" / "engine.log"
         instead = {"command": command} if command else {}
         self.supervisor = Supervisor(
-            self.settings, on_frame=self._frame, on_change=self._change, log_file=self.log_file, patience=patience,
-            **instead,
+            self.settings, on_frame=self._frame, on_change=self._change, log_file=self.log_file,
+            scratch=folder / "scratch", patience=patience, **instead,
         )  # fmt: skip
 
     def _frame(self, tag: int, encoded: bytes, request: int) -> None:
@@ -172,10 +172,11 @@ async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_serv
     await one.until(lambda: any(isinstance(frame, Deltas) for frame, _ in one.frames))
     one.supervisor.send(encode(Cancel(2)), Cancel, 2)
     one.generate(3, "boom")
-    failed = [await one.end(1), await one.end(3)]
-    for end in failed:
+    for number, code in {1: LOST, 3: CRASHED}.items():
+        end = await one.end(number)
         assert isinstance(end, Failed)
-        assert end.code == CRASHED
+        assert end.code == code, "only what was in the forward is blamed"
+        assert "prefill of scripted-1" in end.message
         assert "SIGABRT" in end.message
         assert "engine.scripted.crash" in end.message
     assert one.ends(2) == []
@@ -348,14 +349,15 @@ async def test_a_child_that_ignores_the_end_of_its_socket_is_killed(agent: Calla
 def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
     parent = """
         import asyncio, pathlib, sys
-        from node.settings import NodeSettings
+        from node.settings import EngineSettings, NodeSettings
         from node.supervise import Supervisor
         from wire.frames import Limits
 
         async def main():
             up = asyncio.Event()
             one = Supervisor(
-                NodeSettings(), on_frame=lambda *frame: None, on_change=up.set, log_file=pathlib.Path(sys.argv[1])
+                NodeSettings(engine=EngineSettings(kind="scripted")), on_frame=lambda *frame: None, on_change=up.set,
+                log_file=pathlib.Path(sys.argv[1]), scratch=pathlib.Path(sys.argv[1]).parent / "scratch",
             )
             one.set_limits(Limits(2**36, 2**36, 2**30, "metal"))
             await one.start()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from node.engine.child import EXIT_FAILED, EXIT_SETTINGS, settings_message
-from node.settings import EngineSettings, ScriptedSettings
+from node.settings import EngineSettings, NodeSettings, ScriptedSettings
 from wire.codec import LONGEST_JOINED, Splitter, decode, encode
 from wire.frames import Deltas, EngineReport, Finished, Frame, Generate, Limits, Message, Params, Ping, Pong
 from wire.units import GIB
@@ -63,7 +63,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
     def make(first: bytes | None = None, **scripted: object) -> Process:
-        settings = EngineSettings(scripted=ScriptedSettings(**scripted))  # type: ignore[arg-type]
+        engine = EngineSettings(kind="scripted", scripted=ScriptedSettings(**scripted))  # type: ignore[arg-type]
+        settings = NodeSettings(engine=engine)
         started.append(Process(settings_message(settings) if first is None else first, tmp_path / "errors"))
         return started[-1]
 
@@ -117,7 +118,7 @@ def test_it_exits_when_the_socket_ends_before_any_settings(start: Callable[..., 
 @pytest.mark.parametrize(
     ("first", "words"),
     [
-        (settings_message(EngineSettings(kind="metal")), "unknown engine kind"),
+        (settings_message(NodeSettings(engine=EngineSettings(kind="metal"))), "unknown engine kind"),
         (b"\0\0\0\2[]", "settings"),
         (b"\xff\xff\xff\xff", "4294967295"),
     ],

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.engine.gate import Site
+from node.engine.recorder import Recorder
 from node.engine.scripted import GROWTH, REMEMBERED, Scripted
 from node.settings import ScriptedSettings
 from wire import verdict
@@ -37,8 +38,11 @@ class CrashedError(Exception):
     pass
 
 
-def crash() -> None:
-    raise CrashedError
+class Crashing(Recorder):
+    """A recorder that lets the test survive."""
+
+    def crash(self, model: str, request: int) -> None:
+        raise CrashedError(model, request)
 
 
 class Bench:
@@ -46,7 +50,7 @@ class Bench:
 
     def __init__(self, limits: Limits | None = ROOMY, **changes: Any) -> None:
         self.settings = msgspec.convert(changes, ScriptedSettings)
-        self.engine = Scripted(self.settings, crash)
+        self.engine = Scripted(self.settings, Crashing())
         self.now = 1000.0
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int], str] = defaultdict(str)

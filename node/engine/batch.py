@@ -1,0 +1,154 @@
+"""The one place that knows mlx-lm's `GenerationBatch` (0.32.2): a padded batch of rows that decode together.
+
+What it does that its interface does not say (read and tried; tests/unit/node/engine/test_batch.py holds it to this)
+- Its constructor runs a forward over each row's last known token. So the gate is asked before `join`.
+- `next()` launches step N+1 before it gives the tokens of step N. A row that ended has one token too many in flight.
+- `extend` and `filter` are lazy: unevaluated they keep the old batch alive whole. Here each layer is evaluated by
+  itself, which frees its old arrays before the next layer is copied.
+- After an exception out of it nothing it holds may be trusted (going on gave wrong tokens, silently). The owner
+  discards the object and rebuilds the rows from their ids.
+
+Stop sequences, limits and the cache that it extracts at a row's end are not used: rows end by `drop`.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, StopSequences
+
+from node.engine.cache import Layer, Layers, TextModel, evaluate, nbytes_of
+from node.engine.sampling import Processor, Sampler, greedy
+
+NO_STOPS = StopSequences()
+NO_LIMIT = 2**62
+K = TypeVar("K")
+
+
+class Guard:
+    """Stands between a row's sampler and processors and the batch: what they raise fails that row alone."""
+
+    def __init__(self, sampler: Sampler, processors: Sequence[Processor]) -> None:
+        self.error: Exception | None = None
+        self.sampler = sampler if sampler is greedy else self._sample
+        self.processors = tuple(self._guarded(processor) for processor in processors)
+        self._sampler = sampler
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        if self.error is None:
+            try:
+                return self._sampler(logprobs)
+            except Exception as error:
+                self.error = error
+        return greedy(logprobs)
+
+    def _guarded(self, processor: Processor) -> Processor:
+        def guarded(tokens: mx.array, logits: mx.array) -> mx.array:
+            if self.error is None:
+                try:
+                    return processor(tokens, logits)
+                except Exception as error:
+                    self.error = error
+            return logits
+
+        return guarded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joining(Generic[K]):
+    """A row that joins: who it is, and its guarded sampler and processors."""
+
+    row: K
+    guard: Guard
+
+
+@dataclass(frozen=True, slots=True)
+class Token(Generic[K]):
+    """One row's next token, and the log probabilities (vocabulary,) that it was drawn from."""
+
+    row: K
+    token: int
+    logprobs: mx.array
+
+
+class DecodeBatch(Generic[K]):
+    """Rows of one model that decode together."""
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+        self._batch: GenerationBatch | None = None
+        self._rows: dict[int, Joining[K]] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def join(self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers) -> None:
+        """Take in rows that share `cache`, which holds all of `ids` but the last; `cache` is used up.
+
+        Runs a forward of the last id. After an exception the whole batch must be discarded.
+        """
+        count = len(joining)
+        uids = list(range(self._next, self._next + count))
+        self._next += count
+        batch = GenerationBatch(
+            self._model, uids.copy(), mx.array([ids[-1]] * count), _merged(cache, count),
+            [list(ids[:-1]) for _ in uids], [one.guard.sampler for one in joining], greedy,
+            [list(one.guard.processors) for one in joining], [NO_STOPS] * count, [NO_LIMIT] * count,
+        )  # fmt: skip
+        if self._batch is None:
+            self._batch = batch
+        else:
+            self._batch.extend(batch)
+            self._settle()
+        self._rows.update(zip(uids, joining, strict=True))
+
+    def step(self) -> list[Token[K]]:
+        """Give every row's next token, and launch the step after it."""
+        if self._batch is None:
+            return []
+        return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in self._batch.next()]
+
+    def errors(self) -> list[tuple[K, Exception]]:
+        """Give the rows whose sampler or processors raised, and what."""
+        return [(one.row, one.guard.error) for one in self._rows.values() if one.guard.error is not None]
+
+    def rows(self) -> list[K]:
+        """Give the rows in it."""
+        return [one.row for one in self._rows.values()]
+
+    def drop(self, rows: Collection[K]) -> None:
+        """Take rows out and give their memory back."""
+        if self._batch is None:
+            return
+        gone = {uid for uid, one in self._rows.items() if any(one.row is row for row in rows)}
+        if not gone:
+            return
+        for uid in gone:
+            del self._rows[uid]
+        if not self._rows:
+            self._batch = None
+            return
+        self._batch.filter([place for place, uid in enumerate(self._batch.uids) if uid not in gone])
+        self._settle()
+
+    def nbytes(self) -> int:
+        """Give the bytes of its caches."""
+        return 0 if self._batch is None else nbytes_of(self._batch.prompt_cache)
+
+    def _settle(self) -> None:
+        assert self._batch is not None  # noqa: S101  the callers have one
+        for layer in self._batch.prompt_cache:
+            evaluate(layer.state)
+
+
+def _merged(cache: Layers, count: int) -> list[Layer]:
+    """Turn one row's cache into a batch of `count` equal rows, layer by layer, freeing as it goes."""
+    merged: list[Layer] = []
+    while cache:
+        layer = cache.pop(0)
+        both = layer.merge([layer] * count)
+        evaluate(both.state)
+        merged.append(both)
+    return merged

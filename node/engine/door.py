@@ -1,0 +1,57 @@
+"""The I/O thread's part of the text engine: a request's text into tokens, or a refusal that nothing can change.
+
+No MLX here. What is refused is the request's own fault or its model's: everybody else goes on. Whether there is room is
+the inference thread's question.
+"""
+
+from pathlib import Path
+
+from node.engine.found import Found
+from node.engine.pipeline import TextPipeline
+from node.engine.prompt import Prepared
+from node.engine.tokenizer import TemplateFailed, Tokenizer, TokenizerError, load
+from node.library import Library
+from wire.frames import Generate
+from wire.refusals import Code, Refused
+
+
+class Door:
+    """Holds the tokenizers, loaded at the first request for their model."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    def prepare(self, request: Generate) -> Prepared:
+        """Put a request into tokens."""
+        found = self._library.look(request.model)
+        if found is None:
+            return _refused(request, Code.NO_MODEL, f"this node has no model {request.model}")
+        if found.cause:
+            return _refused(request, Code.LOAD_FAILED, f"{found.name} cannot be loaded: {found.cause}")
+        try:
+            tokenizer = self._tokenizer(found)
+            prompt = tokenizer.prompt(request)
+        except TokenizerError as error:
+            return _refused(request, Code.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
+        except TemplateFailed as error:
+            return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {error}")
+        if request.tools and "tools" not in tokenizer.features:
+            return _refused(request, Code.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
+        params = request.params
+
+        def voice(choice: int) -> TextPipeline:
+            return tokenizer.pipeline(request.request_id, choice, params.stop, request.tools, prompt.thinking)
+
+        return Prepared(request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes)
+
+    def _tokenizer(self, found: Found) -> Tokenizer:
+        key = f"{found.folder}:{found.fingerprint}"
+        tokenizer = self._tokenizers.get(key)
+        if tokenizer is None:
+            tokenizer = self._tokenizers[key] = load(Path(found.folder))
+        return tokenizer
+
+
+def _refused(request: Generate, code: Code, message: str) -> Prepared:
+    return Prepared(request, refused=Refused(code, message))

@@ -1,0 +1,58 @@
+"""The engine's own memory, read on the inference thread between forwards: the readings that its gate judges by."""
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from node.engine.gate import Gate, Use
+from node.memory.reading import Recent
+from node.memory.sensor import open_sensor
+from wire.report import Memory
+
+
+class Footprint:
+    """Reads this process and MLX; remembers the highest of the last polls."""
+
+    def __init__(self, total: int) -> None:
+        self._sensor = open_sensor(os.getpid())
+        self._recent = Recent()
+        self._total = total
+
+    def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
+        """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
+        reading = self._sensor.phys()
+        active = mx.get_active_memory()
+        self._recent = self._recent.observed(max(active, reading.phys or 0), now)
+        return gate.memory(Use(active, self._recent.highest(now), reserved), reading, self._total, now)
+
+    def falls_at(self, now: float) -> float | None:
+        """Say when the recent height falls; None when nothing changes by itself."""
+        return self._recent.falls_at(max(mx.get_active_memory(), self._sensor.phys().phys or 0), now)
+
+    def forget(self) -> None:
+        """Let go of the recent height: what stood there was given back on purpose."""
+        self._recent = Recent()
+
+
+def clear_pool() -> None:
+    """Empty MLX's pool of free buffers, so that the next reading does not count them."""
+    mx.clear_cache()
+
+
+def give_back() -> None:
+    """Give free memory back to the system: what Python holds in cycles, MLX in its pool, and on Linux malloc."""
+    gc.collect()
+    mx.clear_cache()
+    _trim()
+
+
+def _malloc_trim() -> Callable[[], None]:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    return (lambda: None) if trim is None else (lambda: trim(0))
+
+
+_trim = _malloc_trim()

@@ -1,0 +1,20 @@
+"""A model as it lies in a folder, before anything of it is loaded."""
+
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from wire.report import Kv
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`weights` are the bytes of its tensors, `kv` what its config lets one foresee of a row; `cause` says why it can
+    not be served (then the rest may be empty)."""
+
+    name: str
+    folder: PurePath
+    fingerprint: str = ""
+    weights: int = 0
+    context: int = 0
+    kv: Kv = field(default_factory=lambda: Kv(0))
+    cause: str = ""

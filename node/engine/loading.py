@@ -1,0 +1,186 @@
+"""Which models are in memory: loading one at a time in pieces, evicting idle ones for it, keeping out what kills.
+
+A model must be loadable; it is the request that is refused. So a load first evicts idle models (least recently used,
+never a preloaded one, never one in use), then asks the gate once for all of the weights; what is not read yet counts as
+reserved. The owner calls `tick` while `busy`, and decodes between the ticks.
+
+    asked ─► queued ─► (gate) ─► reading, piece by piece ─► resident
+               └ never fits / not now        └ its files are broken: `cause`, until they change or it is asked for anew
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import structlog
+
+from node.engine.footprint import give_back
+from node.engine.found import Found
+from node.engine.gate import Gate, Site
+from node.engine.resident import Resident, load
+from wire.frames import Ban
+from wire.refusals import Code, Refused
+from wire.report import Memory
+from wire.units import MIB, show_size
+from wire.verdict import Fits, judge
+
+TRANSIENT = 64 * MIB
+"""Bytes beside the weights that a load needs for a moment: buffers of the file, the warm-up."""
+
+log = structlog.get_logger("engine.loading")
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A load under way; `left` bytes are not read yet."""
+
+    found: Found
+    pieces: Iterator[int | Resident]
+    left: int
+    begun: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load ended well."""
+
+    resident: Resident
+
+
+@dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """A load ended, and why."""
+
+    model: str
+    refused: Refused
+
+
+Outcome = Loaded | NotLoaded
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """The models in memory and on their way. `memory()` reads now; `released()` hears that memory was given back on
+    purpose, so that the height of a moment ago is no longer held against anybody."""
+
+    gate: Gate
+    memory: Callable[[], Memory]
+    released: Callable[[], None]
+    pinned: frozenset[str]
+    residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
+    causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
+    _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
+    _queue: deque[Found] = field(default_factory=deque["Found"])
+    _reading: Reading | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a tick has something to do."""
+        return self._reading is not None or bool(self._queue)
+
+    @property
+    def reading(self) -> str:
+        """The model that is being read, or would be next."""
+        if self._reading is not None:
+            return self._reading.found.name
+        return self._queue[0].name if self._queue else ""
+
+    @property
+    def left(self) -> int:
+        """Bytes of weights that are promised and not read yet."""
+        return 0 if self._reading is None else self._reading.left
+
+    def loading(self, name: str) -> bool:
+        """Whether a model is on its way."""
+        return self.reading == name or any(found.name == name for found in self._queue)
+
+    def ask(self, found: Found) -> None:
+        """Load a model when its turn comes; does nothing when it is here or on its way."""
+        if found.name not in self.residents and not self.loading(found.name):
+            self._queue.append(found)
+
+    def ban(self, bans: tuple[Ban, ...], now: float) -> None:
+        """Keep models out for a while."""
+        self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
+
+    def cause(self, found: Found, now: float) -> str:
+        """Say why a model cannot be loaded now; empty when it can."""
+        until, cause = self._bans.get(found.name, (0.0, ""))
+        if now < until:
+            return f"{cause}; kept out for {math.ceil(until - now)} s more"
+        fingerprint, broken = self.causes.get(found.name, ("", ""))
+        return found.cause or (broken if fingerprint == found.fingerprint else "")
+
+    def forgive(self, name: str) -> None:
+        """Try again what was broken: somebody asked for it by name."""
+        self.causes.pop(name, None)
+
+    def tick(self, now: float) -> Outcome | None:
+        """Begin the next load or read its next piece; an outcome when one ended."""
+        if self._reading is None:
+            return self._begin(self._queue.popleft(), now)
+        reading = self._reading
+        try:
+            piece = next(reading.pieces)
+        except Exception as error:
+            self._reading = None
+            return self._broken(reading.found, error)
+        if isinstance(piece, int):
+            reading.left = max(0, reading.left - piece)
+            return None
+        self._reading = None
+        piece.load_seconds, piece.used_at = now - reading.begun, now
+        self.residents[piece.name] = piece
+        give_back()
+        log.info(
+            "model loaded", model=piece.name, weights=show_size(piece.weights), seconds=round(piece.load_seconds, 2)
+        )
+        return Loaded(piece)
+
+    def drop(self, name: str) -> None:
+        """Give a model's memory back."""
+        resident = self.residents.pop(name)
+        log.info("model unloaded", model=name, weights=show_size(resident.weights))
+        del resident
+        give_back()
+        self.released()
+
+    def make_room(self, need: int) -> bool:
+        """Evict idle models, least recently used first, until `need` bytes fit; say whether they do."""
+        idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
+        for name in sorted(idle, key=lambda name: self.residents[name].used_at):
+            if _fits(self.memory(), need):
+                return True
+            self.drop(name)
+        return _fits(self.memory(), need)
+
+    def _begin(self, found: Found, now: float) -> Outcome | None:
+        cause = self.cause(found, now)
+        if cause:
+            return NotLoaded(found.name, Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}"))
+        need = found.weights + TRANSIENT
+        self.make_room(need)
+        memory = self.memory()
+        answer = self.gate.check(Site.LOAD, memory, need)
+        if not isinstance(answer, Refused):
+            self._reading = Reading(found, load(found), found.weights, now)
+            return None
+        if memory.guard and answer.code is Code.NO_ROOM and need > memory.cap - memory.margin:
+            answer = Refused(Code.TOO_LARGE, (
+                f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
+                f"{show_size(max(0, memory.cap - memory.margin))}: use a smaller variant, or raise memory.cap"
+            ), answer.numbers)  # fmt: skip
+        return NotLoaded(found.name, answer)
+
+    def _broken(self, found: Found, error: Exception) -> NotLoaded:
+        text = " ".join(str(error).split())[:300]
+        cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        self.causes[found.name] = (found.fingerprint, cause)
+        give_back()
+        log.error("model broken", model=found.name, cause=cause)
+        return NotLoaded(found.name, Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}"))
+
+
+def _fits(memory: Memory, need: int) -> bool:
+    return isinstance(judge(memory, need), Fits)

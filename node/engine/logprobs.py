@@ -1,0 +1,24 @@
+"""Log probabilities as the dialects want them: the token drawn and the likeliest others, as bytes."""
+
+from collections.abc import Callable
+from typing import cast
+
+import mlx.core as mx
+
+from wire.frames import Logprob
+
+MOST = 20
+
+
+def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
+    """Read one token's log probability and the `count` (0 to MOST) highest, from an array (vocabulary,)."""
+    drawn = logprobs[token].item()
+    top: tuple[tuple[bytes, float], ...] = ()
+    count = min(count, MOST, logprobs.shape[-1])
+    if count:
+        places = mx.argpartition(-logprobs, kth=count - 1)[:count]
+        ids = cast("list[int]", places.tolist())
+        values = cast("list[float]", logprobs[places].tolist())
+        ranked = sorted(zip(values, ids, strict=True), reverse=True)
+        top = tuple((token_bytes(one), value) for value, one in ranked)
+    return Logprob(token_bytes(token), float(cast("float", drawn)), top)

@@ -1,0 +1,141 @@
+"""A loaded model: its weights, its ledger, its decode batches, and how fast it has been.
+
+Loading is a generator, so that the loop can decode between its pieces: each `next` evaluates about TICK bytes of
+weights. mlx-lm builds the model with lazy arrays; nothing is read before its turn.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import utils as mlx_utils
+from mlx_lm.utils import load_model
+
+from node.engine.batch import DecodeBatch, Guard, Joining
+from node.engine.cache import Layers, TextModel, evaluate, kv_of, new_cache
+from node.engine.found import Found
+from node.engine.ledger import Ledger
+from node.engine.sampling import Defaults, defaults_of, greedy
+from node.engine.sequence import Row
+from wire.report import Kv
+from wire.units import MIB
+
+TICK = 256 * MIB
+"""Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
+WARM_TOKENS = 8
+MEASURED_TOKENS = 64
+"""Prompts below this say little about bytes per token."""
+FIRST_SPEED = 50.0
+"""Tokens per second assumed of a prefill before the first was measured: slow, so that the first chunks are short."""
+LOAD_SPEED = 200 * MIB
+"""Bytes per second that a load should reach at least (an external disk)."""
+_MEMORY = 0.3
+"""Weight of the newest measurement in the running mean."""
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits."""
+
+    found: Found
+    model: TextModel
+    kv: Kv
+    weights: int
+    vocabulary: int
+    defaults: Defaults
+    ledger: Ledger
+    batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
+    prefill_speed: float = 0.0
+    step_seconds: float = 0.0
+    load_seconds: float = 0.0
+    bytes_per_token: float = 0.0
+    used_at: float = 0.0
+    users: int = 0
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.found.name
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Note how long a chunk took."""
+        self.prefill_speed = _mean(self.prefill_speed, tokens / max(seconds, 1e-6))
+
+    def stepped(self, seconds: float) -> None:
+        """Note how long a decode step of one batch took."""
+        self.step_seconds = _mean(self.step_seconds, seconds)
+
+    def measured_text(self, size: int, tokens: int) -> None:
+        """Note how many bytes of text made so many prompt tokens; short prompts are mostly template."""
+        if tokens >= MEASURED_TOKENS and size:
+            self.bytes_per_token = _mean(self.bytes_per_token, size / tokens)
+
+    def rows(self) -> int:
+        """Count the rows that decode."""
+        return sum(len(batch) for batch in self.batches.values())
+
+    def forward(self, ids: Iterable[int], cache: Layers) -> None:
+        """Write tokens into a cache: one prefill forward, evaluated."""
+        self.model(mx.array(list(ids))[None], cache=cache)
+        evaluate([layer.state for layer in cache])
+
+
+def _mean(mean: float, newest: float) -> float:
+    return newest if mean == 0 else mean + _MEMORY * (newest - mean)
+
+
+def load(found: Found) -> Iterator[int | Resident]:
+    """Load a model piece by piece: gives the bytes of each piece, and at last the model. Raises whatever is wrong."""
+    folder = Path(found.folder)
+    model, config = load_model(folder, lazy=True)
+    weights = 0
+    for piece in _pieces(_parameters(model)):
+        evaluate(piece)
+        size = sum(array.nbytes for array in piece)
+        weights += size
+        yield size
+    kv, vocabulary = _warm(model)
+    yield Resident(found, model, kv, weights, vocabulary, _defaults(folder, config), Ledger(kv))
+
+
+def _parameters(model: TextModel) -> list[mx.array]:
+    flat = cast("list[tuple[str, mx.array]]", cast("Any", mlx_utils).tree_flatten(cast("Any", model).parameters()))
+    return [array for _, array in flat]
+
+
+def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
+    piece: list[mx.array] = []
+    size = 0
+    for array in arrays:
+        piece.append(array)
+        size += array.nbytes
+        if size >= TICK:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _warm(model: TextModel) -> tuple[Kv, int]:
+    """Run a short prompt through prefill and decode: kernels are compiled, and the cache shows what a row takes."""
+    cache = new_cache(model)
+    ids = [0] * WARM_TOKENS
+    model(mx.array(ids)[None], cache=cache)
+    evaluate([layer.state for layer in cache])
+    kv = kv_of(cache)
+    batch: DecodeBatch[int] = DecodeBatch(model)
+    batch.join([Joining(0, Guard(greedy, ()))], [*ids, 0], cache)
+    batch.step()
+    (token,) = batch.step()
+    return kv, token.logprobs.shape[-1]
+
+
+def _defaults(folder: Path, config: dict[str, Any]) -> Defaults:
+    try:
+        loaded: object = json.loads((folder / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return Defaults()
+    return defaults_of(cast("dict[str, object]", loaded)) if isinstance(loaded, dict) else Defaults()

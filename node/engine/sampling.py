@@ -1,0 +1,187 @@
+"""From log probabilities to a token: penalties, bias, temperature, top-k, top-p, min-p, and draws that can be repeated.
+
+Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state, so a row that is
+rebuilt or resumed elsewhere draws what it would have drawn. The order is the field's (vLLM, Transformers): penalties
+and bias change the logits; then temperature; then top-k, top-p and min-p cut; then the draw.
+
+Presence and frequency penalties count the answer's own tokens (OpenAI's definition), the repetition penalty those of
+the prompt too (the CTRL paper, as in Transformers).
+
+All arrays are of one row: logits and log probabilities (1, vocabulary), tokens (length,). Nothing here is compiled: on
+Linux a compiled function costs a g++ run at first use.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+
+from wire.frames import Params
+
+Sampler = Callable[[mx.array], mx.array]
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The parameters in force for one answer; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token always wins."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a model's own `generation_config.json` asks for where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition: float = 1.0
+
+
+def defaults_of(config: Mapping[str, object]) -> Defaults:
+    """Read a generation config; what is no number in range is left out."""
+    if config.get("do_sample") is False:
+        return Defaults(temperature=0.0)
+    return Defaults(
+        _number(config, "temperature", 1.0, 0, 10),
+        _number(config, "top_p", 1.0, 0, 1) or 1.0,
+        int(_number(config, "top_k", 0, 0, 2**20)),
+        _number(config, "min_p", 0.0, 0, 1),
+        _number(config, "repetition_penalty", 1.0, 0, 10) or 1.0,
+    )
+
+
+def _number(config: Mapping[str, object], key: str, default: float, least: float, most: float) -> float:
+    value = config.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    return default
+
+
+def sampling_of(params: Params, defaults: Defaults) -> Sampling:
+    """Put a request's parameters over the model's own."""
+    return Sampling(
+        defaults.temperature if params.temperature is None else params.temperature,
+        defaults.top_p if params.top_p is None else params.top_p,
+        defaults.top_k if params.top_k is None else params.top_k,
+        defaults.min_p if params.min_p is None else params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        defaults.repetition if params.repetition_penalty == 1 else params.repetition_penalty,
+        params.logit_bias,
+    )
+
+
+def greedy(logprobs: mx.array) -> mx.array:
+    """Give the likeliest token of each row; one function for all, so that a batch is sampled in one call."""
+    return mx.argmax(logprobs, axis=-1)
+
+
+def draw_key(seed: int, choice: int, position: int) -> int:
+    """Mix seed, choice and position into the key of one draw (splitmix64, so neighbours have nothing in common)."""
+    mixed = _mix((seed & _MASK) + 0x9E3779B97F4A7C15 * (choice + 1))
+    return _mix(mixed + 0x9E3779B97F4A7C15 * (position + 1))
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class Draws:
+    """Draws the tokens of one answer, from a position on."""
+
+    def __init__(self, sampling: Sampling, seed: int, choice: int, position: int) -> None:
+        self._sampling = sampling
+        self._seed = seed
+        self._choice = choice
+        self._position = position
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Give the next token, shape (1,)."""
+        key = mx.random.key(draw_key(self._seed, self._choice, self._position))
+        self._position += 1
+        return mx.random.categorical(cut(logprobs, self._sampling), key=key)
+
+
+def sampler_of(sampling: Sampling, seed: int, choice: int, position: int) -> Sampler:
+    """Give the sampler of an answer of which `position` tokens are known already."""
+    return greedy if sampling.greedy else Draws(sampling, seed, choice, position)
+
+
+def cut(logprobs: mx.array, sampling: Sampling) -> mx.array:
+    """Apply the temperature, then leave out what top-k, top-p and min-p leave out; never all."""
+    scaled = logprobs * (1 / sampling.temperature)
+    vocabulary = scaled.shape[-1]
+    if 0 < sampling.top_k < vocabulary:
+        least = mx.min(mx.topk(scaled, sampling.top_k, axis=-1), axis=-1, keepdims=True)
+        scaled = mx.where(scaled < least, -mx.inf, scaled)
+    if sampling.top_p < 1:
+        scaled = mx.where(scaled < _nucleus(scaled, sampling.top_p), -mx.inf, scaled)
+    if sampling.min_p > 0:
+        probabilities = mx.softmax(scaled, axis=-1)
+        most = mx.max(probabilities, axis=-1, keepdims=True)
+        scaled = mx.where(probabilities < sampling.min_p * most, -mx.inf, scaled)
+    return scaled
+
+
+def _nucleus(scaled: mx.array, top_p: float) -> mx.array:
+    """Give the smallest logit of the smallest set of tokens that holds `top_p` of the probability."""
+    ordered = -mx.sort(-scaled, axis=-1)
+    above = mx.cumsum(mx.softmax(ordered, axis=-1), axis=-1, inclusive=False)
+    least = mx.min(mx.where(above < top_p, ordered, mx.inf), axis=-1, keepdims=True)
+    return mx.minimum(least, ordered[..., :1])
+
+
+def processors_of(sampling: Sampling, prompt_tokens: int) -> tuple[Processor, ...]:
+    """Give what changes an answer's logits; each is a pure function of the tokens so far and the logits."""
+    found: list[Processor] = []
+    if sampling.repetition != 1:
+        found.append(lambda tokens, logits: _repeated(tokens, logits, sampling.repetition))
+    if sampling.presence or sampling.frequency:
+        found.append(lambda tokens, logits: _penalised(tokens[prompt_tokens:], logits, sampling))
+    if sampling.bias:
+        where = mx.array([token for token, _ in sampling.bias])
+        weights = mx.array([weight for _, weight in sampling.bias])
+        found.append(lambda tokens, logits: _added(logits, where, weights.astype(logits.dtype)))
+    return tuple(found)
+
+
+def _repeated(tokens: mx.array, logits: mx.array, penalty: float) -> mx.array:
+    seen = _counts(tokens, logits) > 0
+    return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def _penalised(answer: mx.array, logits: mx.array, sampling: Sampling) -> mx.array:
+    if not answer.size:
+        return logits
+    counts = _counts(answer, logits)
+    return logits - sampling.frequency * counts - sampling.presence * (counts > 0)
+
+
+def _counts(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Count each token of the vocabulary in `tokens`, shape (1, vocabulary)."""
+    return _added(mx.zeros_like(logits), tokens, mx.array(1, logits.dtype))
+
+
+def _added(logits: mx.array, tokens: mx.array, values: mx.array) -> mx.array:
+    return cast("Any", logits).at[:, tokens].add(values)

@@ -1,0 +1,81 @@
+"""What the text engine knows of a request: its rows, their ids, and the prefills that are under way.
+
+A row's whole past is `prompt + ids`. Everything else about it (cache, text, draws) follows from these, so a row can be
+rebuilt from them at any time, here or on another node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from node.engine.ledger import Commitment
+from node.engine.pipeline import TextPipeline
+from node.engine.preflight import Shape
+from node.engine.prompt import Prepared
+from node.engine.sampling import Sampling
+from wire.frames import Delta, Generate, Logprob
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One answer. `reason` once it has ended; `pieces`, `new` and `logprobs` are what has not been sent yet."""
+
+    sequence: "Sequence"
+    choice: int
+    commitment: Commitment
+    pipeline: TextPipeline
+    ids: list[int] = field(default_factory=list[int])
+    reason: str = ""
+    rebuilt: int = 0
+    pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    new: list[int] = field(default_factory=list[int])
+    logprobs: list[Logprob] = field(default_factory=list[Logprob])
+
+    def known(self) -> list[int]:
+        """Give all ids that are known: prompt and answer so far."""
+        return [*self.sequence.prompt, *self.ids]
+
+    def gathered(self) -> Delta:
+        """Give what has not been sent yet, neighbouring pieces of a channel as one."""
+        pieces: list[tuple[int, str]] = []
+        for channel, text in self.pieces:
+            if pieces and pieces[-1][0] == channel and channel in _JOINABLE:
+                pieces[-1] = (channel, pieces[-1][1] + text)
+            else:
+                pieces.append((channel, text))
+        delta = Delta(self.sequence.number, self.choice, tuple(self.new), tuple(pieces), tuple(self.logprobs))
+        self.pieces, self.new, self.logprobs = [], [], []
+        return delta
+
+
+_JOINABLE = frozenset({0, 1})
+"""Text of these channels (content, reasoning) can be joined; a tool call is a piece of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One admitted request. Times are monotonic seconds; `told` is when something was last sent."""
+
+    request: Generate
+    prepared: Prepared
+    shape: Shape
+    sampling: Sampling
+    seed: int
+    arrived: float
+    rows: list[Row] = field(default_factory=list[Row])
+    begun: float = 0.0
+    joined: float = 0.0
+    told: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """The coordinator's number for it."""
+        return self.request.request
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return self.prepared.ids
+
+    def writing(self) -> Iterator[Row]:
+        """Give the rows that are not at their end."""
+        return (row for row in self.rows if not row.reason)

@@ -1,0 +1,334 @@
+"""The models that lie on this machine: found in folders and in Hugging Face's cache, described without loading them.
+
+A model is a folder with `config.json` and `model*.safetensors`. A diffusers package (`model_index.json`) is something
+else and never taken for one, nor are its parts. What cannot be served keeps its name and says why, so that a person who
+asks for it learns it.
+
+A model's fingerprint says that two nodes hold the same: sha256 over its config, tokenizer, template and the headers of
+its weights (names, shapes, types and offsets of every tensor), not over the weights themselves.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from node.engine.found import Found
+from node.settings import ModelSettings
+from wire.identity import valid_model
+from wire.report import Kv
+
+DEPTH = 3
+"""Levels below a configured folder: FOLDER/publisher/model and one more."""
+MOST_FOLDERS = 20_000
+"""Folders looked at in one scan; a home directory by mistake must not hang a node."""
+LONGEST_HEADER = 100 * 1024 * 1024
+"""Bytes of a safetensors header (the format's own limit)."""
+FRESH = 2.0
+"""Seconds for which a scan is not repeated because of an unknown name."""
+EVERY = 30.0
+"""Seconds between two scans of a node that is at rest."""
+STEP = 256
+DEFAULT_CONTEXT = 4096
+EMBEDDED = Path(__file__).parent / "models" / "macpool-tiny"
+_IDENTITY = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
+_STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
+_WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
+
+Config = Mapping[str, Any]
+
+
+class Digest(Protocol):
+    """A hash that takes bytes."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take more."""
+        ...
+
+
+class Library:
+    """The models known at the last scan. Scanned on one thread; the others see a whole picture or the one before."""
+
+    def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
+        self._settings = settings
+        self._hub = hub_folder(environment) if settings.hub else None
+        self._known: Mapping[str, Found] = {}
+        self._described: dict[Path, tuple[tuple[object, ...], Found]] = {}
+        self._scanned = -EVERY
+
+    def known(self) -> Mapping[str, Found]:
+        """Give all models by name, those that cannot be served among them."""
+        return self._known
+
+    def find(self, name: str) -> Found | None:
+        """Give a model by its name."""
+        return self._known.get(name)
+
+    def look(self, name: str) -> Found | None:
+        """Give a model by its name, after a new scan if it is not known: it may just have been downloaded."""
+        if name not in self._known and time.monotonic() - self._scanned > FRESH:
+            self.scan()
+        return self._known.get(name)
+
+    def refresh(self) -> bool:
+        """Scan again if the last time was long ago; say whether anything changed."""
+        if time.monotonic() - self._scanned < EVERY:
+            return False
+        before = self._known
+        self.scan()
+        return self._known != before
+
+    def scan(self) -> None:
+        """Look through all folders. The embedded model is served where nothing else is."""
+        found: dict[str, Found] = {}
+        for name, folder in self._places():
+            if name not in found and valid_model(name):
+                described = self._describe(name, folder)
+                if described is not None:
+                    found[name] = described
+        if not found:
+            embedded = self._describe(EMBEDDED.name, EMBEDDED)
+            found = {embedded.name: embedded} if embedded is not None else {}
+        self._known, self._scanned = found, time.monotonic()
+
+    def _places(self) -> Iterator[tuple[str, Path]]:
+        for folder in self._settings.folders:
+            yield from roots(Path(folder).expanduser())
+        if self._hub is not None:
+            yield from snapshots(self._hub)
+
+    def _describe(self, name: str, folder: Path) -> Found | None:
+        """Describe a folder, or take the description from last time if none of its files changed."""
+        try:
+            state = _state(folder)
+            kept = self._described.get(folder)
+            if kept is not None and kept[0] == (name, *state):
+                return kept[1]
+            found = describe(name, folder)
+        except OSError as error:
+            return Found(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
+        if found is not None:
+            self._described[folder] = ((name, *state), found)
+        return found
+
+
+def hub_folder(environment: Mapping[str, str]) -> Path:
+    """Say where Hugging Face's cache is, by the variables that its own library reads."""
+    if "HF_HUB_CACHE" in environment:
+        return Path(environment["HF_HUB_CACHE"])
+    home = environment.get("HF_HOME") or os.path.join(
+        environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    return Path(home) / "hub"
+
+
+def roots(top: Path) -> Iterator[tuple[str, Path]]:
+    """Find model folders at or below `top`; a name is the path below it, or the folder's own name for itself."""
+    looked = 0
+    waiting: list[tuple[Path, int]] = [(top, 0)]
+    while waiting and looked < MOST_FOLDERS:
+        folder, depth = waiting.pop(0)
+        looked += 1
+        names = _names(folder)
+        if "model_index.json" in names:
+            continue
+        if "config.json" in names:
+            yield (folder.name if folder == top else str(folder.relative_to(top))), folder
+        elif depth < DEPTH:
+            waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
+
+
+def _descend(path: Path) -> bool:
+    return not path.name.startswith((".", "models--")) and path.is_dir()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def snapshots(hub: Path) -> Iterator[tuple[str, Path]]:
+    """Find what is downloaded: `models--publisher--name/snapshots/REVISION`, the revision that `main` names."""
+    for entry in _names(hub):
+        kind, _, rest = entry.partition("--")
+        if kind != "models" or not rest:
+            continue
+        folder = hub / entry
+        snapshot = _snapshot(folder)
+        if snapshot is not None and not (snapshot / "model_index.json").exists():
+            yield rest.replace("--", "/"), snapshot
+
+
+def _snapshot(folder: Path) -> Path | None:
+    try:
+        revision = (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        revision = ""
+    named = folder / "snapshots" / revision
+    if revision and (named / "config.json").exists():
+        return named
+    held = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
+    return next((one for one in held if (one / "config.json").exists()), None)
+
+
+def _state(folder: Path) -> tuple[object, ...]:
+    """Give what changes when any file that matters changes."""
+    files = [folder / name for name in _IDENTITY] + sorted(folder.glob("*.safetensors"))
+    stats = [(file.name, file.stat()) for file in files if file.exists()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def describe(name: str, folder: Path) -> Found | None:
+    """Describe a model's folder; None when it holds no text model. OSError when it cannot be read."""
+    digest = hashlib.sha256()
+    for file in (folder / part for part in _IDENTITY):
+        if file.exists():
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    try:
+        config = _object((folder / "config.json").read_bytes())
+    except ValueError as error:
+        return Found(name, folder, cause=f"its config.json is no JSON object: {error}")
+    if not is_text(config):
+        return None
+    if config.get("model_file") is not None:
+        return Found(name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run")
+    weights = read_weights(folder, digest)
+    context = _context(config)
+    return Found(
+        name, folder, digest.hexdigest()[:32], weights.size, context, foresee(config, weights.float_size), weights.cause
+    )
+
+
+def is_text(config: Config) -> bool:
+    """Say whether a config is that of a model that writes text."""
+    if not isinstance(config.get("model_type"), str):
+        return False
+    named = config.get("architectures")
+    if not isinstance(named, Sequence) or not named:
+        return True
+    names = [str(one) for one in cast("Sequence[object]", named)]
+    if any("CausalLM" in one or "LMHeadModel" in one for one in names):
+        return True
+    return "text_config" in config and any("ConditionalGeneration" in one for one in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of all tensors, bytes of one unquantized number, and why they cannot be used."""
+
+    size: int = 0
+    float_size: int = 2
+    cause: str = ""
+
+
+def read_weights(folder: Path, digest: Digest) -> Weights:
+    """Read the headers of all weight files, feeding them to `digest`; nothing of the weights is read."""
+    files = sorted(folder.glob("model*.safetensors"))
+    missing = sorted(_indexed(folder) - {file.name for file in files})
+    if missing:
+        return Weights(cause=f"{len(missing)} of its weight files are missing, {missing[0]} for one: download it again")
+    if not files:
+        return Weights(cause="it has no model*.safetensors")
+    found = Weights()
+    for file in files:
+        try:
+            size, float_size = _header(file, digest)
+        except ValueError as error:
+            return Weights(cause=f"{file.name}: {error}")
+        found = replace(found, size=found.size + size, float_size=float_size or found.float_size)
+    return found
+
+
+def _indexed(folder: Path) -> set[str]:
+    try:
+        index = _object((folder / "model.safetensors.index.json").read_bytes())
+    except (OSError, ValueError):
+        return set()
+    named = index.get("weight_map")
+    return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
+
+
+def _header(file: Path, digest: Digest) -> tuple[int, int]:
+    """Read one header: bytes of its tensors, and of its unquantized numbers (0: none). ValueError when it is broken."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= LONGEST_HEADER:
+            raise ValueError(f"it is no safetensors file, its header claims {length} bytes")
+        raw = opened.read(length)
+        held = os.fstat(opened.fileno()).st_size
+    if len(raw) < length:
+        raise ValueError(f"it is cut off in its header, at {held} bytes")
+    tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
+    end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
+    if 8 + length + end > held:
+        raise ValueError(f"it is cut off: it has {held} bytes of {8 + length + end}, download it again")
+    digest.update(raw)
+    return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """Read a JSON object; ValueError for anything else."""
+    try:
+        found: object = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")  # noqa: TRY004  one error for all broken files
+    return cast("dict[str, Any]", found)
+
+
+def _text_config(config: Config) -> Config:
+    inner = config.get("text_config")
+    return {**config, **cast("Config", inner)} if isinstance(inner, dict) else config
+
+
+def _context(config: Config) -> int:
+    text = _text_config(config)
+    return next((value for key in _CONTEXTS if (value := _whole(text.get(key)))), DEFAULT_CONTEXT)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def foresee(config: Config, float_size: int) -> Kv:
+    """Foresee what a row takes, from the config alone; measured once the model is loaded (`engine.cache.kv_of`).
+
+    Every layer counts with full keys and values unless the config names its kind. Compressed attention (MLA) is
+    therefore foreseen too large, never too small.
+    """
+    text = _text_config(config)
+    heads = _whole(text.get("num_key_value_heads")) or _whole(text.get("num_attention_heads")) or 1
+    hidden = _whole(text.get("hidden_size"))
+    size = _whole(text.get("head_dim")) or hidden // (_whole(text.get("num_attention_heads")) or 1)
+    layer = 2 * heads * size * (_SIZES.get(str(text.get("torch_dtype") or text.get("dtype")), 0) or float_size)
+    full, windowed, states = _layers(text)
+    window = _whole(text.get("sliding_window")) if windowed else 0
+    return Kv(full * layer, STEP, states * hidden * 4 * 4, window, windowed * layer)
+
+
+def _layers(text: Config) -> tuple[int, int, int]:
+    """Count the layers with full attention, with a window, and with a state."""
+    count = _whole(text.get("num_hidden_layers")) or _whole(text.get("n_layer"))
+    kinds = text.get("layer_types")
+    if isinstance(kinds, Iterable) and not isinstance(kinds, str):
+        names = [str(kind) for kind in cast("Iterable[object]", kinds)]
+        states = sum(name in _STATES for name in names)
+        windowed = sum(name in _WINDOWS for name in names) if _whole(text.get("sliding_window")) else 0
+        return len(names) - states - windowed, windowed, states
+    pattern = _whole(text.get("sliding_window_pattern"))
+    if pattern and _whole(text.get("sliding_window")):
+        full = count // pattern
+        return full, count - full, 0
+    interval = _whole(text.get("full_attention_interval"))
+    if interval:
+        return count // interval, 0, count - count // interval
+    return count, 0, 0

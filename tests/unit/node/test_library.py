@@ -1,0 +1,217 @@
+"""Models are found where they lie, described without loading, and what is broken says why."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.library import DEPTH, EMBEDDED, Library, describe, foresee, hub_folder, roots, snapshots
+from node.settings import ModelSettings
+from wire.report import Kv
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def tensors(size: int = 64, dtype: str = "F32", **metadata: str) -> bytes:
+    header = json.dumps(
+        {"__metadata__": metadata, "w": {"dtype": dtype, "shape": [size // 4], "data_offsets": [0, size]}}
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + b"\0" * size
+
+
+def model(folder: Path, config: dict[str, Any] = LLAMA, weights: bytes | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(tensors() if weights is None else weights)
+    return folder
+
+
+def library(*folders: Path, **environment: str) -> Library:
+    settings = ModelSettings(folders=tuple(map(str, folders)), hub=bool(environment))
+    made = Library(settings, environment)
+    made.scan()
+    return made
+
+
+def test_models_are_named_by_where_they_lie(tmp_path: Path):
+    model(tmp_path / "publisher" / "one-4bit")
+    model(tmp_path / "two")
+    model(tmp_path.joinpath(*"deeper") / "lost")
+    assert set(library(tmp_path).known()) == {"publisher/one-4bit", "two"}
+    assert DEPTH == 3
+    assert set(library(tmp_path / "two").known()) == {"two"}, "a configured folder may be a model itself"
+
+
+def test_the_first_of_two_with_one_name_is_served(tmp_path: Path):
+    first = model(tmp_path / "a" / "m")
+    model(tmp_path / "b" / "m", {**LLAMA, "hidden_size": 128})
+    found = library(tmp_path / "a", tmp_path / "b").find("m")
+    assert found is not None
+    assert found.folder == first
+
+
+def test_a_diffusers_package_and_its_parts_are_never_text(tmp_path: Path):
+    model(tmp_path / "wan" / "text_encoder")
+    (tmp_path / "wan" / "model_index.json").write_text("{}")
+    assert list(roots(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["BertModel"], "model_type": "bert"},
+        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+        {"hidden_size": 3},
+    ],
+)
+def test_what_writes_no_text_is_left_out(tmp_path: Path, config: dict[str, Any]):
+    assert describe("m", model(tmp_path / "m", config)) is None
+
+
+def test_a_model_that_sees_and_writes_is_text(tmp_path: Path):
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA}
+    found = describe("m", model(tmp_path / "m", config))
+    assert found is not None
+    assert (found.context, found.kv.per_token) == (2048, 2 * 2 * 16 * 2 * 4)
+
+
+def test_a_model_is_described(tmp_path: Path):
+    found = describe("m", model(tmp_path / "m", weights=tensors(4096)))
+    assert found is not None
+    assert (found.weights, found.context, found.cause) == (4096, 2048, "")
+    assert found.kv == Kv(2 * 2 * 16 * 2 * 4, 256)
+
+
+def test_the_fingerprint_is_of_config_tokenizer_template_and_tensor_headers(tmp_path: Path):
+    def fingerprint(name: str, **change: Any) -> str:
+        folder = model(tmp_path / name, change.get("config", LLAMA), change.get("weights"))
+        for file in ("tokenizer.json", "chat_template.jinja"):
+            (folder / file).write_text(change.get(file, "same"))
+        found = describe(name, folder)
+        assert found is not None
+        return found.fingerprint
+
+    plain = fingerprint("a")
+    assert plain == fingerprint("b")
+    others = [
+        fingerprint("c", config={**LLAMA, "rope_theta": 1.0}), fingerprint("d", **{"tokenizer.json": "other"}),
+        fingerprint("e", **{"chat_template.jinja": "other"}), fingerprint("f", weights=tensors(128)),
+    ]  # fmt: skip
+    assert len({plain, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (tensors(4096)[:-1], "cut off: it has"),
+        (tensors()[:20], "cut off in its header"),
+        (b"", "no safetensors file"),
+        (b"\xff" * 64, "no safetensors file"),
+        (struct.pack("<Q", 4) + b"{no}", "Expecting"),
+    ],
+)
+def test_broken_weights_say_what_is_wrong(tmp_path: Path, weights: bytes, words: str):
+    found = describe("m", model(tmp_path / "m", weights=weights))
+    assert found is not None
+    assert words in found.cause
+    assert "model.safetensors" in found.cause
+
+
+def test_a_download_that_is_not_whole_names_what_is_missing(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}})
+    )
+    found = describe("m", folder)
+    assert found is not None
+    assert "model-2.safetensors" in found.cause
+
+
+def test_code_of_its_own_is_refused(tmp_path: Path):
+    found = describe("m", model(tmp_path / "m", {**LLAMA, "model_file": "evil.py"}))
+    assert found is not None
+    assert "never run" in found.cause
+    assert "evil.py" in found.cause
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_a_config_that_is_none_says_so(tmp_path: Path, text: str):
+    folder = model(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    found = describe("m", folder)
+    assert found is not None
+    assert "config.json" in found.cause
+
+
+def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
+    entry = tmp_path / "hub" / "models--org--name-4bit"
+    for revision, hidden in (("aaa", 64), ("bbb", 128)):
+        model(entry / "snapshots" / revision, {**LLAMA, "hidden_size": hidden})
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("bbb")
+    (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
+    assert list(snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
+    assert set(library(HF_HOME=str(tmp_path)).known()) == {"org/name-4bit"}
+    assert hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
+
+
+def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
+    assert set(library(tmp_path).known()) == {EMBEDDED.name}
+    model(tmp_path / "m")
+    assert set(library(tmp_path).known()) == {"m"}
+
+
+def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = library(tmp_path)
+    model(tmp_path / "new")
+    assert made.find("new") is None
+    assert made.look("new") is None, "two scans within FRESH seconds would be asked for by every wrong name"
+    monkeypatch.setattr("node.library.FRESH", 0.0)
+    found = made.look("new")
+    assert found is not None
+    assert not found.cause
+
+
+def test_a_changed_file_is_described_anew_and_an_unchanged_one_is_not(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    before = made.find("m")
+    made.scan()
+    assert made.find("m") is before
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    made.scan()
+    after = made.find("m")
+    assert after is not None
+    assert after.context == 4096
+
+
+def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
+    assert set(library(tmp_path / "missing").known()) == {EMBEDDED.name}
+    loop = tmp_path / "loop"
+    loop.mkdir()
+    os.symlink(loop, loop / "again")
+    assert list(roots(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "kv"),
+    [
+        (
+            {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512},
+            Kv(128, 256, 0, 512, 384),
+        ),
+        ({"layer_types": ["conv", "full_attention"] * 2}, Kv(256, 256, 2 * 64 * 16)),
+        ({"sliding_window": 512, "sliding_window_pattern": 2}, Kv(256, 256, 0, 512, 256)),
+        ({"full_attention_interval": 4}, Kv(128, 256, 3 * 64 * 16)),
+        ({"head_dim": 32, "torch_dtype": "float32"}, Kv(4 * 2 * 2 * 32 * 4, 256)),
+        ({"num_key_value_heads": None}, Kv(4 * 2 * 4 * 16 * 2, 256)),
+    ],
+)
+def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: Kv):
+    assert foresee({**LLAMA, **config}, 2) == kv

@@ -1,0 +1,3 @@
+from typing import Any
+
+def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]: ...
