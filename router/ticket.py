@@ -54,8 +54,8 @@ class Ticket:
 
     __slots__ = (
         "arrived", "attempts", "begun", "crashes", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job",
-        "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused", "request",
-        "sink", "waiter",
+        "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused",
+        "request", "sink", "waiter",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:

@@ -1,6 +1,7 @@
 """Stop strings over a stream: nothing of a stop string is ever shown, wherever the pieces are cut.
 
-Text that may be the beginning of a stop string is held back until it is one, or is not.
+Text that may be the beginning of a stop string is held back until it is one, or is not. The stop string that is
+complete first counts, and of several that end together the longest; so the cut never depends on the pieces.
 """
 
 from collections.abc import Iterable
@@ -18,10 +19,10 @@ class Stops:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -1,0 +1,325 @@
+"""A model's tokenizer: prompts out of requests, text out of tokens. What mlx-lm and transformers know of it stays here.
+
+Loading is strictly local, and code that a model brings along is never run. Chat templates come with the models too:
+they run in transformers' sandbox, see the request's clock instead of the wall's (else a resumed request could get
+another prompt), and whatever they raise fails only the request.
+
+`prompt` is for one thread; `pipeline` and what it gives may be used on another at the same time: a pipeline holds its
+own decoding state and reads only tables that never change.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    StreamingDetokenizer,
+    TokenizerWrapper,
+)
+from mlx_lm.utils import load_config, load_tokenizer
+
+from node.engine.calls import Calls
+from node.engine.markup import Markup, Place
+from node.engine.pipeline import TextPipeline
+from node.engine.stops import Stops
+from wire.frames import Generate, Message
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+LONGEST_MESSAGE: Final = 300
+"""Characters of an error's text that are told: templates can raise with a whole conversation in it."""
+RESERVED: Final = frozenset({
+    "messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template", "strftime_now",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs", "sanitize_control_tokens",
+})  # fmt: skip
+"""What a request's template variables may not be called: it would change the call, not the template's world."""
+
+TAIL: Final = 32
+"""Tokens at a prompt's end among which the mark of an open thought is looked for, with the blanks after it."""
+_NOW: ContextVar[int] = ContextVar("_NOW")
+"""The clock of the request whose template is being rendered, in seconds."""
+
+
+def _byte_signs() -> dict[str, bytes]:
+    """Give the byte that each sign of a byte-level vocabulary stands for (the table of GPT-2's encoder): printable
+    ones for themselves, all others for signs from 256 on in their order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {chr(byte): bytes([byte]) for byte in printable}
+    return signs | {chr(256 + at): bytes([byte]) for at, byte in enumerate(others)}
+
+
+BYTES: Final = _byte_signs()
+
+
+class TokenizerError(ValueError):
+    """This folder gives no tokenizer; the text says why and ends with no path but the folder's name."""
+
+
+class TemplateFailed(ValueError):
+    """This request gives no prompt; the text is one line, for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as token ids. `thinking`: it ends inside a thought, so the answer begins with reasoning."""
+
+    ids: tuple[int, ...]
+    thinking: bool
+
+
+def load(folder: Path) -> "Tokenizer":
+    """Load the tokenizer of a model's folder, with nothing but what lies in it; TokenizerError if that fails."""
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder.name}: there is no such folder")
+    try:
+        return Tokenizer(_wrapper(folder))
+    except Exception as error:
+        if _needs_code(folder):
+            reason = "its tokenizer needs code that comes with the model, and such code is never run"
+        else:
+            reason = _line(error).replace(str(folder), folder.name)
+        raise TokenizerError(f"{folder.name}: {reason}") from error
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    `eos` are the ids that end an answer, `size` is one more than the highest id, `features` what the model can do:
+    `tools` where its calls can be read.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
+        self._wrapper = wrapper
+        self.eos = frozenset(wrapper.eos_token_ids)
+        self.size = max(len(wrapper), max(wrapper.get_vocab().values(), default=-1) + 1)
+        self.features = ("tools",) if wrapper.has_tool_calling else ()
+        self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
+        self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
+        self._detokenizer = wrapper.detokenizer
+        self._markup = _markup(wrapper)
+        self._machines = {tools: TextStateMachine(self._markup.transitions(tools)) for tools in (False, True)}
+        # a truncation set in the tokenizer's file is taken off at its first use, and must not be while others read
+        wrapper.encode("")
+
+    def prompt(self, request: Generate) -> Prompt:
+        """Write the request as the model's template has it; TemplateFailed if template or tokenizer do not."""
+        if not self._wrapper.has_chat_template:
+            raise TemplateFailed("the model has no chat template")
+        try:
+            ids = self._render(request)
+            self._check(ids)
+            return Prompt(ids, self._ends_in_thought(ids))
+        except TemplateFailed:
+            raise
+        except Exception as error:
+            raise TemplateFailed(_line(error)) from error
+
+    def pipeline(
+        self, request_id: str, choice: int, stops: tuple[str, ...], tools: str, thinking: bool
+    ) -> TextPipeline:
+        """Begin the text of one choice. `tools` as in the request; `thinking` as the prompt said."""
+        given = _tools(tools)
+        prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
+        calls = Calls(prefix, self._wrapper.tool_parser if given else None, given, self._markup.call[1])
+        place = self._markup.beginning(thinking)
+        decoder = _Decoder(self._wrapper.detokenizer, self.size, self.eos)
+        return TextPipeline(decoder, MarkCutter(self._machines[bool(given)], place), place, Stops(stops), calls)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Give a token's bytes: exactly where tokens are bytes, else the text that it has alone; none out of range."""
+        if not 0 <= token < self.size:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        if isinstance(self._detokenizer, BPEStreamingDetokenizer):
+            return b"".join(BYTES.get(sign) or sign.encode() for sign in self._detokenizer.tokenmap[token] or "")
+        if isinstance(self._detokenizer, SPMStreamingDetokenizer):
+            return self._detokenizer.tokenmap[token].replace("\u2581".encode(), b" ")
+        return self._wrapper.decode([token]).encode()
+
+    # prompts
+
+    def _render(self, request: Generate) -> tuple[int, ...]:
+        variables = _variables(request.template)
+        continued = variables.pop("continue_final_message", False) is True
+        if continued:
+            variables["continue_final_message"] = True
+        tools = _tools(request.tools) or None
+        if not self._own_renderer:
+            _set_clock(self._wrapper.get_chat_template(None, tools))
+        moment = _NOW.set(request.created)
+        try:
+            messages = [_written(message, self._own_renderer) for message in request.messages]
+            ids = self._wrapper.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=not continued, tokenize=True, **variables
+            )
+        finally:
+            _NOW.reset(moment)
+        return tuple(ids)
+
+    def _check(self, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise TemplateFailed("the chat template gives an empty prompt")
+        wrong = next((token for token in ids if not 0 <= token < self.size), None)
+        if wrong is not None:
+            raise TemplateFailed(f"the tokenizer gives token {wrong}, and there are only {self.size}")
+
+    def _ends_in_thought(self, ids: tuple[int, ...]) -> bool:
+        """Look at the very end only: the marker may also stand in what a user wrote."""
+        start = self._markup.think[0]
+        return bool(start) and self._wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(start)
+
+
+class _Decoder:
+    """mlx-lm's streaming detokenizer for one pipeline, held to our rules: no id raises, endings have no text."""
+
+    def __init__(self, detokenizer: StreamingDetokenizer, size: int, silent: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._size = size
+        self._silent = silent
+
+    def feed(self, token: int) -> str:
+        if token in self._silent or not 0 <= token < self._size:
+            return ""
+        return self._segment(lambda: self._detokenizer.add_token(token))
+
+    def flush(self) -> str:
+        return self._segment(self._detokenizer.finalize)
+
+    def _segment(self, advance: Callable[[], None]) -> str:
+        try:
+            advance()
+            segment = self._detokenizer.last_segment
+        except Exception:  # an id in a gap of the vocabulary has no text, and no more can be said of it
+            segment = ""
+        return segment
+
+
+class MarkCutter:
+    """mlx-lm's state machine for one pipeline, beginning at a place of the machine."""
+
+    def __init__(self, machine: "TextStateMachine[Place]", place: Place) -> None:
+        self._state = machine.make_state(place)
+
+    def feed(self, text: str) -> list[tuple[Place, str]]:
+        """See `Cutter`."""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        return segments
+
+    def flush(self) -> str:
+        """See `Cutter`."""
+        self._state, text, _ = TextStateMachine.flush(self._state)
+        return text
+
+
+# loading
+
+
+def _wrapper(folder: Path) -> TokenizerWrapper:
+    config = load_config(folder) if (folder / "config.json").exists() else {}
+    strictly = {"trust_remote_code": False, "local_files_only": True}
+    return load_tokenizer(folder, strictly, config.get("eos_token_id"))
+
+
+def _needs_code(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "auto_map" in config
+
+
+def _markup(wrapper: TokenizerWrapper) -> Markup:
+    return Markup(
+        think=(wrapper.think_start or "", wrapper.think_end or ""),
+        call=(wrapper.tool_call_start or "", wrapper.tool_call_end or ""),
+        structure=tuple(wrapper.structural_markers),
+        edges=wrapper.response_transitions,
+        initial=wrapper.response_initial_state or "",
+    )
+
+
+# the template's world
+
+
+def _now(form: str) -> str:
+    return datetime.fromtimestamp(_NOW.get(), UTC).strftime(form)
+
+
+def _set_clock(source: str) -> None:
+    """Give a template the request's clock.
+
+    Variables cannot bring it: transformers turns every value into plain data first. So it goes where the template's own
+    clock is, into the globals of the compiled template, which transformers keeps by source."""
+    module = importlib.import_module("transformers.utils.chat_template_utils")
+    compiled = cast("Callable[[str], Template]", module._compile_jinja_template)
+    compiled(source).globals["strftime_now"] = _now
+
+
+def _written(message: Message, own_renderer: bool) -> dict[str, object]:
+    """Write a message as templates know it. Arguments are objects, as most templates iterate over them; renderers in
+    Python parse the text themselves."""
+    written: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.name:
+        written["name"] = message.name
+    if message.tool_call_id:
+        written["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": call.arguments if own_renderer else _arguments(call.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return written
+
+
+def _arguments(text: str) -> object:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return cast("object", found) if isinstance(found, dict) else text
+
+
+def _tools(text: str) -> list[object]:
+    found = cast("object", json.loads(text or "[]"))
+    if not isinstance(found, list):
+        raise TemplateFailed("the tools are not a JSON array")
+    return cast("list[object]", found)
+
+
+def _variables(text: str) -> dict[str, object]:
+    found = cast("object", json.loads(text or "{}"))
+    if not isinstance(found, dict):
+        raise TemplateFailed("the template's variables are not a JSON object")
+    variables = cast("dict[str, object]", found)
+    reserved = sorted(RESERVED & variables.keys())
+    if reserved:
+        raise TemplateFailed(f"a template variable cannot be called {', '.join(reserved)}")
+    return variables
+
+
+def _line(error: Exception) -> str:
+    """Tell an exception in one line: its name and the beginning of its text."""
+    words = " ".join(str(error).split())
+    told = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return told if len(told) <= LONGEST_MESSAGE else told[: LONGEST_MESSAGE - 1] + "…"
