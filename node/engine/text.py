@@ -20,7 +20,7 @@ Rules
 import gc
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -618,7 +618,7 @@ class TextEngine:
         return self._footprint.judged(self.gate, reserved, now)
 
     @contextmanager
-    def _native(self, doing: Doing, model: str, request: int, expected: float) -> Iterator[Call]:
+    def _native(self, doing: Doing, model: str, request: int, expected: float) -> Generator[Call]:
         """Publish a native call for as long as it lasts."""
         call = Call(doing.name.lower(), time.monotonic(), expected)
         self._recorder.begin(doing, model, request)
