@@ -97,8 +97,8 @@ class Door:
         told = found.get(b"x-request-id", b"").decode("latin-1")
         return Head(int(length), key, told if valid_request_id(told) else "")
 
-    def job(self, head: Head, body: bytes) -> tuple[Job, bool] | None:
-        """Give the request of a whole body, and whether it wants usage; None when the app must answer."""
+    def job(self, head: Head, body: bytes) -> Job | None:
+        """Give the request of a whole body; None when the app must answer."""
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
             return None
@@ -106,8 +106,7 @@ class Door:
         if isinstance(asked, Problem):
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
-        job = Job(asked.demand, key.id, request_id, asked.messages, asked.params, int(time.time()), asked.stream)
-        return job, asked.include_usage
+        return asked.job(key.id, request_id, int(time.time()))
 
 
 class HotProtocol(DeadlineProtocol):
@@ -120,7 +119,6 @@ class HotProtocol(DeadlineProtocol):
         self._parsing = False
         self._serving = False
         self._ticket: Ticket | None = None
-        self._include_usage = False
         self._stream: HotStream | None = None
         self._waiting = b""
         self._closing = False
@@ -143,11 +141,11 @@ class HotProtocol(DeadlineProtocol):
         begin = end + 4
         if head.length is None or len(data) < begin + head.length or head.length > self.door.longest:
             return False
-        asked = self.door.job(head, data[begin : begin + head.length])
-        if asked is None:
+        job = self.door.job(head, data[begin : begin + head.length])
+        if job is None:
             return False
         self._waiting = data[begin + head.length :]
-        self._start(*asked)
+        self._start(job)
         return True
 
     def on_message_begin(self) -> None:
@@ -167,12 +165,11 @@ class HotProtocol(DeadlineProtocol):
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _start(self, job: Job, include_usage: bool) -> None:
+    def _start(self, job: Job) -> None:
         self._disarm()
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
         self.server_state.total_requests += 1
-        self._include_usage = include_usage
         ticket = self._ticket = self.door.dispatcher.submit(job)
         ticket.sink = self._ready
         if ticket.outcome is not None or (isinstance(ticket, StreamTicket) and ticket.ready):
@@ -190,9 +187,7 @@ class HotProtocol(DeadlineProtocol):
     def _answer(self, ticket: Ticket, outcome: Outcome) -> None:
         """Send a whole answer, good or bad, in one write."""
         if isinstance(outcome, Finished):
-            job = ticket.job
-            texts = cast("WholeTicket", ticket).texts()
-            body = chat_answer.completion(job.request_id, job.demand.model, job.created, job.params.n, texts, outcome)
+            body = chat_answer.completion(ticket.job, cast("WholeTicket", ticket).answer(), outcome)
             self.transport.write(_WHOLE % (len(body), _about(ticket), body))
             self._done(200)
             return
@@ -210,10 +205,7 @@ class HotProtocol(DeadlineProtocol):
 
     def _open(self, ticket: StreamTicket) -> None:
         """Send the head with the first events and let the pump do the rest."""
-        job = ticket.job
-        chunks = chat_answer.ChatChunks(
-            job.request_id, job.demand.model, job.created, job.params.n, include_usage=self._include_usage
-        )
+        chunks = chat_answer.ChatChunks(ticket.job)
         stream = self._stream = HotStream(self.transport, _STREAM % _about(ticket), self._streamed)
         stream.busy = self.flow.write_paused
         ticket.opened = True

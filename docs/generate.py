@@ -41,7 +41,8 @@ API = f"""# HTTP API
 
 The endpoint speaks OpenAI's dialect under `/v1`. The verbs of `cluster` that act on the pool are routes under
 `/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`. A
-key of the scope `admin` may do everything; `metrics` may read the state of the pool; `infer` may use the models.
+key of the scope `admin` may do everything; `metrics` may read the state of the pool; `infer` may use the models. What a
+chat may ask for is in [chat.md](chat.md).
 
 | route | scope | what it does |
 |---|---|---|

@@ -31,7 +31,7 @@ from router.problems import (
 )
 from router.settings import RouterSettings
 from router.stepper import Step, Stepper
-from router.ticket import Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.ticket import Outcome, StreamTicket, Ticket, WholeTicket
 from wire.frames import Finished
 from wire.identity import valid_request_id
 
@@ -183,14 +183,11 @@ class FrontDoor:
         await self._answer(exchange, asked, key)
 
     async def _answer(self, exchange: Exchange, asked: chat.ChatRequest, key: ApiKey) -> None:
-        created = int(self._clock())
-        ticket = self._dispatcher.submit(
-            Job(asked.demand, key.id, exchange.request_id, asked.messages, asked.params, created, asked.stream)
-        )
+        ticket = self._dispatcher.submit(asked.job(key.id, exchange.request_id, int(self._clock())))
         watch = Watch(exchange.receive, lambda: self._dispatcher.close(ticket))
         try:
             if isinstance(ticket, StreamTicket):
-                await _stream(exchange, ticket, asked.include_usage)
+                await _stream(exchange, ticket)
             else:
                 await _whole(exchange, cast("WholeTicket", ticket))
         finally:
@@ -266,17 +263,14 @@ class Watch:
 
 async def _whole(exchange: Exchange, ticket: WholeTicket) -> None:
     outcome = await ticket.outcome_of()
-    job = ticket.job
     if isinstance(outcome, Finished):
-        body = chat_answer.completion(
-            job.request_id, job.demand.model, job.created, job.params.n, ticket.texts(), outcome
-        )
+        body = chat_answer.completion(ticket.job, ticket.answer(), outcome)
         await exchange.answer(body, 200, _about(ticket))
     else:
         await _decline(exchange, ticket, outcome)
 
 
-async def _stream(exchange: Exchange, ticket: StreamTicket, include_usage: bool) -> None:
+async def _stream(exchange: Exchange, ticket: StreamTicket) -> None:
     """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
     while not ticket.ready:
         await ticket.wait()
@@ -284,10 +278,7 @@ async def _stream(exchange: Exchange, ticket: StreamTicket, include_usage: bool)
     if outcome is not None and not isinstance(outcome, Finished):
         await _decline(exchange, ticket, outcome)
         return
-    job = ticket.job
-    chunks = chat_answer.ChatChunks(
-        job.request_id, job.demand.model, job.created, job.params.n, include_usage=include_usage
-    )
+    chunks = chat_answer.ChatChunks(ticket.job)
     stream = EventStream(exchange.send)
     exchange.status = 200
     ticket.opened = True

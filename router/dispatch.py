@@ -297,7 +297,7 @@ class Dispatcher:
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, job.params, job.created,
-                         chosen.output_tokens, job.stream)  # fmt: skip
+                         chosen.output_tokens, job.stream, job.tools, job.template)  # fmt: skip
         self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens)
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket

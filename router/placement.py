@@ -38,6 +38,9 @@ FULL_MARKS = 2
 TTFT_STEP = 0.05
 """Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+TOOLS, LOGPROBS, SAMPLING = "tools", "logprobs", "sampling"
+"""What a request may ask for that not every model offers, `Demand.features` and `Model.features`."""
+_MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
@@ -289,13 +292,23 @@ def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], tri
     if not serving:
         return NoPlacement(_no_model(view, request), seen)
     offers = [candidate for candidate in seen if candidate.model is not None]
-    if all(candidate.code is Code.UNSUPPORTED for candidate in offers):
-        return NoPlacement(Refused(Code.UNSUPPORTED, f"{request.model}: no node offers what this asks for"), seen)
+    missing = _missing(serving, request)
+    if missing:
+        return NoPlacement(Refused(Code.UNSUPPORTED, f"no node offers {missing} with {request.model}"), seen)
     if request.prompt_tokens is not None or len(trials.never) >= len(serving):
         final = _never(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, seen)
     return NoPlacement(_not_now(request, offers), seen, _counter(serving, request, offers, trials))
+
+
+def _missing(serving: list[NodeView], request: Demand) -> str:
+    """Name what no member offers with this model, whatever its state; empty when one offers all of it."""
+    offered = [frozenset(node.models[request.model].features) for node in serving]
+    if not request.features or any(request.features <= features for features in offered):
+        return ""
+    lacking = request.features.difference(*offered) or request.features
+    return " and ".join(_MEANT.get(feature, feature) for feature in sorted(lacking))
 
 
 def _no_model(view: ClusterView, request: Demand) -> Refused:

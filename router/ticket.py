@@ -7,26 +7,29 @@ reader keeps up; `takes` tells the dispatcher's sweep whether it does.
 
 import asyncio
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
-from wire.frames import Delta, Finished, Message, Params
+from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Refused
 
 DELTA_BYTES = 256
-"""What one waiting delta costs besides its text."""
+"""What one waiting delta, and one kept tool call, costs besides its text."""
+LOGPROB_BYTES = 96
+"""What one token's log probability, or one alternative, costs besides the token."""
 MOST_TAKEN = 256
 """Deltas given out at once, so that a reader who is slow but reads shows progress."""
 LONGEST_WHOLE = 32 * 1024 * 1024
-"""Characters of one answer that is not streamed."""
+"""Characters of one answer that is not streamed; log probabilities count as what they cost."""
 
 
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """What a dialect asks for: the parts of Generate, whose it is, and how it will be read."""
+    """What a dialect asks for: the parts of Generate, whose it is, and how it will be read. `created` in seconds since
+    1970."""
 
     demand: Demand
     key: str
@@ -35,6 +38,18 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     params: Params
     created: int
     stream: bool
+    tools: str = ""
+    template: str = ""
+    include_usage: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """What was said of an answer that is not streamed: texts by choice and channel, tool calls (the nodes' JSON) and
+    log probabilities by choice."""
+
+    texts: Mapping[tuple[int, int], str]
+    calls: Mapping[int, Sequence[str]]
+    logprobs: Mapping[int, Sequence[Logprob]]
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
@@ -176,27 +191,38 @@ class StreamTicket(Ticket):
 class WholeTicket(Ticket):
     """Read once, at the end. `held` are the characters collected."""
 
-    __slots__ = ("_texts",)
+    __slots__ = ("_calls", "_logprobs", "_texts")
 
     def __init__(self, job: Job, number: int, now: float) -> None:
         super().__init__(job, number, now)
-        self._texts: dict[tuple[int, int], io.StringIO] = {}
+        self.discard()
 
     def add(self, delta: Delta) -> bool:
-        """Collect text; deltas themselves are not kept."""
-        if 0 <= delta.choice < self.job.params.n:
-            for channel, text in delta.pieces:
+        """Collect what was asked for; deltas themselves are not kept."""
+        choice = delta.choice
+        if not 0 <= choice < self.job.params.n:
+            return False
+        for channel, text in delta.pieces:
+            if channel in _TEXTS:
                 self.held += len(text)
-                self._texts.setdefault((delta.choice, channel), io.StringIO()).write(text)
+                self._texts.setdefault((choice, channel), io.StringIO()).write(text)
+            elif channel == Channel.TOOL_CALL:
+                self.held += len(text) + DELTA_BYTES
+                self._calls.setdefault(choice, []).append(text)
+        if delta.logprobs and self.job.params.logprobs:
+            self.held += _logprobs_cost(delta.logprobs)
+            self._logprobs.setdefault(choice, []).extend(delta.logprobs)
         return False
 
-    def texts(self) -> Mapping[tuple[int, int], str]:
-        """Give the text of each choice and channel."""
-        return {where: text.getvalue() for where, text in self._texts.items()}
+    def answer(self) -> Answer:
+        """Give all that was said."""
+        return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs)
 
     def discard(self) -> None:
         """Forget what a lost node had said."""
-        self._texts = {}
+        self._texts: dict[tuple[int, int], io.StringIO] = {}
+        self._calls: dict[int, list[str]] = {}
+        self._logprobs: dict[int, list[Logprob]] = {}
         self.held = 0
 
     async def outcome_of(self) -> Outcome:
@@ -206,5 +232,15 @@ class WholeTicket(Ticket):
         return self.outcome
 
 
+_TEXTS = frozenset({int(Channel.CONTENT), int(Channel.REASONING)})
+
+
 def _cost(delta: Delta) -> int:
-    return DELTA_BYTES + sum(len(text) for _, text in delta.pieces)
+    cost = DELTA_BYTES + sum(len(text) for _, text in delta.pieces)
+    return cost + _logprobs_cost(delta.logprobs) if delta.logprobs else cost
+
+
+def _logprobs_cost(logprobs: Iterable[Logprob]) -> int:
+    return sum(
+        LOGPROB_BYTES + len(one.token) + sum(LOGPROB_BYTES + len(token) for token, _ in one.top) for one in logprobs
+    )

@@ -1,153 +1,58 @@
 """`/v1/chat/completions`: a body in OpenAI's shape into the parts of a Generate frame.
 
-pydantic lives at this edge only. What we do not offer yet is refused by name (`NEUTRAL`: the values that ask for
-nothing are let pass), what changes nothing here is let pass (`HARMLESS`), what nobody knows is refused.
+pydantic lives at this edge only (`chat_body`). Whatever is accepted has an effect; everything else is a 400 that names
+the parameter.
 """
 
-import difflib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Any, cast
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import ValidationError
 
 from router.dialects import chat_quick
-from router.dialects.limits import (
-    LONGEST_NAME,
-    LONGEST_STOP,
-    MOST_CHOICES,
-    MOST_MESSAGES,
-    MOST_STOPS,
-    MOST_TOKENS,
-    TEMPLATE_BYTES,
-)
-from router.dialects.strict_json import Body, read_object
+from router.dialects.chat_body import HARMLESS, NEUTRAL, ChatBody
+from router.dialects.chat_messages import messages_of
+from router.dialects.chat_problems import from_validation, unsupported
+from router.dialects.demand import demand_of
+from router.dialects.limits import TOOLS_BYTES, VARIABLES_BYTES
+from router.dialects.strict_json import Body, read_object, write
 from router.placement import Demand
 from router.problems import Problem, invalid
+from router.ticket import Job
 from wire.frames import Message, Params
-from wire.refusals import Code
 
-_INT64 = 2**63 - 1
-
-HARMLESS = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls",
+NO_PARAMETERS: Body = {"type": "object", "properties": {}}
+"""What a function without parameters takes; templates look for them."""
+RESERVED = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
 })  # fmt: skip
-"""Fields that change nothing in the answer of a cluster like this."""
-
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0, 0.0),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-})  # fmt: skip
-"""Fields that no model offers yet, with the values that ask for nothing. A field leaves this table when a model's
-`features` may name it."""
-
-_LATER_IN_MESSAGES = frozenset({"type", "tool_calls", "function_call", "audio"})
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TextPart(_Strict):
-    """One piece of a message's text."""
-
-    type: Literal["text"]
-    text: str
-
-
-def _content_kind(content: object) -> str:
-    return "parts" if isinstance(content, list) else "text"
-
-
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], Discriminator(_content_kind)]
-
-
-class ChatMessage(_Strict):
-    """One message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    audio: None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    reasoning_content: str | None = None
-
-
-class StreamOptions(_Strict):
-    """What a stream carries besides the text."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-
-
-def _stop_kind(stop: object) -> str:
-    return "list" if isinstance(stop, list) else "one"
-
-
-class ChatBody(_Strict):
-    """The request body. Fields that ask for what no model offers yet are refused with `unsupported_parameter`."""
-
-    model: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: Annotated[
-        Annotated[Stop, Tag("one")] | Annotated[list[Stop], Field(max_length=MOST_STOPS), Tag("list")],
-        Discriminator(_stop_kind),
-    ] | None = None  # fmt: skip
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = None
-
-
-_TAGS = frozenset({"text", "parts", "one", "list"})
-_KNOWN = frozenset(ChatBody.model_fields) | HARMLESS | NEUTRAL.keys()
+"""What whoever renders a template decides, and no client: a template of its own could run for ever."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, gc=False):
-    """A body that was understood."""
+    """A body that was understood. `tools` and `template` as in `wire.frames.Generate`."""
 
     demand: Demand
     messages: tuple[Message, ...]
     params: Params
     stream: bool
     include_usage: bool
+    tools: str = ""
+    template: str = ""
+
+    def job(self, key: str, request_id: str, created: int) -> Job:
+        """Give what the dispatcher takes; `created` in seconds since 1970."""
+        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
+                   self.template, self.include_usage)  # fmt: skip
 
 
 def parse(body: bytes) -> ChatRequest | Problem:
     """Read a body (UTF-8 JSON), or say which parameter is wrong and why."""
     plain = chat_quick.read(body)
     if plain is not None:
-        return ChatRequest(*plain, include_usage=False)
+        return ChatRequest(*plain)
     return parse_strictly(body)
 
 
@@ -160,9 +65,9 @@ def parse_strictly(body: bytes) -> ChatRequest | Problem:
     if isinstance(asked, Problem):
         return asked
     try:
-        return _request(ChatBody.model_validate(asked))
+        return _request(ChatBody.model_validate(asked), asked)
     except ValidationError as error:
-        return _problem(error)
+        return from_validation(error)
 
 
 def _strip(found: Body) -> Body | Problem:
@@ -181,33 +86,37 @@ def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
-def unsupported(param: str) -> Problem:
-    """Give the 400 for a parameter that no model here offers."""
-    return invalid(f"{param} is not supported by the models of this cluster", param, Code.UNSUPPORTED.value)
-
-
-def _request(body: ChatBody) -> ChatRequest | Problem:
-    messages: list[Message] = []
-    for index, message in enumerate(body.messages):
-        if message.content is None and message.role != "assistant":
-            return invalid(f"a {message.role} message needs content", f"messages[{index}].content")
-        messages.append(Message(message.role, _text(message.content), message.name or ""))
-    params = _params(body)
-    size = sum(_utf8_length(message.content) + TEMPLATE_BYTES for message in messages)
+def _request(body: ChatBody, asked: Body) -> ChatRequest | Problem:
+    """Put the parts together; `asked` is the body as it was written."""
+    messages = messages_of(body.messages)
+    if isinstance(messages, Problem):
+        return messages
+    tools = _tools(body, asked)
+    if isinstance(tools, Problem):
+        return tools
+    template = _template(body)
+    if isinstance(template, Problem):
+        return template
     options = body.stream_options
     if options is not None and not body.stream:
         return invalid("stream_options is only possible with stream: true", "stream_options")
+    if body.top_logprobs and not body.logprobs:
+        return invalid("top_logprobs is only possible with logprobs: true", "top_logprobs")
+    params = _params(body)
     return ChatRequest(
-        Demand(body.model, size, None, params.max_tokens, params.n),
-        tuple(messages),
+        demand_of(body.model, messages, params, tools),
+        messages,
         params,
         bool(body.stream),
         options is not None and bool(options.include_usage),
+        tools,
+        template,
     )
 
 
 def _params(body: ChatBody) -> Params:
     stop = body.stop
+    top_k = body.top_k
     return Params(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         temperature=body.temperature,
@@ -215,56 +124,41 @@ def _params(body: ChatBody) -> Params:
         seed=body.seed,
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         n=body.n or 1,
+        top_k=None if top_k is None else max(0, top_k),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items() if bias),
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
     )
 
 
-def _text(content: str | list[TextPart] | None) -> str:
-    if isinstance(content, list):
-        return "".join(part.text for part in content)
-    return content or ""
+def _tools(body: ChatBody, asked: Body) -> str | Problem:
+    """Write the tools as they came, empty when there are none or none may be called. The keys keep the client's order:
+    templates print them."""
+    if not body.tools:
+        return ""
+    text = write([_tool(tool) for tool in cast("list[Body]", asked["tools"])], "tools", TOOLS_BYTES)
+    return "" if isinstance(text, str) and body.tool_choice == "none" else text
 
 
-def _utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+def _tool(tool: Body) -> Body:
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return tool | {"function": {**function, "parameters": function.get("parameters", NO_PARAMETERS)}}
 
 
-class _Error(msgspec.Struct, frozen=True, gc=False):
-    type: str
-    loc: tuple[str | int, ...]
-    msg: str
-
-
-def _problem(error: ValidationError) -> Problem:
-    found = [
-        _Error(one["type"], one["loc"], one["msg"])
-        for one in error.errors(include_url=False, include_context=False, include_input=False)
-    ]
-    later = next((one for one in found if _later(one)), None)
-    if later is not None:
-        return unsupported(_path(later.loc))
-    first = found[0]
-    if first.type == "extra_forbidden":
-        return _unknown(first.loc)
-    return invalid(f"{_path(first.loc)}: {first.msg}", _path(first.loc))
-
-
-def _later(error: _Error) -> bool:
-    return error.loc[0] == "messages" and error.loc[-1] in _LATER_IN_MESSAGES and error.type != "missing"
-
-
-def _unknown(loc: tuple[str | int, ...]) -> Problem:
-    name = str(loc[-1])[:64]
-    near = difflib.get_close_matches(name, _KNOWN, 1, 0.7) if len(loc) == 1 else []
-    hint = f": did you mean {near[0]}?" if near else ""
-    return invalid(f"unknown field {name!r}{hint}", _path(loc)[:128])
-
-
-def _path(loc: tuple[str | int, ...]) -> str:
-    """Write `messages[0].content[1].text` without the names of union branches."""
-    path = ""
-    for index, step in enumerate(loc):
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif not (step in _TAGS and index > 0 and loc[index - 1] in ("content", "stop")):
-            path += f".{step}" if path else step
-    return path
+def _template(body: ChatBody) -> str | Problem:
+    """Write the template's variables; what is given by name goes before what `reasoning_effort` means."""
+    variables: dict[str, Any] = {}
+    given = body.chat_template_kwargs or {}
+    mine = sorted(RESERVED & given.keys())
+    if mine:
+        return invalid(f"{mine[0]} is not for the client to set", f"chat_template_kwargs.{mine[0]}")
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":
+        variables["enable_thinking"] = False
+    variables |= given
+    return write(variables, "chat_template_kwargs", VARIABLES_BYTES) if variables else ""

@@ -1,15 +1,17 @@
 """`/v1/chat/completions`: deltas and usage into OpenAI's answer, whole or as server-sent events.
 
 The hot path is `ChatChunks.deltas`: one event per piece of text is a prefix and a suffix that were made once per choice
-and channel, with the text escaped by the C encoder between them.
+and channel, with the text escaped by the C encoder between them. Log probabilities and tool calls leave that path.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring_ascii
 
 import msgspec
 
+from router.dialects.chat_parts import MOST_CALLS, Logprobs, finish_reason, logprobs_of, tool_call
+from router.ticket import Answer, Job
 from wire.frames import Channel, Delta, Finished
 
 DONE = b"data: [DONE]\n\n"
@@ -22,14 +24,17 @@ _SHIFT = 8
 class ChatChunks:
     """Makes the events of one stream."""
 
-    def __init__(self, request_id: str, model: str, created: int, choices: int, *, include_usage: bool) -> None:
-        self._choices = choices
-        self._include_usage = include_usage
+    def __init__(self, job: Job) -> None:
+        self._choices = choices = job.params.n
+        self._include_usage = job.include_usage
+        self._logprobs = job.params.logprobs
+        self._top = job.params.top_logprobs
+        self._calls = [0] * choices
         self._head = (
-            f'data: {{"id":"chatcmpl-{request_id}","object":"chat.completion.chunk","created":{created},'
-            f'"model":{json.dumps(model)},'
+            f'data: {{"id":"chatcmpl-{job.request_id}","object":"chat.completion.chunk","created":{job.created},'
+            f'"model":{json.dumps(job.demand.model)},'
         )
-        self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._tail = ',"usage":null}\n\n' if job.include_usage else "}\n\n"
         self._prefixes = {
             choice << _SHIFT | channel: f'{self._head}"choices":[{{"index":{choice},"delta":{{"{field}":'
             for choice in range(choices)
@@ -40,62 +45,117 @@ class ChatChunks:
     def opening(self) -> bytes:
         """Give the chunk that names the role, for every choice."""
         delta = '{"role":"assistant","content":""}'
-        return "".join(self._choice(choice, delta, "null") for choice in range(self._choices)).encode()
+        return "".join(self._choice(choice, delta) for choice in range(self._choices)).encode()
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give the events of some deltas; empty when none of them has text."""
+        """Give the events of some deltas; empty when they hold nothing for a client."""
         prefixes = self._prefixes
         suffix = self._suffix
         events = ""
         for delta in deltas:
+            if delta.logprobs:
+                events += self._with_logprobs(delta)
+                continue
             for channel, text in delta.pieces:
                 prefix = prefixes.get(delta.choice << _SHIFT | channel)
-                if prefix is not None and text:
+                if prefix is None:
+                    events += self._call(delta.choice, channel, text)
+                elif text:
                     events += prefix + encode_basestring_ascii(text) + suffix
         return events.encode()
 
     def closing(self, finished: Finished) -> bytes:
         """Give the reasons of all choices, the usage if it was asked for, and the end of the stream."""
-        reasons = (finished.reasons + ("stop",) * self._choices)[: self._choices]
-        ends = "".join(self._choice(choice, "{}", json.dumps(reason)) for choice, reason in enumerate(reasons))
+        reasons = _reasons(finished, self._calls)
+        ends = "".join(self._choice(choice, "{}", reason=f'"{reason}"') for choice, reason in enumerate(reasons))
         usage = (
             f'{self._head}"choices":[],"usage":{json.dumps(usage_of(finished))}}}\n\n' if self._include_usage else ""
         )
         return (ends + usage).encode() + DONE
 
-    def _choice(self, choice: int, delta: str, reason: str) -> str:
-        body = f'"choices":[{{"index":{choice},"delta":{delta},"logprobs":null,"finish_reason":{reason}}}]'
+    def _choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        body = f'"choices":[{{"index":{choice},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}]'
         return self._head + body + self._tail
 
+    def _with_logprobs(self, delta: Delta) -> str:
+        """Give the events of a delta with log probabilities: they go with its content, else with its reasoning, else
+        (the text is not final yet, or is a tool call) with an empty content of their own."""
+        choice = delta.choice
+        if not 0 <= choice < self._choices:
+            return ""
+        logprobs = _json(logprobs_of(delta.logprobs, self._top)) if self._logprobs else "null"
+        texts = [(_FIELDS[Channel(channel)], text) for channel, text in delta.pieces if text and channel in _FIELDS]
+        events = ""
+        if logprobs != "null" and not texts:
+            texts = [("content", "")]
+        carrier = next((at for at, (field, _) in enumerate(texts) if field == "content"), 0)
+        for at, (field, text) in enumerate(texts):
+            said = f'{{"{field}":{encode_basestring_ascii(text)}}}'
+            events += self._choice(choice, said, logprobs if at == carrier else "null")
+        return events + "".join(self._call(choice, channel, text) for channel, text in delta.pieces)
 
-def completion(
-    request_id: str,
-    model: str,
-    created: int,
-    choices: int,
-    texts: Mapping[tuple[int, int], str],
-    finished: Finished,
-) -> bytes:
-    """Give the whole answer of a request that did not ask for a stream; `texts` by choice and channel."""
-    reasons = (finished.reasons + ("stop",) * choices)[:choices]
-    answer: dict[str, object] = {
-        "id": f"chatcmpl-{request_id}",
+    def _call(self, choice: int, channel: int, piece: str) -> str:
+        """Give the event of one tool call; nothing when the piece is none."""
+        if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MOST_CALLS:
+            return ""
+        call = tool_call(piece)
+        if call is None:
+            return ""
+        index = self._calls[choice]
+        self._calls[choice] += 1
+        return self._choice(choice, _json({"tool_calls": [{"index": index} | call]}))
+
+
+def completion(job: Job, answer: Answer, finished: Finished) -> bytes:
+    """Give the whole answer of a request that did not ask for a stream."""
+    choices = range(job.params.n)
+    calls = [_calls(answer.calls.get(choice, ())) for choice in choices]
+    reasons = _reasons(finished, [len(made) for made in calls])
+    whole: dict[str, object] = {
+        "id": f"chatcmpl-{job.request_id}",
         "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [_choice(index, texts, reasons[index]) for index in range(choices)],
+        "created": job.created,
+        "model": job.demand.model,
+        "choices": [
+            {
+                "index": choice,
+                "message": _message(choice, answer, calls[choice]),
+                "logprobs": _logprobs(choice, answer, job),
+                "finish_reason": reasons[choice],
+            }
+            for choice in choices
+        ],
         "usage": usage_of(finished),
     }
-    return msgspec.json.encode(answer)
+    return msgspec.json.encode(whole)
 
 
-def _choice(index: int, texts: Mapping[tuple[int, int], str], reason: str) -> dict[str, object]:
-    content = texts.get((index, Channel.CONTENT), "")
+def _message(choice: int, answer: Answer, calls: list[dict[str, object]]) -> dict[str, object]:
+    content = answer.texts.get((choice, Channel.CONTENT), "")
     message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-    reasoning = texts.get((index, Channel.REASONING), "")
+    reasoning = answer.texts.get((choice, Channel.REASONING), "")
     if reasoning:
         message["reasoning_content"] = reasoning
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message
+
+
+def _calls(pieces: Iterable[str]) -> list[dict[str, object]]:
+    return [call for call in map(tool_call, pieces) if call is not None][:MOST_CALLS]
+
+
+def _logprobs(choice: int, answer: Answer, job: Job) -> Logprobs | None:
+    return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs) if job.params.logprobs else None
+
+
+def _reasons(finished: Finished, calls: Sequence[int]) -> list[str]:
+    told = (finished.reasons + ("stop",) * len(calls))[: len(calls)]
+    return [finish_reason(reason, made) for reason, made in zip(told, calls, strict=True)]
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def usage_of(finished: Finished) -> dict[str, object]:

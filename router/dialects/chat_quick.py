@@ -14,7 +14,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.dialects.limits import LONGEST_NAME, MOST_CHOICES, MOST_MESSAGES, MOST_TOKENS, ROLES, TEMPLATE_BYTES
+from router.dialects.demand import demand_of
+from router.dialects.limits import LONGEST_NAME, MOST_CHOICES, MOST_MESSAGES, MOST_TOKENS, MOST_TOP_K, PLAIN_ROLES
 from router.placement import Demand
 from wire.frames import Message, Params
 
@@ -25,11 +26,16 @@ _INT64 = 2**63 - 1
 T = TypeVar("T")
 
 Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     role: str
     content: str
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    include_usage: bool
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -42,14 +48,21 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
     top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | UnsetType = UNSET
+    stream_options: _StreamOptions | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=-1, le=MOST_TOP_K)] | UnsetType = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    presence_penalty: Penalty | UnsetType = UNSET
+    frequency_penalty: Penalty | UnsetType = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | UnsetType = UNSET
 
 
-_ROLES = frozenset(ROLES)
+_ROLES = frozenset(PLAIN_ROLES)
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes) -> tuple[Demand, tuple[Message, ...], Params, bool] | None:
-    """Understand a plain body; None when there might be something to say about it."""
+def read(body: bytes) -> tuple[Demand, tuple[Message, ...], Params, bool, bool] | None:
+    """Understand a plain body: demand, messages, params, whether it is a stream and whether its usage is wanted. None
+    when there might be something to say about it."""
     if len(body) > LONGEST or b"\\u" in body:
         return None
     try:
@@ -57,19 +70,33 @@ def read(body: bytes) -> tuple[Demand, tuple[Message, ...], Params, bool] | None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     optional = (found.stream, found.max_tokens, found.max_completion_tokens, found.n, found.temperature, found.top_p,
-                found.seed)  # fmt: skip
-    keys = 2 + 2 * len(found.messages) + sum(one is not UNSET for one in optional)
+                found.seed, found.top_k, found.min_p, found.presence_penalty, found.frequency_penalty,
+                found.repetition_penalty)  # fmt: skip
+    options = found.stream_options
+    keys = 2 + 2 * len(found.messages) + len(optional) - optional.count(UNSET) + 2 * (options is not UNSET)
     if len(_KEY.findall(body)) != keys or any(one.role not in _ROLES for one in found.messages):
         return None
+    stream = found.stream is True
+    if options is not UNSET and not stream:
+        return None
     messages = tuple([Message(one.role, one.content) for one in found.messages])
+    params = _params(found)
+    demand = demand_of(found.model, messages, params)
+    return demand, messages, params, stream, options is not UNSET and options.include_usage
+
+
+def _params(found: _Body) -> Params:
     most = found.max_tokens if found.max_completion_tokens is UNSET else found.max_completion_tokens
-    params = Params(_or_none(most), _or_none(found.temperature), _or_none(found.top_p), _or_none(found.seed), (),
-                    1 if found.n is UNSET else found.n)  # fmt: skip
-    size = sum(
-        (len(one.content) if one.content.isascii() else len(one.content.encode())) + TEMPLATE_BYTES for one in messages
-    )
-    demand = Demand(found.model, size, None, params.max_tokens, params.n)
-    return demand, messages, params, found.stream is True
+    top_k = found.top_k
+    return Params(
+        _or_none(most), _or_none(found.temperature), _or_none(found.top_p), _or_none(found.seed), (),
+        1 if found.n is UNSET else found.n,
+        None if top_k is UNSET else max(0, top_k),
+        _or_none(found.min_p),
+        0.0 if found.presence_penalty is UNSET else found.presence_penalty,
+        0.0 if found.frequency_penalty is UNSET else found.frequency_penalty,
+        1.0 if found.repetition_penalty is UNSET else found.repetition_penalty,
+    )  # fmt: skip
 
 
 def _or_none(value: T | UnsetType) -> T | None:

@@ -7,5 +7,16 @@ LONGEST_STOP = 512
 MOST_MESSAGES = 16_384
 LONGEST_NAME = 256
 TEMPLATE_BYTES = 16
-"""What the chat template adds to each message, in bytes of text."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+"""What the chat template adds to each message and to each call, in bytes of text."""
+PLAIN_ROLES = ("system", "developer", "user", "assistant")
+"""Roles whose messages need nothing but text."""
+MOST_TOP_K = 2**31 - 1
+MOST_BIASES = 1024
+MOST_TOP_LOGPROBS = 20
+MOST_TOOLS = 128
+MOST_CALLS = 128
+"""Tool calls in one message of the conversation."""
+TOOLS_BYTES = 256 * 1024
+VARIABLES_BYTES = 16 * 1024
+DEEPEST = 64
+"""Levels of objects and lists in what goes on to the engine as JSON: its reader must not run out of stack."""

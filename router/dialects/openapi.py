@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from router.dialects.chat import ChatBody
+from router.dialects.chat_body import ChatBody
 
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]

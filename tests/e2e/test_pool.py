@@ -54,6 +54,18 @@ def test_one_command_each_and_a_streamed_chat(cluster_pool: Pool) -> None:
     assert whole.parse().choices[0].message.content == text
 
 
+def test_what_the_scripted_engine_does_not_offer_is_a_clear_400(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("studio")
+    api = client(cluster_pool)
+    tool: Any = {"type": "function", "function": {"name": "now"}}
+    with pytest.raises(openai.BadRequestError, match="no node offers tools with scripted-1") as caught:
+        api.chat.completions.create(model="scripted-1", messages=MESSAGES, tools=[tool])
+    assert caught.value.code == "unsupported_parameter"
+    with pytest.raises(openai.BadRequestError, match="no node offers logprobs with scripted-1"):
+        api.chat.completions.create(model="scripted-1", messages=MESSAGES, logprobs=True, stream=True)
+
+
 def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("studio", "memory.cap=64GiB")

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -55,7 +55,9 @@ def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: obje
 
 @dataclass
 class LoopbackNode:
-    """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted."""
+    """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted; `play` gives
+    what is said to a Generate instead of the text: deltas, each in a frame of its own, and the reason of every choice.
+    """
 
     name: str
     memory: Memory = field(default_factory=a_memory)
@@ -65,6 +67,7 @@ class LoopbackNode:
     refuse: int = 0
     refusal: Refused | None = None
     mute: bool = False
+    play: Callable[[Generate], tuple[Sequence[Delta], str]] | None = None
     state: str = "ready"
     engine: str = "ready"
     up: bool = True
@@ -150,16 +153,14 @@ class LoopbackCluster:
         self.say(node, Admitted(asked.request, tokens))
         if node.mute:
             return
-        spoken = node.text[: asked.params.max_tokens]
-        for text in spoken:
+        steps, reason = _steps(node, asked)
+        for step in steps:
             await asyncio.sleep(node.step_seconds)
             if asked.request in node.cancelled or not node.up:
                 return
-            choices = range(asked.params.n)
-            self.say(node, Deltas(tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices)))
+            self.say(node, Deltas(step))
         node.reserved.pop(asked.request, None)
-        reason = "length" if len(spoken) < len(node.text) else "stop"
-        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, len(spoken) * asked.params.n))
+        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, sum(map(len, steps))))
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
         model = next(model for model in node.models if model.name == asked.model)
@@ -224,3 +225,14 @@ class LoopbackCluster:
         while True:
             await asyncio.sleep(0.1)
             self.report()
+
+
+def _steps(node: LoopbackNode, asked: Generate) -> tuple[list[tuple[Delta, ...]], str]:
+    """Give what each step says, and why it ends."""
+    if node.play is not None:
+        deltas, reason = node.play(asked)
+        return [(delta,) for delta in deltas], reason
+    spoken = node.text[: asked.params.max_tokens]
+    choices = range(asked.params.n)
+    steps = [tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices) for text in spoken]
+    return steps, "length" if len(spoken) < len(node.text) else "stop"

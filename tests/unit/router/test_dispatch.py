@@ -14,12 +14,14 @@ from tests.support.loopback_cluster import a_memory, a_model
 from wire.frames import (
     Admitted,
     Cancel,
+    Channel,
     Delta,
     Deltas,
     Failed,
     Finished,
     Frame,
     Generate,
+    Logprob,
     Message,
     Params,
     Ping,
@@ -175,7 +177,51 @@ async def test_a_whole_answer_is_collected(one: Cluster):
     assert not waiting.done()
     one.finish()
     assert isinstance(await waiting, Finished)
-    assert ticket.texts() == {(0, 0): "hello"}
+    assert ticket.answer().texts == {(0, 0): "hello"}
+
+
+async def test_tools_and_template_go_to_the_engine(one: Cluster):
+    job = Job(Demand("tiny", 100), "k", "r", (), Params(top_k=4), 7, True, '[{"type":"function"}]', '{"a":1}', True)
+    one.dispatcher.submit(job)
+    _, frame = one.generates()[-1]
+    assert (frame.tools, frame.template, frame.params, frame.created) == (job.tools, job.template, job.params, 7)
+    one.finish()
+
+
+@pytest.mark.parametrize(
+    ("piece", "logprobs"),
+    [
+        ((Channel.TOOL_CALL, "x" * 1000), ()),
+        ((Channel.CONTENT, ""), (Logprob(b"x" * 500, -1.0, ((b"y" * 500, -2.0),)),)),
+    ],
+)
+async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int, str], logprobs: tuple[Logprob, ...]):
+    job = Job(Demand("tiny"), "k", "r", (), Params(logprobs=True), 0, stream=False)
+    delta = Delta(1, 0, (1,), (piece,), logprobs)
+    whole, stream = WholeTicket(job, 1, 0.0), StreamTicket(job, 1, 0.0)
+    whole.add(delta)
+    stream.add(delta)
+    assert 1000 < whole.held <= 2000
+    assert 1000 < stream.held <= 2000
+    whole.discard()
+    assert (whole.held, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
+
+
+async def test_what_nobody_asked_for_is_not_kept(one: Cluster):
+    ticket = one.submit(stream=False)
+    assert isinstance(ticket, WholeTicket)
+    ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
+    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.held) == ({}, {}, 0)
+    one.finish()
+
+
+async def test_an_answer_that_never_ends_is_ended_by_its_calls_too(one: Cluster):
+    ticket = one.submit(stream=False)
+    mebibyte = Delta(one.last()[1], 0, (), ((Channel.TOOL_CALL, "x" * MIB),))
+    for _ in range(40):
+        one.say(lambda _: Deltas((mebibyte,)))
+    assert isinstance(ticket.outcome, Failure)
+    assert ticket.outcome.code == "answer_too_long"
 
 
 async def test_a_refusal_goes_to_the_next_node_at_once(two: Cluster):
@@ -321,7 +367,7 @@ async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
     two.speak("hello")
     two.finish()
     assert isinstance(ticket, WholeTicket)
-    assert ticket.texts() == {(0, 0): "hello"}
+    assert ticket.answer().texts == {(0, 0): "hello"}
     assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
 
 

@@ -41,7 +41,7 @@ def a_ticket() -> StreamTicket:
 def pumped(transport: Transport) -> tuple[StreamTicket, EventStream]:
     ticket, stream = a_ticket(), EventStream(transport.send)
     ticket.opened = True
-    Pump(ticket, ChatChunks("r", "m", 0, 1, include_usage=False), stream)
+    Pump(ticket, ChatChunks(ticket.job), stream)
     return ticket, stream
 
 
@@ -70,7 +70,7 @@ async def test_an_answer_that_is_ready_at_once_is_one_write():
     ticket, stream = a_ticket(), EventStream(transport.send)
     ticket.add(Delta(1, 0, (), ((0, "all"),)))
     ticket.end(FINISHED)
-    Pump(ticket, ChatChunks("r", "m", 0, 1, include_usage=False), stream)
+    Pump(ticket, ChatChunks(ticket.job), stream)
     assert len(transport.bodies) == 1
     assert transport.bodies[0].count(b"data: ") == 4
 

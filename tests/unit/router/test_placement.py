@@ -127,7 +127,23 @@ def test_a_feature_that_the_model_lacks_rules_the_node_out():
     able = node("able", None, a_model(features=("tools",)))
     ask = Demand("tiny", 400, features=frozenset({"tools"}))
     assert chosen(decide(node("plain"), able, ask=ask)) == "able"
-    assert refused(decide(node("plain"), ask=ask)).code is Code.UNSUPPORTED
+    refusal = refused(decide(node("plain"), ask=ask))
+    assert (refusal.code, refusal.message) == (Code.UNSUPPORTED, "no node offers tools with tiny")
+
+
+def test_what_no_node_offers_is_said_whatever_the_state_of_the_nodes():
+    ask = Demand("tiny", 400, features=frozenset({"tools", "sampling"}))
+    lost = node("lost", None, a_model(features=("tools",)), state="lost")
+    refusal = refused(decide(lost, node("plain"), ask=ask))
+    assert refusal.message == "no node offers top_k, min_p, penalties or logit_bias with tiny"
+    other = node("other", None, a_model(features=("sampling",)))
+    assert refused(decide(lost, other, ask=ask)).code is Code.UNSUPPORTED, "neither offers both"
+
+
+def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
+    ask = Demand("tiny", 400, features=frozenset({"tools"}))
+    away = node("away", None, a_model(features=("tools",)), state="lost")
+    assert refused(decide(away, node("plain"), ask=ask)).code is Code.NOT_READY
 
 
 # the order

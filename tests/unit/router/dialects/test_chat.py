@@ -4,10 +4,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.dialects.chat import HARMLESS, NEUTRAL, ChatRequest, parse
+from router.dialects.chat import NO_PARAMETERS, RESERVED, ChatRequest, parse
+from router.dialects.chat_body import HARMLESS, INSTEAD, NEUTRAL
+from router.dialects.limits import TEMPLATE_BYTES
 from router.problems import Problem
 from wire.codec import decode, encode
-from wire.frames import Generate, Message, Params
+from wire.frames import Generate, Message, Params, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -58,13 +60,47 @@ def test_null_means_not_given():
 def test_text_parts_are_joined_and_assistant_turns_taken_back():
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": [], "audio": None},
-        {"role": "tool", "content": "42", "tool_call_id": "c1"},
-        {"role": "user", "content": "äöü", "name": "Ann"},
+        {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "annotations": [], "audio": None},
+        {"role": "user", "content": "äöü", "name": "Ann", "tool_calls": []},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]},
+        {"role": "assistant", "content": "so", "reasoning_content": "hm"},
+        {"role": "assistant", "content": None, "reasoning": "cut"},
     ]
     assert good(body(messages=messages)).messages == (
-        Message("system", "be brief"), Message("assistant", ""), Message("tool", "42"), Message("user", "äöü", "Ann"),
+        Message("system", "be brief"), Message("assistant", "yes"), Message("user", "äöü", "Ann"),
+        Message("assistant", "no"), Message("assistant", "never"), Message("assistant", "so", reasoning="hm"),
+        Message("assistant", reasoning="cut"),
     )  # fmt: skip
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+ASKED = ToolCall("c1", "weather", '{"city": "Ulm"}')
+
+
+def test_calls_and_their_results_are_taken_back():
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "c2", "index": 1}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "weather"},
+        {"role": "tool", "content": [{"type": "text", "text": "dry"}], "tool_call_id": "c2"},
+        {"role": "assistant", "content": "see", "tool_calls": [{"id": "c3", "function": CALL["function"]}]},
+    ]
+    assert good(body(messages=messages)).messages == (
+        Message("assistant", tool_calls=(ASKED, ToolCall("c2", ASKED.name, ASKED.arguments))),
+        Message("tool", "sunny", "weather", tool_call_id="c1"),
+        Message("tool", "dry", tool_call_id="c2"),
+        Message("assistant", "see", tool_calls=(ToolCall("c3", ASKED.name, ASKED.arguments),)),
+    )
+
+
+def test_a_result_whose_call_was_cut_from_the_history_is_taken():
+    assert good(body(messages=[*HELLO, {"role": "tool", "content": "42", "tool_call_id": "gone"}]))
+
+
+def test_what_client_libraries_leave_in_a_message_is_harmless():
+    function = CALL["function"] | {"parsed_arguments": {"city": "Ulm"}}  # pyright: ignore
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": function}], "parsed": None}
+    assert good(body(messages=[message])).messages[0].tool_calls == (ASKED,)
 
 
 def test_harmless_fields_pass_and_neutral_values_too():
@@ -74,12 +110,131 @@ def test_harmless_fields_pass_and_neutral_values_too():
             good(body(**{name: value}))
 
 
+SAMPLING = {
+    "top_k": 40, "min_p": 0.25, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5,
+    "logit_bias": {"7": 2, "0": -100, "9": 0},
+}  # fmt: skip
+
+
+def test_sampling_arrives():
+    assert good(body(**SAMPLING)).params == Params(
+        top_k=40, min_p=0.25, presence_penalty=0.5, frequency_penalty=-1.0, repetition_penalty=1.5,
+        logit_bias=((7, 2.0), (0, -100.0)),
+    )  # fmt: skip
+    assert good(body(top_k=-1)).params.top_k == 0
+    assert good(body(top_k=0)).params.top_k == 0
+    assert good(body(logprobs=True, top_logprobs=20)).params == Params(logprobs=True, top_logprobs=20)
+    assert good(body(logprobs=False, top_logprobs=0)).params == Params()
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_that_has_an_effect_is_demanded(name: str):
+    assert good(body(**{name: SAMPLING[name]})).demand.features == {"sampling"}
+
+
+def test_only_what_has_an_effect_is_demanded():
+    off = {"top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
+           "logit_bias": {"5": 0}, "logprobs": False, "tools": [], "tool_choice": "auto"}  # fmt: skip
+    assert good(body(**off)).demand.features == frozenset()
+    everything = good(body(**SAMPLING, logprobs=True, tools=[TOOL])).demand.features
+    assert everything == {"sampling", "logprobs", "tools"}
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
+    "type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}}}}  # fmt: skip
+
+
+def test_tools_arrive_as_they_were_written():
+    found = good(body(tools=[TOOL], tool_choice="auto", parallel_tool_calls=True))
+    assert json.loads(found.tools) == [TOOL]
+    assert list(json.loads(found.tools)[0]["function"]["parameters"]) == ["type", "required", "properties"]
+    assert found.demand.prompt_bytes == good(body()).demand.prompt_bytes + len(found.tools)
+    job = found.job("k", "r", 5)
+    assert (job.tools, job.template, job.key, job.request_id, job.created) == (found.tools, "", "k", "r", 5)
+
+
+def test_a_function_without_parameters_takes_none():
+    bare = {"type": "function", "function": {"name": "now", "parameters": None, "description": None, "strict": True}}
+    assert json.loads(good(body(tools=[bare])).tools) == [
+        {"type": "function", "function": {"name": "now", "strict": True, "parameters": NO_PARAMETERS}}
+    ]
+
+
+def test_tools_that_may_not_be_called_are_not_told():
+    found = good(body(tools=[TOOL], tool_choice="none"))
+    assert (found.tools, found.demand) == ("", good(body()).demand)
+    assert bad(body(tools=[TOOL | {"type": "custom"}], tool_choice="none")).param == "tools[0].type"
+
+
+@pytest.mark.parametrize(("choice", "kind"), [
+    ("required", "required"),
+    ({"type": "function", "function": {"name": "weather"}}, "function"),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools"),
+    ({"type": "custom", "custom": {"name": "x"}}, "custom"),
+])  # fmt: skip
+def test_a_forced_choice_is_not_offered(choice: object, kind: str):
+    problem = bad(body(tools=[TOOL], tool_choice=choice))
+    assert (problem.code, problem.param) == ("unsupported_parameter", "tool_choice")
+    assert problem.message == f"tool_choice {kind} is not offered yet: use auto"
+
+
+def test_calls_and_reasoning_count_as_prompt():
+    said = [*HELLO, {"role": "assistant", "content": "äö", "tool_calls": [CALL], "reasoning_content": "x" * 50}]
+    plain = [*HELLO, {"role": "assistant", "content": "äö"}]
+    more = good(body(messages=said)).demand.prompt_bytes - good(body(messages=plain)).demand.prompt_bytes
+    assert more == 50 + len('c1weather{"city": "Ulm"}') + TEMPLATE_BYTES
+
+
+def test_variables_of_the_template_arrive():
+    def variables(**fields: object) -> object:
+        text = good(body(**fields)).template
+        return json.loads(text) if text else {}
+
+    assert variables() == {}
+    assert variables(chat_template_kwargs={}) == {}
+    assert variables(chat_template_kwargs={"a": [1, {"b": None}]}) == {"a": [1, {"b": None}]}
+    assert variables(reasoning_effort="low") == {"reasoning_effort": "low"}
+    assert variables(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False}
+    given = {"enable_thinking": True, "reasoning_effort": "max"}
+    assert variables(reasoning_effort="none", chat_template_kwargs=given) == given
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_what_the_engine_decides_about_the_template_is_not_for_clients(name: str):
+    problem = bad(body(chat_template_kwargs={name: "x"}))
+    assert (problem.code, problem.param) == ("invalid_request", f"chat_template_kwargs.{name}")
+
+
+def deep(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"chat_template_kwargs": {"a": "x" * 16_400}}, "16384"),
+    ({"chat_template_kwargs": {"a": deep(64)}}, "nested"),
+    ({"chat_template_kwargs": {"a": deep(900)}}, "nested"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "ä" * 140_000}}]}, "262144"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": deep(61)}}}]}, "nested"),
+])  # fmt: skip
+def test_what_goes_on_as_json_is_bounded(fields: dict[str, object], text: str):
+    problem = bad(body(**fields))
+    assert problem.param == next(iter(fields))
+    assert text in problem.message
+
+
+def test_a_number_that_is_no_json_does_not_go_on():
+    raw = body()[:-1] + b',"chat_template_kwargs":{"a":1e999}}'
+    assert bad(raw).param == "chat_template_kwargs"
+    assert good(body(chat_template_kwargs={"a": deep(63)}))
+
+
 ASKS = {
-    "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"}, "logprobs": True, "top_logprobs": 3, "logit_bias": {"1": 2},
-    "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "top_k": 40, "min_p": 0.1,
-    "modalities": ["audio"], "audio": {}, "prediction": {}, "web_search_options": {}, "reasoning_effort": "high",
-    "verbosity": "low",
+    "functions": [{}], "function_call": {"name": "f"}, "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"}, "modalities": ["audio"], "audio": {}, "prediction": {},
+    "web_search_options": {}, "moderation": {}, "verbosity": "low", "store": True,
 }  # fmt: skip
 
 
@@ -87,20 +242,34 @@ ASKS = {
 def test_what_is_not_offered_is_refused_by_name(name: str):
     problem = bad(body(**{name: ASKS[name]}))
     assert (problem.code, problem.param) == ("unsupported_parameter", name)
+    assert name in problem.message
+    assert INSTEAD.get(name, "") in problem.message
 
 
 @pytest.mark.parametrize(("part", "param"), [
     ({"type": "image_url", "image_url": {"url": "data:"}}, "messages[0].content[0].type"),
     ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
+    ({"type": "file", "file": {}}, "messages[0].content[0].type"),
 ])  # fmt: skip
 def test_parts_that_are_no_text_are_unsupported(part: dict[str, object], param: str):
     problem = bad(body(messages=[{"role": "user", "content": [part]}]))
     assert (problem.code, problem.param) == ("unsupported_parameter", param)
+    assert str(part["type"]) in problem.message
 
 
-def test_tool_calls_of_earlier_turns_are_unsupported():
-    problem = bad(body(messages=[*HELLO, {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]))
-    assert (problem.code, problem.param) == ("unsupported_parameter", "messages[1].tool_calls")
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"messages": [*HELLO, {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": ""}}]},
+     "messages[1].function_call"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "custom", "custom": {}}]}]},
+     "messages[0].tool_calls[0].type"),
+    ({"tools": [TOOL, {"type": "custom", "custom": {"name": "x"}}]}, "tools[1].type"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+])  # fmt: skip
+def test_parts_that_are_not_offered_are_refused_by_name(fields: dict[str, object], param: str):
+    problem = bad(body(**fields))
+    assert (problem.code, problem.param) == ("unsupported_parameter", param)
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
@@ -138,6 +307,60 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ["a", "x" * 600]}, "stop[1]"),
     ({"colour": "red"}, "colour"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"top_k": 2**40}, "top_k"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"frequency_penalty": True}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 10.5}, "repetition_penalty"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"1": 100.5}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "2"}}, "logit_bias.1"),
+    ({"logit_bias": {"hello": 1}}, "logit_bias.hello"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+    ({"logit_bias": {"05": 1}}, "logit_bias.05"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias.٣"),
+    ({"logit_bias": {"9" * 10: 1}}, "logit_bias.9999999999"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 5}}]}, "tools[0].function.parameters"),
+    ({"tools": [TOOL | {"x": 1}]}, "tools[0].x"),
+    ({"tool_choice": "maybe"}, "tool_choice"),
+    ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"reasoning_effort": "max"}, "reasoning_effort"),
+    ({"reasoning_effort": 5}, "reasoning_effort"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"no spaces": 1}}, "chat_template_kwargs.no spaces"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": "hm"}]}, "messages[0].reasoning"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": ""}]}]}, "messages[0].tool_calls[0].id"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
 ]
 
 
@@ -203,7 +426,8 @@ json_values = st.recursive(
     max_leaves=8,
 )
 names = st.sampled_from([
-    "model", "messages", "stream", "stop", "n", "max_tokens", "temperature", "seed", "tools", "user", "x",
+    "model", "messages", "stream", "stop", "n", "max_tokens", "temperature", "seed", "tools", "tool_choice", "top_k",
+    "logit_bias", "logprobs", "reasoning_effort", "chat_template_kwargs", "user", "x",
 ])  # fmt: skip
 
 
@@ -212,7 +436,8 @@ names = st.sampled_from([
 def test_whatever_is_taken_can_be_sent(fields: dict[str, object]):
     found = parse(json.dumps({"model": "tiny", "messages": HELLO} | fields).encode())
     if isinstance(found, ChatRequest):
-        frame = Generate(1, 1, "r", found.demand.model, found.messages, found.params, 0)
+        frame = Generate(1, 1, "r", found.demand.model, found.messages, found.params, 0, 1, found.stream, found.tools,
+                         found.template)  # fmt: skip
         raw = encode(frame)
         assert decode(raw[4], raw[5:]) == frame
     else:

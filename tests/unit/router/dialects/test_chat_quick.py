@@ -15,7 +15,10 @@ PLAIN = b'{"model":"m","messages":[{"role":"user","content":"hello"}],"max_token
 NUMBERS = st.one_of(st.integers(-3, 20), st.floats(-1, 3), st.booleans(), st.none(), st.integers(), st.just("8"))
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system", "robot"]), "content": st.one_of(st.text(), st.none())},
+        {
+            "role": st.sampled_from(["user", "assistant", "system", "tool", "robot"]),
+            "content": st.one_of(st.text(), st.none()),
+        },
         optional={"name": st.text(max_size=5)},
     ),
     max_size=4,
@@ -31,6 +34,14 @@ BODIES = st.fixed_dictionaries(
         "top_p": NUMBERS,
         "seed": NUMBERS,
         "stop": st.just("x"),
+        "stream_options": st.one_of(
+            st.none(), st.fixed_dictionaries({}, optional={"include_usage": st.sampled_from([True, False, None, 1])})
+        ),
+        "top_k": NUMBERS,
+        "min_p": NUMBERS,
+        "presence_penalty": NUMBERS,
+        "frequency_penalty": NUMBERS,
+        "repetition_penalty": NUMBERS,
         "tools": st.just([]),
         "strange": st.just(1),
     },
@@ -42,7 +53,7 @@ def agree(body: bytes) -> None:
     if quick is not None:
         strict = chat.parse_strictly(body)
         assert not isinstance(strict, Problem), strict
-        assert chat.ChatRequest(*quick, include_usage=False) == strict
+        assert chat.ChatRequest(*quick) == strict
 
 
 @given(BODIES, st.booleans(), st.booleans())
@@ -68,6 +79,13 @@ def test_bodies_with_a_wound_are_left_to_the_strict_reader_or_understood_the_sam
         PLAIN.replace(b"hello", b"\xff"),
         PLAIN.replace(b"hello", b"x" * chat_quick.LONGEST),
         PLAIN.replace(b"user", b"robot"),
+        PLAIN.replace(b"user", b"tool"),
+        PLAIN.replace(b'"max_tokens":8', b'"stream_options":{"include_usage":true}'),
+        PLAIN.replace(b'"max_tokens":8', b'"stream":true,"stream_options":{}'),
+        PLAIN.replace(
+            b'"max_tokens":8', b'"stream":true,"stream_options":{"include_usage":true,"include_usage":false}'
+        ),
+        PLAIN.replace(b'"max_tokens":8', b'"logprobs":true'),
         PLAIN.replace(b'"max_tokens":8', b'"user":"ann"'),
         b"[]",
         b"",
@@ -77,6 +95,15 @@ def test_what_might_need_a_word_is_left_to_the_strict_reader(body: bytes) -> Non
     assert chat_quick.read(body) is None
 
 
-def test_the_plain_body_takes_the_short_cut() -> None:
-    assert chat_quick.read(PLAIN) is not None
-    agree(PLAIN)
+WHOLE = {
+    "stream": True, "max_tokens": 8, "max_completion_tokens": 9, "n": 2, "temperature": 0.5, "top_p": 0.9, "seed": 3,
+    "stream_options": {"include_usage": True}, "top_k": 40, "min_p": 0.1, "presence_penalty": 1,
+    "frequency_penalty": -0.5, "repetition_penalty": 1.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [{}, WHOLE, {"top_k": -1, "min_p": 0}, *({k: v} for k, v in WHOLE.items())])
+def test_plain_bodies_take_the_short_cut(fields: dict[str, Any]) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]} | fields).encode()
+    assert (chat_quick.read(body) is not None) == ("stream_options" not in fields or "stream" in fields)
+    agree(body)

@@ -1,0 +1,89 @@
+"""Tool calls and log probabilities of an answer in OpenAI's shape. A node is not trusted: what it says is checked,
+bounded and made finite here, and what is none is left out."""
+
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from router.dialects.limits import LONGEST_NAME
+from wire.frames import Logprob
+
+MOST_CALLS = 1024
+"""Tool calls of one choice that are passed on."""
+LONGEST_CALL = 1024 * 1024
+"""Characters of one call, as the node writes it."""
+LONGEST_TOKEN = 1024
+"""Bytes of a token; no real vocabulary comes near."""
+UNLIKELY = -9999.0
+"""OpenAI's sign for a probability that cannot be told."""
+
+_Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+
+
+class _Call(msgspec.Struct, gc=False):
+    """The node's `index` is not read: a call's place is that in which it came, so it can neither repeat nor miss."""
+
+    id: _Named
+    name: _Named
+    arguments: str
+
+
+_calls = msgspec.json.Decoder(_Call)
+
+
+def tool_call(piece: str) -> dict[str, object] | None:
+    """Give a call from a piece of the channel TOOL_CALL; None when it is none."""
+    if len(piece) > LONGEST_CALL:
+        return None
+    try:
+        call = _calls.decode(piece)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class _Alternative(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class _Token(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[_Alternative]
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    """`choices[].logprobs`."""
+
+    content: list[_Token]
+    refusal: None = None
+
+
+def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
+    """Give the shape, with at most `top` alternatives beside each token. A token may be a part of a character: `bytes`
+    is exact, `token` what can be shown of it."""
+    return Logprobs([
+        _Token(*_shown(one.token, one.logprob), [_Alternative(*_shown(*each)) for each in one.top[:top]])
+        for one in logprobs
+    ])  # fmt: skip
+
+
+def _shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    kept = token[:LONGEST_TOKEN]
+    return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNLIKELY, list(kept)
+
+
+_REASONS = frozenset({"stop", "length", "tool_calls"})
+
+
+def finish_reason(reason: str, calls: int) -> str:
+    """Give a reason that clients know, and `tool_calls` only where there are some."""
+    if reason not in _REASONS or (reason == "tool_calls" and not calls):
+        return "stop"
+    return reason
