@@ -106,6 +106,7 @@ def honest_memory(memory: Memory) -> Memory:
         leases=max(0, memory.leases),
         age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
         total=max(0, memory.total),
+        base=max(0, memory.base),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )

@@ -25,7 +25,8 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     """One consistent reading and the limits it was judged by (architecture §3).
 
     `phys` is None when it could not be read; then `headroom` is None too and nothing is placed there. `source` names
-    the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written.
+    the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written. `base` is what the
+    engine takes before any model: no request can ever have that.
     """
 
     cap: int = 0
@@ -44,6 +45,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     source: str = ""
     age: float = 0.0
     total: int = 0
+    base: int = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
