@@ -17,6 +17,7 @@ JUNK = {
     "MACPOOL_ROUTER__POLICY": "junk",
     "OPENAI_API_KEY": "junk",
     "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+    "HF_HOME": "/nonexistent/huggingface",
     "HTTP_PROXY": "http://127.0.0.1:1",
     "HTTPS_PROXY": "http://127.0.0.1:1",
     "ALL_PROXY": "http://127.0.0.1:1",

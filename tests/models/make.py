@@ -62,6 +62,7 @@ def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, see
     end = make_tokenizer(folder, PRESETS[preset].vocabulary).token_to_id(END)
     settings = config(architecture, preset, end)
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (folder / "generation_config.json").write_text('{"do_sample": false}\n')
     mx.random.seed(seed)
     (folder / WEIGHTS).unlink(missing_ok=True)
     model, _ = load_model(folder, strict=False)  # not strict: there are no weights yet, so they are drawn

@@ -1,6 +1,8 @@
 """What we rely on of mlx-lm's GenerationBatch (pinned): the contract that its adapter is built on."""
 
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -17,8 +19,8 @@ ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_ne
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def model(request: pytest.FixtureRequest) -> TextModel:
-    return load_model(models.path(request.param, trained=request.param in ("llama", "qwen3", "lfm2")))[0]
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> TextModel:
+    return load_model(tiny_model(request.param, trained=request.param in ("llama", "qwen3", "lfm2")))[0]
 
 
 @pytest.fixture(scope="module")

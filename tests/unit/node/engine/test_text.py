@@ -1,4 +1,4 @@
-"""The text engine with real models on MLX: admission, the gate before every forward, faults that stay where they are."""
+"""The text engine with real models: admission, the gate before every forward, faults that stay where they are."""
 
 import json
 from collections.abc import Callable
@@ -168,11 +168,8 @@ def engine_text_group(rows: int, longest: int):
 
 def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
-    waiting, prefilling, decoding = (
-        driver.ask("a " * 600),
-        driver.ask("b " * 4000),
-        driver.ask(WAIT, Params(logit_bias=ENDLESS)),
-    )
+    waiting, prefilling = driver.ask("a " * 600), driver.ask("b " * 4000)
+    decoding = driver.ask(WAIT, Params(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[decoding, 0])
     for number in (waiting, prefilling, decoding):
         driver.cancel(number)
