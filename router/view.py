@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import EngineState, Group, Memory, Model
+from wire.report import Counts, EngineState, Group, Memory, Model
 
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
@@ -122,6 +123,7 @@ def _honest_engine(engine: EngineState) -> EngineState:
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
+        counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
     )
 
 

@@ -13,7 +13,10 @@ from tests import models
 from tests.models.conversations import ENTRIES, HELPFUL, TOOL_USES, TOOLS, Entry
 from tests.support.processes import ROOT
 
-FILES = {"README.md", "answers.json", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+FILES = {
+    "README.md", "answers.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+}  # fmt: skip
 LIMIT = 5_000_000
 """Bytes of weights that a package may bring."""
 
