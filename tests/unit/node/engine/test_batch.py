@@ -88,6 +88,12 @@ def test_equal_rows_share_one_prefill(model: TextModel):
     assert rows["x"] == rows["y"] == rows["z"] == alone(model, ids, 8)
 
 
+def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    join(batch, model, "one", [25])
+    assert [token.token for _ in range(4) for token in batch.step()] == alone(model, [25], 4)
+
+
 def test_a_cache_tells_what_a_row_takes(model: TextModel):
     kv = kv_of(prefilled(model, prompt(1, 9)))
     for length in (300, 700):
