@@ -304,7 +304,7 @@ class Dispatcher:
         if isinstance(result, NoPlacement) and result.refused.final:
             self._end(ticket, result.refused)
             return
-        if isinstance(result, NoPlacement) and result.counter is not None and self._start(ticket, result.counter, 0):
+        if isinstance(result, NoPlacement) and result.ask is not None and self._start(ticket, result.ask, 0):
             return
         self._wait(ticket, None if isinstance(result, Placement) else result.refused)
 
@@ -392,18 +392,26 @@ class Dispatcher:
             )
             self._left_line(ticket)
             return True
-        if isinstance(result, NoPlacement) and result.refused.code is Code.LOAD_FAILED:
-            return self._hopeless(ticket)
+        if isinstance(result, NoPlacement) and self._settled_by_all(ticket, result):
+            return True
         if keep:
             self._keep(ticket, result)
         return False
 
-    def _hopeless(self, ticket: Ticket) -> bool:
-        """End a request whose model can no longer be loaded anywhere; waiting would not help."""
-        result = self._decide(ticket, self.view)
-        if isinstance(result, Placement) or result.refused.code is not Code.LOAD_FAILED:
+    def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
+        """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
+        loaded there, or only after others were given back."""
+        if part.ask is None and part.refused.code is not Code.LOAD_FAILED:
             return False
-        self._end(ticket, result.refused)
+        whole = self._decide(ticket, self.view)
+        if isinstance(whole, Placement):
+            return False
+        if whole.refused.code is Code.LOAD_FAILED:
+            self._end(ticket, whole.refused)
+            return True
+        if whole.ask is None or not self._start(ticket, whole.ask, 0):
+            return False
+        self._left_line(ticket)
         return True
 
     def _keep(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
@@ -562,7 +570,7 @@ def _short(result: Placement | NoPlacement) -> Placement | NoPlacement:
     kept = result.candidates[:ROWS_KEPT]
     if isinstance(result, Placement):
         return Placement(result.chosen, (result.chosen, *(one for one in kept if one is not result.chosen)))
-    return NoPlacement(result.refused, kept, result.counter)
+    return NoPlacement(result.refused, kept, result.ask)
 
 
 def _label(outcome: Outcome) -> str:

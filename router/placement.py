@@ -122,12 +122,13 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class NoPlacement(msgspec.Struct, frozen=True, gc=False):
-    """No node now. `counter`: by the estimate no member could ever hold it, so waiting is of no use; this node can
-    count the tokens exactly, and its gate refuses the request or finds that it fits after all."""
+    """No node now. `ask`: a node to ask all the same, promising nothing, because only it can know. By the estimate no
+    member could ever hold the request, and this one can count it exactly; or the model is loaded nowhere, and this one
+    may give idle models back for it."""
 
     refused: Refused
     candidates: tuple[Candidate, ...]
-    counter: Candidate | None = None
+    ask: Candidate | None = None
 
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
@@ -319,7 +320,8 @@ def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], tri
         final = _never(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, seen)
-    return NoPlacement(_not_now(request, offers), seen, _counter(serving, request, offers, trials))
+    ask = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
+    return NoPlacement(_not_now(request, offers), seen, ask)
 
 
 def _broken(node: NodeView, request: Demand, trials: Trials) -> str:
@@ -402,6 +404,23 @@ def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], 
         candidate for candidate in offers if candidate.code is Code.NO_ROOM and candidate.node not in trials.refused
     ]
     return max(able, key=lambda one: one.most, default=None)
+
+
+def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -> Candidate | None:
+    """Choose a node that could hold the model if it gave back others that nobody uses: idle, and large enough. None
+    while some node that is here has the model, for there it is only a matter of time."""
+    if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
+        return None
+    idle = {
+        node.id for node in serving
+        if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
+    }  # fmt: skip
+    able = [
+        one for one in offers
+        if one.code is Code.NO_ROOM and one.node in idle and not one.in_flight and one.need <= one.most
+        and one.node not in trials.refused
+    ]  # fmt: skip
+    return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
 
 
 _MEMORY = frozenset({Code.NO_ROOM, Code.UNREADABLE})

@@ -507,6 +507,26 @@ async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one:
     assert isinstance(ticket.outcome, Finished)
 
 
+async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node_is_idle(one: Cluster):
+    one.models = (a_model(loaded=False, weights=9 * GIB), a_model("other"))
+    one.memory[A] = a_memory(2 * GIB)
+    one.report()
+    busy = one.dispatcher.submit(Job(Demand("other", 100), "k", "r", (), Params(), 0, stream=True))
+    ticket = one.submit()
+    assert ticket.entry is not None, "another model is in use there"
+    one.finish()
+    assert isinstance(busy.outcome, Finished)
+    await turn()
+    assert ticket.node == A
+    assert one.generates()[-1][1].model == "tiny"
+    one.refuse()
+    assert ticket.entry is not None, "it is asked once"
+    one.report()
+    await turn()
+    assert ticket.entry is not None
+    assert len(one.generates()) == 2
+
+
 async def test_orders_are_heard_beside_requests(one: Cluster):
     ticket = one.submit()
     asking = asyncio.create_task(one.dispatcher.orders.give(Load, A, "node-a", "tiny"))

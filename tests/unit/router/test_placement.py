@@ -214,6 +214,38 @@ def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
     assert (answer.code, answer.message) == (Code.LOAD_FAILED, "no node can load tiny: a: a truncated file")
 
 
+def idle(name: str, room: int, *models: Model, **changes: object) -> NodeView:
+    return node(
+        name, a_memory(room), a_model("other"), *(models or (a_model(loaded=False, weights=9 * GIB),)), **changes
+    )
+
+
+def asked(*nodes: NodeView, **more: object) -> str | None:
+    result = decide(*nodes, **more)
+    assert isinstance(result, NoPlacement)
+    return None if result.ask is None else result.ask.name
+
+
+def test_an_idle_node_that_could_give_other_models_back_is_asked():
+    assert asked(idle("a", 1 * GIB), idle("b", 2 * GIB)) == "b"
+    assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=1))) is None
+    assert asked(idle("small", 1 * GIB, a_model(loaded=False, weights=23 * GIB), a_model("other"))) == "small", (
+        "which counts, and says for good that it is too large"
+    )
+    empty = node("empty", a_memory(1 * GIB), a_model(loaded=False, weights=9 * GIB))
+    assert asked(empty) is None, "it has nothing to give back"
+
+
+def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_has_refused():
+    assert asked(idle("a", 1 * GIB), node("has", a_memory(0))) is None
+    assert asked(idle("a", 1 * GIB), node("has", a_memory(0), state="lost")) == "a"
+    trials = Trials(refused={NodeId("a"): NOW - 9})
+    assert asked(idle("a", 1 * GIB), trials=trials) is None
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 0)
+    assert asked(idle("a", 1 * GIB), ledger=ledger) is None
+
+
 # the order
 
 
@@ -275,8 +307,8 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     guess = decide(node("a", None, model), ask=Demand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)
     assert guess.refused.code is Code.NO_ROOM
-    assert guess.counter is not None, "so it does not wait in line, and somebody counts"
-    assert guess.counter.node == "a"
+    assert guess.ask is not None, "so it does not wait in line, and somebody counts"
+    assert guess.ask.node == "a"
     answer = refused(decide(node("a", None, model), ask=Demand("tiny", 0, 40_000)))
     assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
     assert "the most that any member can give is 22.0 GiB (a)" in answer.message
