@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
+from msgspec.structs import asdict
 
 from coordinator import membership
 from coordinator.authority import Authority, BadRequestError
@@ -364,6 +365,7 @@ class Registry:
                 "state": view.engine.state if known else "",
                 "cause": view.engine.cause,
                 "restarts": view.engine.restarts,
+                "counts": asdict(view.engine.counts),
             },
             "models": [
                 {"name": m.name, "loaded": m.loaded, **standing(m), "weights": m.weights, "context": m.context}

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final, cast
 
 import structlog
+from msgspec.structs import replace
 
 import node
 from node.engine import recorder
@@ -209,8 +210,13 @@ class Supervisor:
     def state(self) -> EngineState:
         """The state for the report, with the cause of the last death and the number of restarts."""
         report = self._report
-        load = (report.running, report.waiting, report.queued_tokens) if report else (0, 0, 0)
-        return EngineState(self._settings.engine.kind, self._state, self._cause, self._restarts, *load)
+        state = EngineState(self._settings.engine.kind, self._state, self._cause, self._restarts)
+        if report is None:
+            return state
+        return replace(
+            state, running=report.running, waiting=report.waiting, queued_tokens=report.queued_tokens,
+            counts=report.counts,
+        )  # fmt: skip
 
     @property
     def live(self) -> frozenset[int]:

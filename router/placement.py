@@ -34,7 +34,7 @@ from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
-from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, request_need
+from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, most_bytes, request_need
 from wire.verdict import current as judged_current
 
 FULL_MARKS = 2
@@ -102,7 +102,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def most(self) -> int:
         """The bytes that the node could give a request that is alone on it."""
-        return self.memory.cap - self.memory.margin
+        return most_bytes(self.memory)
 
     def numbers(self) -> Numbers:
         """Give the verdict's numbers, `error.memory` of an answer."""

@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import EngineState, Group, Memory, Model
+from wire.report import Counts, EngineState, Group, Memory, Model
 
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
@@ -115,6 +116,7 @@ def honest_memory(memory: Memory) -> Memory:
         leases=max(0, memory.leases),
         age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
         total=max(0, memory.total),
+        base=max(0, memory.base),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )
@@ -130,6 +132,7 @@ def _honest_engine(engine: EngineState) -> EngineState:
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
+        counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
     )
 
 

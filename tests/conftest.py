@@ -2,11 +2,12 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import models
 from tests.support.processes import Pool, pool
 
 JUNK = {
@@ -16,11 +17,13 @@ JUNK = {
     "MACPOOL_ROUTER__POLICY": "junk",
     "OPENAI_API_KEY": "junk",
     "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+    "HF_HOME": "/nonexistent/huggingface",
     "HTTP_PROXY": "http://127.0.0.1:1",
     "HTTPS_PROXY": "http://127.0.0.1:1",
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+TRAINING_SECONDS = 900
 
 
 @pytest.fixture
@@ -28,6 +31,19 @@ def cluster_pool() -> Iterator[Pool]:
     """An empty pool in a short temporary folder (some socket paths are limited to 103 bytes)."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Path]:
+    """`tests.models.path`, with time enough to train in the tests that ask for it."""
+    return models.path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time to whoever may be first to need a trained model: without OpenBLAS it takes minutes."""
+    for item in items:
+        if "tiny_model" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(TRAINING_SECONDS))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

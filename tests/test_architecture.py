@@ -196,7 +196,9 @@ def texts() -> Iterator[Path]:
     """Give every text file of the repository."""
     for folder in (*PACKAGES, "tests", "deploy", "dashboards", "docs", "requirements", ".ci"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and file != Path(__file__):
+            if not file.is_file() or "__pycache__" in file.parts or file.suffix == ".safetensors":
+                continue
+            if file != Path(__file__):
                 yield file
     yield from (ROOT / name for name in ("Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml"))
 

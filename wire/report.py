@@ -25,7 +25,8 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     """One consistent reading and the limits it was judged by (architecture §3).
 
     `phys` is None when it could not be read; then `headroom` is None too and nothing is placed there. `source` names
-    the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written.
+    the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written. `base` is what the
+    engine takes before any model: no request can ever have that.
     """
 
     cap: int = 0
@@ -44,6 +45,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     source: str = ""
     age: float = 0.0
     total: int = 0
+    base: int = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
@@ -101,6 +103,17 @@ class Kv(msgspec.Struct, frozen=True, gc=False):
     window_per_token: int = 0
 
 
+class Counts(Part, frozen=True, gc=False):
+    """What the engine's gate was asked and said, and what was done, since that process started: `forwards` are prefills
+    and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine."""
+
+    checks: int = 0
+    refusals: int = 0
+    forwards: int = 0
+    steps: int = 0
+    failures: int = 0
+
+
 class EngineState(Part, frozen=True, array_like=True, gc=False):
     """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why."""
 
@@ -111,3 +124,4 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
+    counts: Counts = Counts()

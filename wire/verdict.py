@@ -115,10 +115,15 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
-    """Say whether the request would fit on this node if nothing else ran there: weights and KV under cap − margin."""
+    """Say whether the request would fit on this node if nothing else ran there: weights and KV under `most_bytes`."""
     if not memory.guard:
         return True
-    return alone_bytes(model, prompt_tokens + output_tokens, choices) <= memory.cap - memory.margin
+    return alone_bytes(model, prompt_tokens + output_tokens, choices) <= most_bytes(memory)
+
+
+def most_bytes(memory: Memory) -> int:
+    """Give the most that weights and rows may ever take together on a node: cap − margin − the engine's own base."""
+    return memory.cap - memory.margin - memory.base
 
 
 def alone_bytes(model: Model, length: int, choices: int) -> int:

@@ -15,19 +15,21 @@ from wire.report import Memory
 
 
 class Footprint:
-    """Reads this process and MLX; remembers the highest of the last polls."""
+    """Reads this process and MLX; remembers the highest of the last polls. Made before any model is loaded: what is
+    read then is the engine's own base."""
 
     def __init__(self, total: int) -> None:
         self._sensor = open_sensor(os.getpid())
         self._recent = Recent()
         self._total = total
+        self._base = self._sensor.phys().phys or 0
 
     def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
         """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
         reading = self._sensor.phys()
         active = mx.get_active_memory()
         self._recent = self._recent.observed(max(active, reading.phys or 0), now)
-        return gate.memory(Use(active, self._recent.highest(now), reserved), reading, self._total, now)
+        return gate.memory(Use(active, self._recent.highest(now), reserved), reading, self._total, now, self._base)
 
     def falls_at(self, now: float) -> float | None:
         """Say when the recent height falls; None when nothing changes by itself."""

@@ -56,7 +56,7 @@ class Gate:
         limits = self._limits
         return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
 
-    def memory(self, use: Use, reading: Reading, total: int, now: float) -> Memory:
+    def memory(self, use: Use, reading: Reading, total: int, now: float, base: int = 0) -> Memory:
         """Put one consistent reading and the limits in force into the form that is judged and reported."""
         limits = self._limits or Limits(0, 0, 0, "")
         phys = reading.phys if reading.live(now) else None
@@ -66,7 +66,7 @@ class Gate:
             recent=use.recent, current=current, reserved=use.reserved,
             headroom=verdict.headroom(limits.ceiling, limits.margin, current, use.reserved),
             leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard, armed=self.armed(reading, now),
-            source=reading.source, age=max(0.0, now - reading.at), total=total,
+            source=reading.source, age=max(0.0, now - reading.at), total=total, base=base,
         )  # fmt: skip
 
     def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:

@@ -23,7 +23,7 @@ from wire.frames import Ban
 from wire.refusals import Code, Refused
 from wire.report import Memory
 from wire.units import MIB, show_size
-from wire.verdict import Fits, judge
+from wire.verdict import Fits, judge, most_bytes
 
 TRANSIENT = 64 * MIB
 """Bytes beside the weights that a load needs for a moment: buffers of the file, the warm-up."""
@@ -166,10 +166,10 @@ class Shelf:
         if not isinstance(answer, Refused):
             self._reading = Reading(found, load(found), found.weights, now)
             return None
-        if memory.guard and answer.code is Code.NO_ROOM and need > memory.cap - memory.margin:
+        if answer.code is Code.NO_ROOM and need > most_bytes(memory):
             answer = Refused(Code.TOO_LARGE, (
                 f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
-                f"{show_size(max(0, memory.cap - memory.margin))}: use a smaller variant, or raise memory.cap"
+                f"{show_size(max(0, most_bytes(memory)))}: use a smaller variant, or raise memory.cap"
             ), answer.numbers)  # fmt: skip
         return NotLoaded(found.name, answer)
 

@@ -56,7 +56,7 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
     if verdict.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
         return None
     needed = verdict.alone_bytes(model, shape.length, shape.choices)
-    holds = max(0, memory.cap - memory.margin)
+    holds = max(0, verdict.most_bytes(memory))
     numbers = Numbers(
         needed + memory.margin, memory.cap, memory.current, memory.reserved, needed - model.weights, memory.margin,
         memory.cap, memory.headroom, memory.bound_by,

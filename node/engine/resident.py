@@ -5,6 +5,7 @@ weights. mlx-lm builds the model with lazy arrays; nothing is read before its tu
 """
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from wire.units import MIB
 
 TICK = 256 * MIB
 """Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
-WARM_TOKENS = 8
+WARM_TOKENS = 32
 MEASURED_TOKENS = 64
 """Prompts below this say little about bytes per token."""
 FIRST_SPEED = 50.0
@@ -97,8 +98,11 @@ def load(found: Found) -> Iterator[int | Resident]:
         size = sum(array.nbytes for array in piece)
         weights += size
         yield size
-    kv, vocabulary = _warm(model)
-    yield Resident(found, model, kv, weights, vocabulary, _defaults(folder, config), Ledger(kv))
+    warmth = _warm(model)
+    yield Resident(
+        found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
+        prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds,
+    )  # fmt: skip
 
 
 def _parameters(model: TextModel) -> list[mx.array]:
@@ -119,18 +123,36 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
         yield piece
 
 
-def _warm(model: TextModel) -> tuple[Kv, int]:
-    """Run a short prompt through prefill and decode: kernels are compiled, and the cache shows what a row takes."""
+@dataclass(frozen=True, slots=True)
+class Warmth:
+    """What a first short run of a model showed: tokens per second of a prefill, seconds of a decode step."""
+
+    kv: Kv
+    vocabulary: int
+    prefill_speed: float
+    step_seconds: float
+
+
+def _warm(model: TextModel) -> Warmth:
+    """Run a short prompt through prefill and decode, twice: the first time kernels are compiled, the second counts."""
+    _try_out(model)
+    return _try_out(model)
+
+
+def _try_out(model: TextModel) -> Warmth:
     cache = new_cache(model)
     ids = [0] * WARM_TOKENS
+    begun = time.monotonic()
     model(mx.array(ids)[None], cache=cache)
     evaluate([layer.state for layer in cache])
+    speed = WARM_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = kv_of(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)
     batch.join([Joining(0, Guard(greedy, ()))], [*ids, 0], cache)
     batch.step()
+    joined = time.monotonic()
     (token,) = batch.step()
-    return kv, token.logprobs.shape[-1]
+    return Warmth(kv, token.logprobs.shape[-1], speed, time.monotonic() - joined)
 
 
 def _defaults(folder: Path, config: dict[str, Any]) -> Defaults:

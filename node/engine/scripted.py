@@ -43,7 +43,7 @@ from wire.frames import (
     Timings,
 )
 from wire.refusals import Refused
-from wire.report import Kv, Memory, Model
+from wire.report import Counts, Kv, Memory, Model
 from wire.units import GIB, parse_size
 
 GROWTH = 64
@@ -163,6 +163,7 @@ class Scripted:
         return EngineReport(
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
+            Counts(self.gate.checks.total(), self.gate.refusals.total()),
         )  # fmt: skip
 
     # requests

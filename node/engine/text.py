@@ -62,7 +62,7 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code, Refused
-from wire.report import Memory, Model
+from wire.report import Counts, Memory, Model
 from wire.verdict import row_bytes
 
 CHUNK_STEPS = 1.6
@@ -138,6 +138,7 @@ class TextEngine:
         self._acked = 0
         self._cancelled: dict[int, None] = {}
         self._call: Call | None = None
+        self._forwards = self._steps = self._failures = 0
         for name in settings.models.preload:
             found = library.find(name)
             if found is None:
@@ -206,8 +207,11 @@ class TextEngine:
         queued = sum(prefill.left + 1 for prefill in self._prefills)
         queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
         models = tuple(self._model(found, now) for found in self._library.known().values())
+        counts = Counts(
+            self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self._failures
+        )
         return EngineReport(
-            self._memory(now), models, running, len(self._prefills) + len(self._pending), queued, self._acked
+            self._memory(now), models, running, len(self._prefills) + len(self._pending), queued, self._acked, counts
         )
 
     # requests
@@ -335,6 +339,7 @@ class TextEngine:
 
     def _fail(self, sequence: Sequence, code: str, message: str, out: Out) -> None:
         self._release(sequence)
+        self._failures += 1
         out.ends.append(Failed(sequence.number, code, message))
 
     # loading
@@ -621,6 +626,8 @@ class TextEngine:
     def _native(self, doing: Doing, model: str, request: int, expected: float) -> Generator[Call]:
         """Publish a native call for as long as it lasts."""
         call = Call(doing.name.lower(), time.monotonic(), expected)
+        self._forwards += doing in (Doing.PREFILL, Doing.JOIN)
+        self._steps += doing is Doing.DECODE
         self._recorder.begin(doing, model, request)
         self._call = call
         try:

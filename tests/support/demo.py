@@ -1,4 +1,6 @@
-"""`make demo`: a coordinator and two nodes as separate processes, a streamed chat, and the placement arithmetic.
+"""`make demo`: a coordinator and two nodes as separate processes, answers of a real model, the placement arithmetic.
+
+The model is the one that the package brings; it knows a few dozen answers by heart, so they can be checked.
 
 Stays up until Ctrl-C; with DEMO_ONCE=1 it checks the answer and exits 0.
 """
@@ -6,12 +8,17 @@ Stays up until Ctrl-C; with DEMO_ONCE=1 it checks the answer and exits 0.
 import os
 import sys
 import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 from openai import OpenAI
 
-from tests.support.processes import Pool, pool
+from tests import models
+from tests.support.processes import pool
+
+NODES = 2
 
 
 def show(title: str, text: str) -> None:
@@ -22,25 +29,38 @@ def show(title: str, text: str) -> None:
     )
 
 
-def chat(demo: Pool) -> str:
-    """Stream a chat through the openai library; give its text."""
-    direct = httpx.Client(trust_env=False)
-    client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)
-    model = client.models.list().data[0].id
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "What is a pool of Macs good for?"}],
-        stream=True,
-        max_tokens=24,
-    )
-    print(f"\n$ ask {model}", flush=True)
+def known() -> list[dict[str, str]]:
+    """Give what the model knows by heart, the longest answer first."""
+    answers = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
+    return sorted(answers, key=lambda one: -len(one["answer"]))
+
+
+def stream(client: OpenAI, model: str, prompt: str) -> str:
+    """Stream a chat to the screen; give its text."""
+    print(f"\n$ ask {model}: {prompt}", flush=True)
     text = ""
-    for chunk in stream:
+    for chunk in client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": prompt}], stream=True
+    ):
         piece = chunk.choices[0].delta.content or "" if chunk.choices else ""
         text += piece
         print(piece, end="", flush=True)
     print(flush=True)
     return text
+
+
+def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tuple[int, dict[str, int]]:
+    """Ask everything at the same time; give how many answers were verbatim, and how many each node gave."""
+
+    def ask(one: dict[str, str]) -> tuple[bool, str]:
+        raw = client.chat.completions.with_raw_response.create(
+            model=model, messages=[{"role": "user", "content": one["prompt"]}]
+        )
+        return raw.parse().choices[0].message.content == one["answer"], raw.headers["x-macpool-node"]
+
+    with ThreadPoolExecutor(len(answers)) as threads:
+        results = list(threads.map(ask, answers))
+    return sum(right for right, _ in results), Counter(node for _, node in results)
 
 
 def main() -> int:
@@ -49,18 +69,25 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="macpool-demo-") as folder, pool(Path(folder)) as demo:
         demo.up()
         print(f"coordinator at {demo.facts['base_url']}", flush=True)
-        demo.join("studio", "engine.scripted.memory=128GiB")
-        demo.join("macbook", "engine.scripted.memory=36GiB")
-        text = chat(demo)
-        verbs = {"cluster nodes": ["nodes"], "cluster place scripted-1 --prompt-tokens 20000": [
-            "place", "scripted-1", "--prompt-tokens", "20000"]}  # fmt: skip
+        for name in ("studio", "macbook"):
+            demo.join(name, "engine.kind=mlx", "models.hub=false", "models.preload=macpool-tiny")
+        direct = httpx.Client(trust_env=False)
+        client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)
+        model = client.models.list().data[0].id
+        first, *others = known()
+        text = stream(client, model, first["prompt"])
+        right, by_node = all_at_once(client, model, others)
+        spread = ", ".join(f"{name} gave {count}" for name, count in sorted(by_node.items()))
+        show(f"{len(others)} questions at once", f"{right} answers word for word; {spread}")
+        verbs = {"cluster nodes": ["nodes"], f"cluster place {model} --prompt-tokens 20000": [
+            "place", model, "--prompt-tokens", "20000"]}  # fmt: skip
         for title, arguments in verbs.items():
             done = demo.run(*arguments, "--state", str(demo.state))
             show("$ " + title, done.stdout + done.stderr)
             if done.returncode:
                 return done.returncode
-        if len(text.split()) != 24:
-            print(f"the answer has {len(text.split())} words instead of 24")
+        if text != first["answer"] or right != len(others) or len(by_node) != NODES:
+            print("\nthe answers are not what the model knows by heart, or not from both nodes", flush=True)
             return 1
         if once:
             print("\nthe demo works", flush=True)

@@ -31,7 +31,7 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(JUNK) and name.lower() not in PROXIES
     }
-    return {**kept, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **extra}
+    return {**kept, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "HF_HOME": "/nonexistent/huggingface", **extra}
 
 
 def until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:

@@ -15,6 +15,7 @@ from wire.verdict import (
     join_bytes,
     joinable,
     judge,
+    most_bytes,
     padded,
     request_need,
     row_bytes,
@@ -146,6 +147,13 @@ def test_what_fits_now_can_ever_fit(memory: Memory, prompt: int) -> None:
     assume(memory.ceiling <= memory.cap)
     if isinstance(judge(memory, request_need(model, prompt, 100)), Fits):
         assert can_ever_fit(memory, model, prompt, 100)
+
+
+def test_what_the_engine_takes_before_any_model_is_nobodys_to_have() -> None:
+    memory, model = Memory(cap=100, ceiling=100, margin=10, base=20), Model("m", weights=30, kv_per_token=1)
+    assert most_bytes(memory) == 70
+    assert can_ever_fit(memory, model, 30, 10)
+    assert not can_ever_fit(memory, model, 31, 10)
 
 
 def test_every_code_has_a_status() -> None:

@@ -1,0 +1,123 @@
+"""Drives a real text engine on MLX without processes: hands in frames, turns its loop, and keeps all that it says."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from node.engine.recorder import Recorder
+from node.engine.text import TextEngine
+from node.library import Library
+from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Channel,
+    Deltas,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Logprob,
+    Message,
+    Params,
+    Refusal,
+)
+from wire.units import GIB, MIB
+
+ROOMY = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
+GREEDY = Params(temperature=0.0)
+End = Finished | Refusal | Failed
+
+
+class Driver:
+    """An engine over the models in some folders, and what it said by request."""
+
+    def __init__(
+        self, *folders: Path, limits: Limits | None = ROOMY, preload: tuple[str, ...] = (), **mlx: int
+    ) -> None:
+        models = ModelSettings(folders=tuple(map(str, folders)), hub=False, preload=preload)
+        settings = NodeSettings(engine=EngineSettings(kind="mlx", mlx=MlxSettings(**mlx)), models=models)  # type: ignore[arg-type]
+        library = Library(models)
+        library.scan()
+        self.recorder = Recorder()
+        self.engine = TextEngine(settings, library, self.recorder, 16 * GIB)
+        self.said: dict[int, list[Frame]] = defaultdict(list)
+        self.text: dict[tuple[int, int, int], str] = defaultdict(str)
+        self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.logprobs: dict[tuple[int, int], list[Logprob]] = defaultdict(list)
+        self.number = 0
+        self.turns = 0
+        self.default = next(iter(library.known()))
+        if limits is not None:
+            self.take(limits)
+
+    def take(self, frame: Frame) -> None:
+        """Hand in a frame as the two threads would."""
+        work = self.engine.prepare(frame)
+        if work is not None:
+            self._keep(self.engine.take(work, time.monotonic()))
+
+    def ask(self, content: str = "Hello!", params: Params = GREEDY, **fields: object) -> int:
+        """Hand in a request; give its number."""
+        self.number += 1
+        messages = fields.pop("messages", (Message("user", content),))
+        model = fields.pop("model", self.default)
+        self.take(Generate(self.number, self.number, f"r{self.number}", model, messages, params, 0, **fields))  # type: ignore[arg-type]
+        return self.number
+
+    def turn(self) -> None:
+        """Let the engine take one step."""
+        self.turns += 1
+        self._keep(self.engine.step(time.monotonic()))
+
+    def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
+        """Turn until something holds; AssertionError when the engine has nothing to do before that."""
+        for _ in range(turns):
+            if wanted():
+                return
+            due = self.engine.due(time.monotonic())
+            assert due is not None, "the engine rests"
+            self.turn()
+        raise AssertionError(f"it did not come true within {turns} turns")
+
+    def end(self, number: int) -> End:
+        """Turn until a request has ended, and give its end."""
+        self.until(lambda: self.ended(number))
+        end = self.ended(number)
+        assert end is not None
+        return end
+
+    def ended(self, number: int) -> End | None:
+        """Give a request's end, if it has."""
+        ends = [frame for frame in self.said[number] if isinstance(frame, Finished | Refusal | Failed)]
+        assert len(ends) <= 1, ends
+        return ends[0] if ends else None
+
+    def answer(self, content: str, params: Params = GREEDY, **fields: object) -> str:
+        """Give the content of the whole answer to a question."""
+        number = self.ask(content, params, **fields)
+        end = self.end(number)
+        assert isinstance(end, Finished), end
+        return self.text[number, 0, Channel.CONTENT]
+
+    def cancel(self, number: int) -> None:
+        """Cancel a request."""
+        self.take(Cancel(number))
+
+    def admitted(self, number: int) -> bool:
+        """Whether a request was admitted."""
+        return any(isinstance(frame, Admitted) for frame in self.said[number])
+
+    def _keep(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            if isinstance(frame, Deltas):
+                for delta in frame.deltas:
+                    assert self.ended(delta.request) is None, "nothing follows an end"
+                    self.ids[delta.request, delta.choice] += delta.ids
+                    self.logprobs[delta.request, delta.choice] += delta.logprobs
+                    for channel, text in delta.pieces:
+                        self.text[delta.request, delta.choice, channel] += text
+            else:
+                self.said[frame.request].append(frame)  # type: ignore[attr-defined]
