@@ -18,13 +18,17 @@ from starlette.exceptions import HTTPException
 
 from coordinator.admin import Admin
 from coordinator.approvals import Approvals, Decided, Locked
-from coordinator.registry import Registry
+from coordinator.loads import Done, Loads
+from coordinator.registry import Registry, standing
 from router.dialects.openapi import openapi_schemas
 from router.keys import KeyRing, credential
 from router.placement import Demand, NoPlacement, Placement, explain
-from router.problems import NO_KEY, WRONG_KEY, Problem, invalid, missing_scope, not_found
+from router.problems import NO_KEY, WRONG_KEY, Problem, failed, invalid, missing_scope, not_found
 from router.problems import from_refused as problem_of
-from wire.identity import PROTOCOL, NodeId
+from router.ticket import Failure
+from router.view import NodeView
+from wire.identity import PROTOCOL, NodeId, valid_model
+from wire.refusals import Refused
 
 LONGEST_LOG = 2**30
 
@@ -57,6 +61,13 @@ class DryRun(Body):
     model: Annotated[str, Field(min_length=1, max_length=512)]
     prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
     max_tokens: Annotated[int | None, Field(ge=1, le=10**9)] = None
+
+
+class OneModel(Body):
+    """A model to load or to unload, and where; without a node the pool decides."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)]
+    node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
 
 
 class Traffic(Protocol):
@@ -113,6 +124,7 @@ class Api:
         approvals: Approvals,
         ring: KeyRing,
         traffic: Traffic,
+        loads: Loads,
         facts: Facts,
         paths: Mapping[str, Any],
     ) -> None:
@@ -121,6 +133,7 @@ class Api:
         self._approvals = approvals
         self._ring = ring
         self._traffic = traffic
+        self._loads = loads
         self._facts = facts
         self._paths = paths
         self.app = FastAPI(
@@ -149,6 +162,8 @@ class Api:
             ("POST", "/nodes/{node}/uncordon", "admin", self.uncordon),
             ("DELETE", "/nodes/{node}", "admin", self.remove),
             ("GET", "/models", "infer", self.models),
+            ("POST", "/models/load", "admin", self.load),
+            ("POST", "/models/unload", "admin", self.unload),
             ("POST", "/place", "metrics", self.place),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
@@ -213,7 +228,7 @@ class Api:
             "base_url": facts.base_url,
             "cluster_url": facts.cluster_url,
             "nodes": self._registry.states(),
-            "models": sorted(self._registry.view().models()),
+            "models": sorted(self._registry.view().served()),
             "in_flight": sum(self._traffic.in_flight(node) for node in self._registry.pool.members),
             "queued": self._traffic.waiting(),
             "self_suspect": self._registry.pool.self_suspect,
@@ -274,15 +289,32 @@ class Api:
         return {"schema": 1, "node": found}
 
     async def models(self) -> dict[str, Any]:
-        """List the models and the nodes that serve them; sizes in bytes."""
+        """List the models and what each node says of them: loaded, loading, known, or failed; sizes in bytes."""
         found: dict[str, dict[str, Any]] = {}
         for node in self._registry.view().nodes:
             for model in node.models.values():
                 row = found.setdefault(
                     model.name, {"name": model.name, "nodes": [], "weights": model.weights, "context": model.context}
                 )
-                row["nodes"].append(node.name)
+                row["nodes"].append({"id": node.id, "name": node.name, "state": str(node.state), **standing(model)})
         return {"schema": 1, "models": [found[name] for name in sorted(found)]}
+
+    async def load(self, body: OneModel) -> dict[str, Any]:
+        """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""
+        answer = await self._loads.load(_model(body), self._node_view(body.node))
+        if not isinstance(answer, Done):
+            raise ProblemError(_problem(answer))
+        return {"schema": 1, "model": body.model, "node": answer.row()}
+
+    async def unload(self, body: OneModel) -> dict[str, Any]:
+        """Give back the memory of a model on a node, or on every node that has it loaded."""
+        done, wrong = await self._loads.unload(_model(body), self._node_view(body.node))
+        if wrong is not None:
+            raise ProblemError(_problem(wrong))
+        return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
+
+    def _node_view(self, node: str | None) -> NodeView | None:
+        return None if node is None else self._registry.view().node(self._find(node))
 
     async def place(self, body: DryRun) -> dict[str, Any]:
         """Show where a request would go now: every node's arithmetic and why not. Nothing is sent or reserved."""
@@ -374,6 +406,16 @@ class Api:
                 )
             )  # fmt: skip
         raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))
+
+
+def _model(body: OneModel) -> str:
+    if not valid_model(body.model):
+        raise ProblemError(invalid("model: this cannot be the name of a model", "model"))
+    return body.model
+
+
+def _problem(answer: Refused | Failure) -> Problem:
+    return problem_of(answer) if isinstance(answer, Refused) else failed(answer.code, answer.message)
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:

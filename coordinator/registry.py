@@ -25,6 +25,7 @@ from wire.advert import plain
 from wire.certificate import read_certificate
 from wire.frames import Denied, Frame, Goodbye, Hello, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
+from wire.report import Model
 
 log = structlog.get_logger("coordinator.registry")
 
@@ -367,7 +368,16 @@ class Registry:
                 "counts": asdict(view.engine.counts),
             },
             "models": [
-                {"name": m.name, "loaded": m.loaded, "weights": m.weights, "context": m.context}
+                {"name": m.name, "loaded": m.loaded, **standing(m), "weights": m.weights, "context": m.context}
                 for m in view.models.values()
             ],
         }
+
+
+def standing(model: Model) -> dict[str, str]:
+    """Say how a node stands to a model: loaded, loading, known (it loads at the first request), or failed, and why."""
+    if model.loaded:
+        return {"model": "loaded", "cause": ""}
+    if model.loading:
+        return {"model": "loading", "cause": ""}
+    return {"model": "failed" if model.cause else "known", "cause": model.cause}

@@ -35,6 +35,7 @@ from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
+from coordinator.loads import Loads
 from coordinator.local import LocalNode
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
@@ -154,7 +155,8 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     cluster_url = f"macpool://{_reachable(options.cluster_listen[0])}:{cluster_port}"
     registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic())
-    api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
+    loads = Loads(dispatcher, time.monotonic)
+    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     await stack.enter_async_context(_http(app, door, sockets))

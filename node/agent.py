@@ -311,8 +311,9 @@ class Agent:
         assert self.supervisor is not None  # noqa: S101  it calls us
         state, snapshot = self.supervisor.state, self.supervisor.report
         ceiling = snapshot.memory.ceiling if snapshot else 0
-        models = tuple(model.name for model in snapshot.models if model.loaded) if snapshot else ()
-        return (state.state, state.running, state.waiting, ceiling, models, snapshot.acked_seq if snapshot else 0)
+        models = snapshot.models if snapshot else ()
+        standing = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
+        return (state.state, state.running, state.waiting, ceiling, standing, snapshot.acked_seq if snapshot else 0)
 
     def _tell_ready(self) -> None:
         if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":

@@ -12,6 +12,7 @@ What happens when
   times; what has begun ends with `node_lost`.
 - an engine crashes: the request in the forward ends, it may be the cause and is never placed again. The others are
   placed once more if nothing was sent yet, and end if it was; no request survives a second crash.
+- no node can load the model: the request ends with the cause, also when it stood in line.
 - a reader falls behind: its stream alone is ended and cancelled.
 """
 
@@ -20,11 +21,13 @@ import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from router.loads import Choice, choose
 from router.metrics import Counters
+from router.orders import Orders
 from router.placement import (
     POLICIES,
     Candidate,
@@ -32,6 +35,7 @@ from router.placement import (
     Demand,
     NoPlacement,
     Placement,
+    away,
     explain,
     place,
 )
@@ -39,7 +43,7 @@ from router.queue import AdmissionQueue
 from router.reservations import Ledger
 from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
-from router.view import ClusterView
+from router.view import ClusterView, NodeView
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Refusal
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
@@ -102,6 +106,7 @@ class Dispatcher:
         self.ledger = Ledger()
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+        self.orders = Orders(send, lambda: numbers()[0])
         self._corrections: dict[NodeId, Correction] = {}
         self._live: dict[int, Ticket] = {}
         self._open: dict[int, Ticket] = {}
@@ -125,13 +130,22 @@ class Dispatcher:
             if old.get(node.id) is node:
                 continue
             self.ledger.acknowledge(node.id, node.acked_seq)
+            self._read_in(node)
             correction = self._corrections.get(node.id)
             if correction is not None and correction.heard_at != node.heard_at:
                 del self._corrections[node.id]
             self._wake_soon(node.id)
 
+    def _read_in(self, node: NodeView) -> None:
+        """Count the weights of a load once: now that the report has them, no request promises them any more."""
+        reading = {model.name for model in node.models.values() if node.reads(model)}
+        if reading:
+            for ticket in self._live.values():
+                if ticket.node == node.id and ticket.demand.model in reading:
+                    self.ledger.read_in(ticket.request)
+
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Take a frame about requests from a node; whatever is not about one of its live requests is ignored."""
+        """Take a frame about requests or orders from a node; what is about none that is open there is ignored."""
         if isinstance(frame, Deltas):
             self._deltas(node, frame)
             return
@@ -139,6 +153,7 @@ class Dispatcher:
             return
         ticket = self._live.get(frame.request)
         if ticket is None or ticket.node != node:
+            self.orders.receive(node, frame)
             return
         if isinstance(frame, Admitted):
             self._admitted(ticket, frame)
@@ -166,6 +181,7 @@ class Dispatcher:
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Follow the end of a node's link: place elsewhere what has sent nothing, end the rest."""
+        self.orders.node_gone(node, reason)
         self._corrections.pop(node, None)
         for ticket in [ticket for ticket in self._live.values() if ticket.node == node]:
             self.counters.nodes_lost += 1
@@ -213,6 +229,16 @@ class Dispatcher:
         return place(self.view, demand, self.ledger, now=self._clock(), draw=self._draw, policy=self._policy,
                      corrections=self._corrections)  # fmt: skip
 
+    def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> Choice | Refused:
+        """Say which node should load a model, after those that have refused to."""
+        return choose(self.view, model, self.ledger, now=self._clock(), draw=self._draw, policy=self._policy,
+                      corrections=self._corrections, tried=tried)  # fmt: skip
+
+    def away(self, node: NodeView) -> Refused | None:
+        """Say why a node can be given nothing now; None when it can."""
+        why, code = away(node, self._clock())
+        return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
+
     def servable(self) -> str:
         """Say why no request could be served now; empty when one could."""
         if self._closing:
@@ -255,6 +281,7 @@ class Dispatcher:
 
     def shutdown(self, message: str = STOPPING) -> None:
         """End everything; nodes are told to stop."""
+        self.orders.shutdown(message)
         for ticket in list(self._open.values()):
             if ticket.outcome is None:
                 self._cancel(ticket)
@@ -277,7 +304,7 @@ class Dispatcher:
         if isinstance(result, NoPlacement) and result.refused.final:
             self._end(ticket, result.refused)
             return
-        if isinstance(result, NoPlacement) and result.counter is not None and self._start(ticket, result.counter, 0):
+        if isinstance(result, NoPlacement) and result.ask is not None and self._start(ticket, result.ask, 0):
             return
         self._wait(ticket, None if isinstance(result, Placement) else result.refused)
 
@@ -298,7 +325,7 @@ class Dispatcher:
         self.counters.retries += ticket.attempts > 1
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, job.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template)  # fmt: skip
-        self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens)
+        self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens, min(need, chosen.weights))
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
         sent = False
@@ -365,9 +392,27 @@ class Dispatcher:
             )
             self._left_line(ticket)
             return True
+        if isinstance(result, NoPlacement) and self._settled_by_all(ticket, result):
+            return True
         if keep:
             self._keep(ticket, result)
         return False
+
+    def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
+        """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
+        loaded there, or only after others were given back."""
+        if part.ask is None and part.refused.code is not Code.LOAD_FAILED:
+            return False
+        whole = self._decide(ticket, self.view)
+        if isinstance(whole, Placement):
+            return False
+        if whole.refused.code is Code.LOAD_FAILED:
+            self._end(ticket, whole.refused)
+            return True
+        if whole.ask is None or not self._start(ticket, whole.ask, 0):
+            return False
+        self._left_line(ticket)
+        return True
 
     def _keep(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
         """Keep room on the node that lacks least, unless some is kept already on a node that is still ready."""
@@ -525,7 +570,7 @@ def _short(result: Placement | NoPlacement) -> Placement | NoPlacement:
     kept = result.candidates[:ROWS_KEPT]
     if isinstance(result, Placement):
         return Placement(result.chosen, (result.chosen, *(one for one in kept if one is not result.chosen)))
-    return NoPlacement(result.refused, kept, result.counter)
+    return NoPlacement(result.refused, kept, result.ask)
 
 
 def _label(outcome: Outcome) -> str:

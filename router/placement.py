@@ -7,6 +7,10 @@ context long enough, it has not refused this very request since its last report,
 arithmetic of the node's own gate) says that `need` fits beside what was promised there since. No policy can override
 that filter: a policy only orders the feasible ones.
 
+A model that is not loaded costs its weights and the time of its load; while a node reads them in, its report counts
+them already. Where a model cannot be loaded its node serves it no more than one that never heard of it; when that is
+so everywhere, waiting helps nobody and the request ends with the cause.
+
 The balanced order is: room for two such requests or more (full marks), else for one; then the shortest expected time to
 the first token; then the larger fraction of headroom; then fewest in flight; then chance. Ranking by plain bytes sends
 everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 at 40 % load).
@@ -72,7 +76,7 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One node's arithmetic for one request. `why` is empty when it is feasible, `code` the matching refusal;
-    `withheld` are the bytes that were promised there since the reading."""
+    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes."""
 
     node: NodeId
     name: str
@@ -88,6 +92,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     expected_ttft: float = 0.0
     in_flight: int = 0
     model: Model | None = None
+    weights: int = 0
 
     @property
     def feasible(self) -> bool:
@@ -117,12 +122,13 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class NoPlacement(msgspec.Struct, frozen=True, gc=False):
-    """No node now. `counter`: by the estimate no member could ever hold it, so waiting is of no use; this node can
-    count the tokens exactly, and its gate refuses the request or finds that it fits after all."""
+    """No node now. `ask`: a node to ask all the same, promising nothing, because only it can know. By the estimate no
+    member could ever hold the request, and this one can count it exactly; or the model is loaded nowhere, and this one
+    may give idle models back for it."""
 
     refused: Refused
     candidates: tuple[Candidate, ...]
-    counter: Candidate | None = None
+    ask: Candidate | None = None
 
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
@@ -214,6 +220,9 @@ def _consider(
     tokens = request.tokens_on(model)
     output = request.output_on(model, tokens)
     need = request_need(model, tokens, output, request.choices)
+    weights = 0 if model.loaded else model.weights
+    if node.reads(model):
+        need, weights = need - weights, 0
     withheld = ledger.unacknowledged(node.id, trials.waiting)
     if node.id in corrections:
         withheld += _withheld(node, ledger, corrections[node.id])
@@ -228,9 +237,9 @@ def _consider(
     account = ledger.account(node.id)
     ttft = (node.engine.queued_tokens + account.tokens + tokens) / model.prefill_speed
     if not model.loaded:
-        ttft += model.load_seconds
+        ttft += model.load_seconds / (2 if model.loading else 1)  # of a load under way half is left on average
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
-                     len(account.requests), model)  # fmt: skip
+                     len(account.requests), model, weights)  # fmt: skip
 
 
 def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
@@ -248,6 +257,22 @@ _FIT: tuple[str, Code | None] = ("", None)
 
 def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Trials) -> tuple[str, Code | None]:
     """Say why a node may not be picked whatever its memory; nothing when it may."""
+    why = away(node, now)
+    if why is not _FIT:
+        return why
+    if model.cause:
+        return f"cannot load {model.name}: {model.cause}", Code.LOAD_FAILED
+    if request.features and not request.features.issubset(model.features):
+        return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
+            Code.UNSUPPORTED
+        )
+    if _too_long(model, request):
+        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", Code.CONTEXT
+    return _FIT if trials is FIRST else _tried(node, trials)
+
+
+def away(node: NodeView, now: float) -> tuple[str, Code | None]:
+    """Say why a node can be given nothing now, whatever it is; nothing when it can."""
     if node.state != "ready":
         return f"is {node.state}", Code.NOT_READY
     if node.cordoned:
@@ -259,15 +284,7 @@ def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Tr
     engine = node.engine
     if engine.state != "ready":
         return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), Code.NOT_READY
-    if model.cause:
-        return f"cannot load {model.name}: {model.cause}", Code.NOT_READY
-    if request.features and not request.features.issubset(model.features):
-        return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
-            Code.UNSUPPORTED
-        )
-    if _too_long(model, request):
-        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", Code.CONTEXT
-    return _FIT if trials is FIRST else _tried(node, trials)
+    return _FIT
 
 
 def _tried(node: NodeView, trials: Trials) -> tuple[str, Code | None]:
@@ -288,18 +305,38 @@ def _too_long(model: Model, request: Demand) -> bool:
 
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
-    serving = [node for node in view.nodes if request.model in node.models]
-    if not serving:
+    known = [node for node in view.nodes if request.model in node.models]
+    if not known:
         return NoPlacement(_no_model(view, request), seen)
-    offers = [candidate for candidate in seen if candidate.model is not None]
+    causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
+    serving = [node for node in known if node.id not in causes]
+    if not serving:
+        return NoPlacement(_load_failed(known, request, causes), seen)
+    offers = [candidate for candidate in seen if candidate.model is not None and candidate.node not in causes]
     missing = _missing(serving, request)
     if missing:
         return NoPlacement(Refused(Code.UNSUPPORTED, f"no node offers {missing} with {request.model}"), seen)
-    if request.prompt_tokens is not None or len(trials.never) >= len(serving):
+    if request.prompt_tokens is not None or all(node.id in trials.never for node in serving):
         final = _never(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, seen)
-    return NoPlacement(_not_now(request, offers), seen, _counter(serving, request, offers, trials))
+    ask = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
+    return NoPlacement(_not_now(request, offers), seen, ask)
+
+
+def _broken(node: NodeView, request: Demand, trials: Trials) -> str:
+    """Say why a node cannot load the model, by its report or by what it answered to this request; empty if it can."""
+    told = trials.never.get(node.id)
+    if told is not None and told.code is Code.LOAD_FAILED:
+        return told.message.removeprefix(f"{request.model} cannot be loaded: ")
+    return node.models[request.model].cause
+
+
+def _load_failed(known: list[NodeView], request: Demand, causes: Mapping[NodeId, str]) -> Refused:
+    told = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
+    more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
+    text = f"no node can load {request.model}: {told}{more}"
+    return Refused(Code.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
 
 
 def _missing(serving: list[NodeView], request: Demand) -> str:
@@ -327,7 +364,8 @@ def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], tr
     if any(_ever(node, request, trials) for node in serving):
         return None
     longest = max(node.models[request.model].context for node in serving)
-    told = [refused for refused in trials.never.values() if refused.code is Code.CONTEXT]
+    told = [trials.never[node.id] for node in serving if node.id in trials.never]
+    told = [refused for refused in told if refused.code is not Code.TOO_LARGE]
     if request.prompt_tokens is not None and longest and request.prompt_tokens >= longest:
         return Refused(Code.CONTEXT, f"the prompt has {request.prompt_tokens} tokens, the longest context of "
                        f"{request.model} in this cluster is {longest}: shorten the prompt")  # fmt: skip
@@ -366,6 +404,23 @@ def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], 
         candidate for candidate in offers if candidate.code is Code.NO_ROOM and candidate.node not in trials.refused
     ]
     return max(able, key=lambda one: one.most, default=None)
+
+
+def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -> Candidate | None:
+    """Choose a node that could hold the model if it gave back others that nobody uses: idle, and large enough. None
+    while some node that is here has the model, for there it is only a matter of time."""
+    if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
+        return None
+    idle = {
+        node.id for node in serving
+        if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
+    }  # fmt: skip
+    able = [
+        one for one in offers
+        if one.code is Code.NO_ROOM and one.node in idle and not one.in_flight and one.need <= one.most
+        and one.node not in trials.refused
+    ]  # fmt: skip
+    return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
 
 
 _MEMORY = frozenset({Code.NO_ROOM, Code.UNREADABLE})

@@ -24,8 +24,15 @@ _FAILED: dict[str, int] = {
     "engine_crashed": 500,
     "shutting_down": 503,
     "slow_client": 408,
+    "order_timeout": 504,
+    "link_lost": 502,
+    "node_stopping": 503,
 }
 """Status of a failure by its code, 500 for all others; it is seen only when nothing was sent yet."""
+
+_ONCE = frozenset({HTTPStatus.CONFLICT, HTTPStatus.INTERNAL_SERVER_ERROR})
+"""The client libraries send these again by themselves. A request that was in a crash must not come back, and a model
+whose files are broken stays broken: the header that they obey says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class Problem:
             found.append((b"retry-after", str(whole_seconds(self.retry_after)).encode()))
         if self.allow:
             found.append((b"allow", self.allow.encode()))
+        if self.status in _ONCE:
+            found.append((b"x-should-retry", b"false"))
         if self.status == HTTPStatus.UNAUTHORIZED:
             found.append((b"www-authenticate", b"Bearer"))
         return found
@@ -83,9 +92,9 @@ def whole_seconds(seconds: float) -> int:
 
 
 def from_refused(refused: Refused, param: str | None = None) -> Problem:
-    """Give the answer for a refusal; whatever may be retried says when."""
+    """Give the answer for a refusal; whatever may be retried says when, and nothing else does."""
     status = refused.status
-    wait = refused.retry_after
+    wait = None if refused.final else refused.retry_after
     if wait is None and status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         wait = 1.0
     if param is None and status == HTTPStatus.NOT_FOUND:

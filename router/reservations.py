@@ -12,6 +12,9 @@ both count in `in_flight`. `Admitted` is asked for besides `acked_seq` because p
 later one may be committed, and acknowledged, before a long earlier one. Rules that nobody may break: a request holds at
 most one promise, every promise is freed exactly once, and an end that comes twice frees nothing the second time.
 
+What a request promises includes the weights of a model that it makes its node load; from the report on that shows the
+load under way they count there, and no longer here.
+
 A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it.
 """
 
@@ -30,6 +33,7 @@ class _Promise:
     seq: int
     need: int
     tokens: int
+    weights: int = 0
     admitted: bool = False
     settled: bool = False
 
@@ -55,11 +59,12 @@ class Ledger:
         self._accounts: dict[NodeId, Account] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
 
-    def claim(self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0) -> None:
-        """Promise `need` bytes and `tokens` of prefill on a node. LedgerError when the request already holds some."""
+    def claim(self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0) -> None:
+        """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill on a node. LedgerError when the
+        request already holds some."""
         if request in self._promises:
             raise LedgerError(f"request {request} claims twice")
-        self._promises[request] = _Promise(node, seq, need, tokens)
+        self._promises[request] = _Promise(node, seq, need, tokens, weights)
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = Account()
@@ -83,6 +88,15 @@ class Ledger:
             promise = self._promises[request]
             if promise.admitted and promise.seq <= acked_seq:
                 self._settle(account, request, promise)
+
+    def read_in(self, request: int) -> None:
+        """Note that the node's report counts the weights that this request promised."""
+        promise = self._promises.get(request)
+        if promise is None or promise.settled:
+            return
+        self._accounts[promise.node].need -= promise.weights
+        promise.need -= promise.weights
+        promise.weights = 0
 
     def release(self, request: int) -> bool:
         """End a promise, whatever its state. False when there is none (any more)."""

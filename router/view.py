@@ -50,6 +50,11 @@ class NodeView:
     acked_seq: int = 0
     draining: bool = False
 
+    def reads(self, model: Model) -> bool:
+        """Whether this node is reading a model in, so that its report counts the weights. Loads go one by one: of
+        several nobody knows which has begun."""
+        return model.loading and not any(one.loading and one.name != model.name for one in self.models.values())
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
@@ -58,8 +63,12 @@ class ClusterView:
     nodes: tuple[NodeView, ...] = ()
 
     def models(self) -> dict[str, Model]:
-        """Give every model that some member serves, by name."""
+        """Give every model that some member knows, by name."""
         return {name: model for node in self.nodes for name, model in node.models.items()}
+
+    def served(self) -> dict[str, Model]:
+        """Give every model that some member has loaded or can load, by name."""
+        return {name: model for node in self.nodes for name, model in node.models.items() if not model.cause}
 
     def node(self, node: NodeId) -> NodeView | None:
         """Give one node, None when it is not a member."""
@@ -153,7 +162,8 @@ def _honest_model(model: Model) -> Model:
         bytes_per_token=_bounded(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
         groups=tuple(group for group in model.groups if _possible(group)),
         expected_output=min(model.expected_output, MOST_EXPECTED) if model.expected_output > 0 else 256,
-        cause=_printable(model.cause),
+        loading=model.loading and not model.loaded,
+        cause="" if model.loaded else _printable(model.cause),
     )
 
 

@@ -35,6 +35,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),
     "models": ("GET /api/v1/models",),
+    "load": ("POST /api/v1/models/load",),
+    "unload": ("POST /api/v1/models/unload",),
     "place": ("POST /api/v1/place",),
     "chat": ("POST /v1/chat/completions", "GET /v1/models"),
     "env": "prints what the state folder says",

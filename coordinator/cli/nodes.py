@@ -6,6 +6,7 @@ from typing import Any, cast
 import click
 
 from coordinator.cli.access import moment
+from coordinator.cli.models import standing
 from coordinator.cli.session import Session, options, raise_for, table
 from wire.units import show_size
 
@@ -56,7 +57,7 @@ def _print_nodes(answer: dict[str, Any]) -> None:
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
     sizes = [show_size(node[name] or None) for name in ("cap", "phys", "margin")]
     state = node["state"] + (" cordoned" if node["cordoned"] else "")
-    models = ", ".join(m["name"] + ("" if m["loaded"] else " (not loaded)") for m in node["models"]) or "-"
+    models = ", ".join(standing(m["name"], m) for m in node["models"]) or "-"
     return (
         node["name"], state, node["chip"], *sizes, show_size(node["headroom"]), str(node["in_flight"]), models,
         ago(node["heard_seconds"]), node["version"],

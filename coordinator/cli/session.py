@@ -97,9 +97,9 @@ class Session:
         except OSError as error:
             raise Problem(*unreached(base, error)) from None
 
-    def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+    def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and give its JSON. Problem with the server's own words for every error status."""
-        response = self.request(method, path, body)
+        response = self.request(method, path, body, timeout)
         raw = response.read()
         if response.status >= 400:
             raise_for(response.status, raw)
@@ -127,11 +127,23 @@ def raise_for(status: int, raw: bytes) -> NoReturn:
     """Turn an error body into a Problem."""
     try:
         error = json.loads(raw)["error"]
-        message = str(error["message"])
+        message = str(error["message"]) + _numbers(error.get("memory"))
     except (ValueError, KeyError, TypeError):
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
-    code = {401: DENIED, 403: DENIED, 404: NOT_FOUND, 429: REFUSED, 503: REFUSED, 504: TIMED_OUT}.get(status, 1)
+    code = {
+        401: DENIED, 403: DENIED, 404: NOT_FOUND, 409: REFUSED, 429: REFUSED, 503: REFUSED, 504: TIMED_OUT,
+    }.get(status, 1)  # fmt: skip
     raise Problem(REFUSED if status == 400 and b"memory" in raw else code, message)
+
+
+def _numbers(memory: dict[str, Any] | None) -> str:
+    """Write the arithmetic of a refusal on a line of its own."""
+    if not memory:
+        return ""
+    from wire.units import show_size
+
+    sizes = ("estimate", "headroom", "ceiling", "current", "reserved", "margin", "cap")
+    return "\n(" + ", ".join(f"{size} {show_size(memory[size])}" for size in sizes) + ")"
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Using the pool: models, placement, a chat, and the settings of clients."""
+"""Using the pool: placement, a chat, and the settings of clients."""
 
 import json
 import sys
@@ -9,22 +9,6 @@ import click
 
 from coordinator.cli.session import REFUSED, Problem, Session, options, raise_for, table
 from wire.units import show_size
-
-
-@click.command()
-@options
-def models(session: Session) -> None:
-    """List the models and where they are."""
-    session.show(
-        session.call("GET", "/api/v1/models"),
-        lambda answer: table(
-            ("MODEL", "NODES", "WEIGHTS", "CONTEXT"),
-            [
-                (m["name"], ", ".join(m["nodes"]) or "-", show_size(m["weights"]), str(m["context"]))
-                for m in answer["models"]
-            ],
-        ),
-    )
 
 
 @click.command()

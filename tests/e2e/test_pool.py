@@ -486,6 +486,18 @@ def test_secrets_are_private_and_nowhere_else(cluster_pool: Pool) -> None:
             assert not any(secret in " ".join(each.cmdline()) for secret in secrets)
 
 
+def test_load_and_unload_end_with_the_code_that_the_help_lists(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("one")
+    loaded = cluster_pool.cli("load", "scripted-1")
+    assert (loaded["node"]["name"], loaded["node"]["already"]) == ("one", True)
+    assert "no node serves the model" in cluster_pool.cli("load", "nothing", code=5)["stderr"]
+    assert "is loaded on no node" in cluster_pool.cli("unload", "nothing", code=5)["stderr"]
+    assert "no node 'nowhere'" in cluster_pool.cli("load", "scripted-1", "--node", "nowhere", code=5)["stderr"]
+    cluster_pool.cli("nodes", "cordon", "one")
+    assert "one is cordoned" in cluster_pool.cli("load", "scripted-1", "--node", "one", code=6)["stderr"]
+
+
 def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("one")
@@ -495,7 +507,8 @@ def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
     assert cluster_pool.cli("env")["OPENAI_BASE_URL"] == cluster_pool.facts["base_url"]
     version = cluster_pool.cli("version", "--cluster")
     assert version["nodes"] == {"one": version["version"]}
-    assert cluster_pool.cli("models")["models"][0]["nodes"] == ["one"]
+    (model,) = cluster_pool.cli("models")["models"]
+    assert [(node["name"], node["model"]) for node in model["nodes"]] == [("one", "loaded")]
     assert len(cluster_pool.cli("chat", "hello", "--max-tokens", "4")["choices"][0]["message"]["content"].split()) == 4
     spoken = cluster_pool.run("chat", "hello", "--max-tokens", "4", "--state", str(cluster_pool.state))
     assert len(spoken.stdout.split()) == 4

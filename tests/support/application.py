@@ -1,5 +1,6 @@
 """The coordinator's HTTP application on real collaborators, without ports: what `coordinator.run` puts together."""
 
+import itertools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
@@ -12,6 +13,7 @@ from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.enrolment import Cluster, Enrolment
+from coordinator.loads import Loads
 from coordinator.ratelimit import RateLimit
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
@@ -54,10 +56,14 @@ async def application(folder: Path, limit: RateLimit | None = None) -> AsyncGene
         registry = Registry(store, authority, enrolment, name="home", version="0", epoch=1)
         stack.callback(registry.close)
         settings = CoordinatorSettings()
-        dispatcher = Dispatcher(registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (1, 1))
+        count = itertools.count(1)
+        dispatcher = Dispatcher(
+            registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (number := next(count), number)
+        )
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
-        api = Api(registry, admin, approvals, ring, dispatcher, facts, openapi_paths())
+        loads = Loads(dispatcher, time.monotonic)
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
         yield Application(
             FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin, authority, store, registry
         )

@@ -25,9 +25,11 @@ from wire.frames import (
     Frame,
     Generate,
     Limits,
+    Load,
     Message,
     Params,
     Refusal,
+    Unload,
 )
 from wire.refusals import Code
 from wire.units import GIB
@@ -278,11 +280,179 @@ def program(text: str) -> list[str]:
         from node.engine import child
         from wire.codec import Splitter, decode, encode
         from wire.frames import *
-        from wire.report import Memory
+        from wire.report import Memory, Model
         line = socket.socket(fileno=int(sys.argv[-1]))
         child.read_settings(line)
     """
     return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)]
+
+
+def engine(folder: Path, text: str) -> list[str]:
+    """A program in the engine's place that has `models` loaded after its Restore, writes what it was told to restore
+    to a file, a line for each of its lives, and does `text` with every frame; `recorder` writes the shared page."""
+    head = f"""
+        from node.engine.kinds import Doing
+        from node.engine.recorder import Recorder
+        recorder = Recorder(int(sys.argv[-3]))
+        diary = open({str(folder / "diary")!r}, "a")
+        models = {{}}
+        told = Restore()
+        splitter = Splitter()
+
+        def report():
+            line.sendall(encode(EngineReport(Memory(cap=1, armed=True), tuple(models.values()), 0, 0)))
+
+        def frames():
+            while data := line.recv(65536):
+                for tag, body in splitter.feed(data):
+                    yield decode(tag, body)
+            sys.exit(0)
+
+        for frame in frames():
+            if isinstance(frame, Ping):
+                line.sendall(encode(Pong(frame.nonce)))
+            elif isinstance(frame, Restore):
+                told = frame
+                models = {{name: Model(name, loaded=name != "slow", loading=name == "slow") for name in frame.models}}
+            elif isinstance(frame, Limits):
+                print(",".join(told.models), "|", ",".join(ban.model for ban in told.bans), file=diary, flush=True)
+                report()
+            elif isinstance(frame, Load):
+                models[frame.model] = Model(frame.model, loaded=True)
+                report()
+                line.sendall(encode(Finished(frame.request, (), 0, 0)))
+            elif isinstance(frame, Unload):
+                del models[frame.model]
+                report()
+                line.sendall(encode(Finished(frame.request, (), 0, 0)))
+    """
+    whole = program(head)
+    whole[-1] += textwrap.indent(textwrap.dedent(text), "    ")
+    return whole
+
+
+def diary(folder: Path) -> list[tuple[str, str]]:
+    """What each life of the engine was told: models to restore, models to keep out."""
+    lines = (folder / "diary").read_text().splitlines() if (folder / "diary").exists() else []
+    return [(models.strip(), bans.strip()) for models, _, bans in (line.partition("|") for line in lines)]
+
+
+async def order(one: Agent, kind: type[Load] | type[Unload], number: int, model: str) -> None:
+    """Give an order and wait until it is done and reported."""
+    one.supervisor.send(encode(kind(number, model)), kind, number)
+    assert isinstance(await one.end(number), Finished)
+    await one.until(
+        lambda: one.supervisor.report and (kind is Load) == any(m.name == model for m in one.supervisor.report.models)
+    )
+
+
+async def die(one: Agent) -> None:
+    pid = one.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await one.until(lambda: one.supervisor.pid not in (pid, None) and one.armed())
+
+
+AT_ONCE = Patience(first=0.01, longest=0.01)
+IN_FORWARD = """
+    elif isinstance(frame, Generate):
+        # Dies in the forward of whoever says so; the others are only on the engine.
+        if frame.messages[0].content in ("PREFILL", "JOIN", "LOAD", "DECODE"):
+            recorder.begin(Doing[frame.messages[0].content], frame.model, frame.request)
+            os.abort()
+"""
+
+
+@pytest.mark.slow
+async def test_what_was_loaded_is_loaded_again_after_a_death(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(AT_ONCE, engine(tmp_path, ""))
+    await one.supervisor.start()
+    await one.ready()
+    await order(one, Load, 1, "first")
+    await order(one, Load, 2, "second")
+    await die(one)
+    assert diary(tmp_path) == [("", ""), ("first,second", "")]
+    await die(one)
+    assert diary(tmp_path)[2] == ("first,second", ""), "what was restored is as good as what was asked for"
+
+
+@pytest.mark.slow
+async def test_what_was_unloaded_is_not_loaded_again(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(AT_ONCE, engine(tmp_path, ""))
+    await one.supervisor.start()
+    await one.ready()
+    await order(one, Load, 1, "kept")
+    await order(one, Load, 2, "given back")
+    await order(one, Unload, 3, "given back")
+    await die(one)
+    assert diary(tmp_path)[1] == ("kept", "")
+
+
+@pytest.mark.slow
+async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loaded_before(
+    agent: Callable[..., Agent], tmp_path: Path
+):
+    command = engine(
+        tmp_path,
+        """
+        elif isinstance(frame, Generate):
+            models["never loaded"] = Model("never loaded", loading=True)
+            report()
+        """,
+    )
+    one = agent(AT_ONCE, command)
+    await one.supervisor.start()
+    await one.ready()
+    await order(one, Load, 1, "slow")
+    await die(one)
+    one.generate(2)
+    await one.until(lambda: one.supervisor.report and len(one.supervisor.report.models) == 2)
+    await die(one)
+    assert diary(tmp_path) == [("", ""), ("slow", ""), ("slow", "")]
+
+
+@pytest.mark.slow
+async def test_a_model_that_was_in_the_forward_of_two_deaths_is_kept_out(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(AT_ONCE, engine(tmp_path, IN_FORWARD))
+    await one.supervisor.start()
+    await one.ready()
+    await order(one, Load, 1, "scripted-1")
+    await order(one, Load, 2, "innocent")
+    for number, doing in ((3, "PREFILL"), (4, "DECODE")):
+        pid = one.supervisor.pid
+        one.generate(number, doing)
+        await one.end(number)
+        await one.until(lambda pid=pid: one.supervisor.pid not in (pid, None) and one.armed())
+    assert diary(tmp_path) == [("", ""), ("innocent,scripted-1", ""), ("innocent", "scripted-1")]
+    assert "for the second time: the model is kept out for 10 minutes" in one.supervisor.state.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("doing", "code"), [("PREFILL", CRASHED), ("JOIN", CRASHED), ("LOAD", CRASHED), ("DECODE", LOST)]
+)
+async def test_only_the_request_in_the_forward_is_blamed(
+    agent: Callable[..., Agent], tmp_path: Path, doing: str, code: str
+):
+    one = agent(AT_ONCE, engine(tmp_path, IN_FORWARD))
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1)
+    one.generate(2, doing)
+    ends = [await one.end(number) for number in (1, 2)]
+    assert [end.code for end in ends if isinstance(end, Failed)] == [LOST, code]
+    assert all(f"it was in the {doing.lower()} of scripted-1" in end.message for end in ends if isinstance(end, Failed))
+
+
+@pytest.mark.slow
+async def test_an_engine_that_dies_outside_of_any_call_blames_nobody(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(AT_ONCE, engine(tmp_path, "elif isinstance(frame, Generate):\n    sys.exit(3)"))
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1)
+    end = await one.end(1)
+    assert isinstance(end, Failed)
+    assert (end.code, end.message) == (LOST, "the engine process ended with exit code 3")
 
 
 @pytest.mark.slow

@@ -21,12 +21,14 @@ from wire.frames import (
     Finished,
     Frame,
     Generate,
+    Load,
     Logprob,
     Message,
     Params,
     Ping,
     Refusal,
     Report,
+    Unload,
 )
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
@@ -48,6 +50,7 @@ class Cluster:
         self.state: dict[NodeId, str] = {}
         self.acked = 0
         self.count = 0
+        self.models = (a_model(),)
         self.dispatcher = Dispatcher(self._send, RouterSettings(**settings), numbers=self._numbers,  # pyright: ignore
                                      clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
         self.nodes = nodes
@@ -72,7 +75,7 @@ class Cluster:
         self.dispatcher.set_view(ClusterView(tuple(views)))
 
     def _view(self, node: NodeId) -> NodeView:
-        report = Report(0, self.memory.get(node, a_memory()), EngineState("x", "ready"), (a_model(),), self.acked)
+        report = Report(0, self.memory.get(node, a_memory()), EngineState("x", "ready"), self.models, self.acked)
         return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now)
 
     def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
@@ -405,6 +408,137 @@ async def test_a_crashed_engine_is_not_given_the_request_again(two: Cluster):
     two.say(lambda number: Failed(number, "engine_crashed", "signal 6"))
     assert ticket.outcome == Failure("engine_crashed", "signal 6")
     assert len(two.generates()) == 1
+
+
+def engine_lost(cluster: Cluster) -> None:
+    cluster.say(lambda number: Failed(number, "engine_lost", "it ended by SIGKILL"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster, stream: bool):
+    ticket = two.submit(stream=stream)
+    if not stream:
+        two.speak("text that no client has seen")
+    engine_lost(two)
+    assert ticket.outcome is None
+    assert len(two.generates()) == 2
+    assert two.generates()[0][1].request != two.generates()[1][1].request
+    two.speak("hello")
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+    if isinstance(ticket, WholeTicket):
+        assert ticket.answer().texts == {(0, 0): "hello"}
+
+
+async def test_what_had_begun_ends_with_its_engine(two: Cluster):
+    ticket = two.submit()
+    two.speak()
+    assert taken(ticket) == ["hi"]
+    engine_lost(two)
+    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
+    assert len(two.generates()) == 1
+
+
+async def test_no_request_survives_a_second_crash(two: Cluster):
+    ticket = two.submit()
+    engine_lost(two)
+    engine_lost(two)
+    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
+    assert len(two.generates()) == 2
+
+
+async def test_a_crash_after_a_lost_node_counts_as_the_first(two: Cluster):
+    ticket = two.submit()
+    two.dispatcher.node_gone(two.last()[0], "gone")
+    engine_lost(two)
+    assert ticket.outcome is None
+    assert len(two.generates()) == 3
+
+
+async def test_a_model_that_one_node_cannot_load_is_tried_on_the_others_then_refused(two: Cluster):
+    ticket = two.submit()
+    two.refuse(Code.LOAD_FAILED)
+    assert ticket.outcome is None
+    assert {node for node, _ in two.generates()} == {A, B}
+    two.refuse(Code.LOAD_FAILED)
+    assert isinstance(ticket.outcome, Refused)
+    assert (ticket.outcome.code, ticket.outcome.status) == (Code.LOAD_FAILED, 500)
+    assert ticket.outcome.message == "no node can load tiny: node-a: no; node-b: no"
+
+
+async def test_a_model_that_no_node_can_load_never_waits(two: Cluster):
+    two.models = (a_model(loaded=False, cause="a truncated file"),)
+    two.report()
+    ticket = two.submit()
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.LOAD_FAILED
+    assert "a truncated file" in ticket.outcome.message
+    assert two.generates() == []
+
+
+async def test_who_waits_for_a_model_learns_at_once_that_it_will_not_come(two: Cluster):
+    full(two, A, B)
+    ticket = two.submit()
+    assert ticket.entry is not None
+    two.models = (a_model(loaded=False, cause="a truncated file"),)
+    two.report(A)
+    await turn()
+    assert ticket.outcome is None, "the other node may still load it"
+    two.report(B)
+    await turn()
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.LOAD_FAILED
+    assert len(two.dispatcher.queue) == 0
+
+
+async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one: Cluster):
+    one.models = (a_model(loaded=False, weights=4 * GIB),)
+    one.report()
+    ticket = one.submit()
+    assert one.dispatcher.ledger.unacknowledged(A) > 4 * GIB
+    one.models = (a_model(loaded=False, loading=True, weights=4 * GIB),)
+    one.report()
+    left = one.dispatcher.ledger.unacknowledged(A)
+    assert 0 < left < GIB
+    one.report()
+    assert one.dispatcher.ledger.unacknowledged(A) == left, "they are taken off once"
+    one.dispatcher.ledger.check()
+    one.finish()
+    assert isinstance(ticket.outcome, Finished)
+
+
+async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node_is_idle(one: Cluster):
+    one.models = (a_model(loaded=False, weights=9 * GIB), a_model("other"))
+    one.memory[A] = a_memory(2 * GIB)
+    one.report()
+    busy = one.dispatcher.submit(Job(Demand("other", 100), "k", "r", (), Params(), 0, stream=True))
+    ticket = one.submit()
+    assert ticket.entry is not None, "another model is in use there"
+    one.finish()
+    assert isinstance(busy.outcome, Finished)
+    await turn()
+    assert ticket.node == A
+    assert one.generates()[-1][1].model == "tiny"
+    one.refuse()
+    assert ticket.entry is not None, "it is asked once"
+    one.report()
+    await turn()
+    assert ticket.entry is not None
+    assert len(one.generates()) == 2
+
+
+async def test_orders_are_heard_beside_requests(one: Cluster):
+    ticket = one.submit()
+    asking = asyncio.create_task(one.dispatcher.orders.give(Load, A, "node-a", "tiny"))
+    await turn()
+    assert one.sent[-1] == (A, Load(1002, "tiny"))
+    one.dispatcher.receive(A, Finished(1002, (), 0, 0))
+    assert isinstance(await asking, Finished)
+    lost = asyncio.create_task(one.dispatcher.orders.give(Unload, A, "node-a", "tiny"))
+    await turn()
+    one.dispatcher.node_gone(A, "gone")
+    assert isinstance(await lost, Failure)
+    assert isinstance(ticket.outcome, Failure)
 
 
 async def test_a_link_that_is_gone_before_the_view_says_so_is_passed_over(two: Cluster):

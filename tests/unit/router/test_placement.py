@@ -146,6 +146,106 @@ def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
     assert refused(decide(away, node("plain"), ask=ask)).code is Code.NOT_READY
 
 
+# models that are not in memory
+
+
+def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever():
+    small = node("small", None, a_model(loaded=False, weights=23 * GIB))
+    result = decide(small, ask=Demand("tiny", 0, 1, 1))
+    assert (refused(result).code, refused(result).status) == (Code.TOO_LARGE, 400)
+    assert "the most that any member can give is 22.0 GiB" in refused(result).message
+    large = node("large", a_memory(90 * GIB, cap=96 * GIB), a_model(loaded=False, weights=23 * GIB))
+    assert chosen(decide(small, large, ask=Demand("tiny", 0, 1, 1))) == "large"
+
+
+def test_weights_count_where_a_model_is_not_loaded():
+    room = request_need(a_model(), 100, 64)
+    cold = node("cold", a_memory(room + GIB - 1), a_model(loaded=False, weights=1 * GIB))
+    assert why(decide(cold), "cold").startswith("needs 1.1 GiB, headroom is 1.1 GiB")
+    assert chosen(decide(node("cold", a_memory(room + GIB), a_model(loaded=False, weights=1 * GIB)))) == "cold"
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_while_a_node_reads_a_model_in_its_weights_count_once(policy: str):
+    room = request_need(a_model(), 100, 64)
+    reading = a_model(loaded=False, loading=True, weights=4 * GIB)
+    assert chosen(decide(node("a", a_memory(room), reading), policy=policy)) == "a"
+    queued = node("a", a_memory(room), reading, a_model("other", loaded=False, loading=True))
+    assert isinstance(decide(queued, policy=policy), NoPlacement), "of two loads nobody knows which has begun"
+
+
+def test_a_node_that_has_it_wins_over_one_that_must_load_it():
+    cold = node("cold", None, a_model(loaded=False, weights=1, load_seconds=20.0, prefill_speed=5000.0))
+    assert chosen(decide(cold, node("warm", None, a_model(prefill_speed=100.0)))) == "warm"
+    halfway = node("halfway", None, a_model(loaded=False, loading=True, weights=1, load_seconds=20.0))
+    assert chosen(decide(cold, halfway)) == "halfway"
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_node_that_cannot_load_it_says_why_and_is_not_picked(policy: str):
+    broken = node("broken", a_memory(60 * GIB, cap=96 * GIB), a_model(loaded=False, cause="a truncated file"))
+    result = decide(broken, node("sound"), policy=policy)
+    assert chosen(result) == "sound"
+    assert why(result, "broken") == "cannot load tiny: a truncated file"
+
+
+def test_when_no_node_can_load_it_the_causes_are_the_answer():
+    broken = a_model(loaded=False, cause="a truncated file")
+    answer = refused(decide(node("a", None, broken), node("b", None, broken, state="lost"), node("c", models={})))
+    assert (answer.code, answer.status, answer.final) == (Code.LOAD_FAILED, 500, True)
+    assert answer.message == "no node can load tiny: a: a truncated file; b: a truncated file"
+    assert answer.retry_after is None
+
+
+def test_a_node_that_cannot_load_it_is_no_hope_for_those_who_wait():
+    broken = node("broken", None, a_model(loaded=False, cause="a truncated file"))
+    assert refused(decide(broken, node("away", state="asleep"))).code is Code.NOT_READY
+    assert refused(decide(broken, node("small"), ask=Demand("tiny", 0, 5000))).code is Code.CONTEXT
+    model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
+    roomy = node("roomy", a_memory(500 * GIB, cap=512 * GIB), a_model(loaded=False, cause="x", context=100_000))
+    assert refused(decide(roomy, node("small", None, model), ask=Demand("tiny", 0, 4000))).code is Code.TOO_LARGE
+
+
+def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
+    told = Refused(Code.LOAD_FAILED, "tiny cannot be loaded: a truncated file")
+    trials = Trials(never={NodeId("a"): told})
+    assert chosen(decide(node("a"), node("b"), trials=trials)) == "b"
+    answer = refused(decide(node("a"), trials=trials))
+    assert (answer.code, answer.message) == (Code.LOAD_FAILED, "no node can load tiny: a: a truncated file")
+
+
+def idle(name: str, room: int, *models: Model, **changes: object) -> NodeView:
+    return node(
+        name, a_memory(room), a_model("other"), *(models or (a_model(loaded=False, weights=9 * GIB),)), **changes
+    )
+
+
+def asked(*nodes: NodeView, **more: object) -> str | None:
+    result = decide(*nodes, **more)
+    assert isinstance(result, NoPlacement)
+    return None if result.ask is None else result.ask.name
+
+
+def test_an_idle_node_that_could_give_other_models_back_is_asked():
+    assert asked(idle("a", 1 * GIB), idle("b", 2 * GIB)) == "b"
+    assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=1))) is None
+    assert asked(idle("small", 1 * GIB, a_model(loaded=False, weights=23 * GIB), a_model("other"))) == "small", (
+        "which counts, and says for good that it is too large"
+    )
+    empty = node("empty", a_memory(1 * GIB), a_model(loaded=False, weights=9 * GIB))
+    assert asked(empty) is None, "it has nothing to give back"
+
+
+def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_has_refused():
+    assert asked(idle("a", 1 * GIB), node("has", a_memory(0))) is None
+    assert asked(idle("a", 1 * GIB), node("has", a_memory(0), state="lost")) == "a"
+    trials = Trials(refused={NodeId("a"): NOW - 9})
+    assert asked(idle("a", 1 * GIB), trials=trials) is None
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 0)
+    assert asked(idle("a", 1 * GIB), ledger=ledger) is None
+
+
 # the order
 
 
@@ -207,8 +307,8 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     guess = decide(node("a", None, model), ask=Demand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)
     assert guess.refused.code is Code.NO_ROOM
-    assert guess.counter is not None, "so it does not wait in line, and somebody counts"
-    assert guess.counter.node == "a"
+    assert guess.ask is not None, "so it does not wait in line, and somebody counts"
+    assert guess.ask.node == "a"
     answer = refused(decide(node("a", None, model), ask=Demand("tiny", 0, 40_000)))
     assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
     assert "the most that any member can give is 22.0 GiB (a)" in answer.message

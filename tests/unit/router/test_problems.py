@@ -26,6 +26,20 @@ def test_every_refusal_has_its_status_and_openai_shape(code: Code):
     assert (b"retry-after", b"1") in problem.headers() or problem.status in (400, 404, 409, 500)
 
 
+@pytest.mark.parametrize(("code", "kind"), [
+    (Code.IN_USE, "invalid_request_error"), (Code.LOAD_FAILED, "server_error"),
+])  # fmt: skip
+def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: Code, kind: str):
+    problem = from_refused(Refused(code, "why", None, 5.0))
+    assert error(problem)["type"] == kind
+    assert problem.headers() == [(b"x-should-retry", b"false")]
+
+
+def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
+    assert failed("engine_crashed", "x").headers() == [(b"x-should-retry", b"false")]
+    assert failed("node_lost", "x").headers() == []
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [
     (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2), (59.5, 60), (1e9, 60), (float("nan"), 60), (-3.0, 1),
 ])  # fmt: skip

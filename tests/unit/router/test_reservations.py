@@ -122,3 +122,25 @@ def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
         steps[step]()
         ledger.check()
     assert ledger.empty
+
+
+def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 100, weights=60)
+    ledger.read_in(1)
+    ledger.read_in(1)
+    ledger.read_in(2)
+    assert ledger.unacknowledged(NodeId("a")) == 40
+    ledger.admitted(1)
+    ledger.acknowledge(NodeId("a"), 1)
+    ledger.read_in(1)
+    ledger.check()
+    assert ledger.release(1)
+    ledger.claim(NodeId("a"), 3, 2, 100, weights=60)
+    ledger.admitted(3)
+    ledger.acknowledge(NodeId("a"), 2)
+    ledger.read_in(3)
+    assert ledger.unacknowledged(NodeId("a")) == 0
+    ledger.check()
+    assert ledger.release(3)
+    assert ledger.empty

@@ -470,6 +470,16 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
     assert driver.recorder.last() is None
 
 
+def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):
+    driver.take(small(driver, MIB))
+    driver.take(Load(7, driver.default))
+    end = driver.end(7)
+    assert isinstance(end, Refusal)
+    assert end.refused.numbers is not None
+    assert driver.engine.gate.refusals[Site.LOAD] == 1
+    assert not driver.engine.report(0.0).models[0].loaded
+
+
 def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path: Path):
     for name in ("one", "two", "bad"):
         copy_of(tmp_path / name)

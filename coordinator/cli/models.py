@@ -1,0 +1,104 @@
+"""Models: where they are, and what should be in memory."""
+
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from coordinator.cli.session import Session, options, table
+from wire.units import show_size
+
+PATIENCE = 3700.0
+"""Seconds: the coordinator itself gives up a load after an hour, and says so."""
+SPINNER_AFTER = 1.0
+
+
+@click.command()
+@options
+def models(session: Session) -> None:
+    """List the models and where they are, loaded or not, and why a node cannot load one."""
+    session.show(session.call("GET", "/api/v1/models"), _print_models)
+
+
+def _print_models(answer: dict[str, Any]) -> None:
+    rows = [
+        (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
+        for m in answer["models"]
+    ]
+    table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows)
+    for model in answer["models"]:
+        for node in model["nodes"]:
+            if node["cause"]:
+                click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
+
+
+def _place(node: dict[str, Any]) -> str:
+    return standing(node["name"], node) + ("" if node["state"] == "ready" else f" {node['state']}")
+
+
+def standing(name: str, row: dict[str, Any]) -> str:
+    """Write a name with how it stands to its model (or its node): nothing more where it is loaded."""
+    words = {"loaded": "", "loading": " (loading)", "known": " (not loaded)", "failed": " (cannot load)"}
+    return name + words[row["model"]]
+
+
+@click.command()
+@click.argument("model")
+@click.option("--node", help="On this node; without it, on the one that can hold it and answers first.")
+@options
+def load(session: Session, model: str, node: str | None) -> None:
+    """Load a model into the memory of a node, and wait until it is there. Ctrl-C ends the wait, not the load."""
+    with waiting(f"loading {model}"):
+        answer = session.call("POST", "/api/v1/models/load", {"model": model, "node": node}, PATIENCE)
+    session.show(answer, _print_load)
+
+
+def _print_load(answer: dict[str, Any]) -> None:
+    node = answer["node"]
+    if node["already"]:
+        click.echo(f"{answer['model']} is loaded on {node['name']} already")
+    else:
+        click.echo(f"{answer['model']} loaded on {node['name']} in {node['seconds']:.1f} s")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--node", help="On this node only; without it, wherever it is loaded.")
+@options
+def unload(session: Session, model: str, node: str | None) -> None:
+    """Give back the memory that a model takes; refused while requests use it. The next request loads it again."""
+    with waiting(f"unloading {model}"):
+        answer = session.call("POST", "/api/v1/models/unload", {"model": model, "node": node}, PATIENCE)
+    session.show(answer, _print_unload)
+
+
+def _print_unload(answer: dict[str, Any]) -> None:
+    for node in answer["nodes"]:
+        click.echo(f"{answer['model']} unloaded on {node['name']} in {node['seconds']:.1f} s")
+
+
+@contextmanager
+def waiting(text: str) -> Generator[None]:
+    """Show on a terminal that something lasts, and for how long, once it has lasted a second; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task(text, total=None)
+    timer = threading.Timer(SPINNER_AFTER, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if progress.live.is_started:
+            progress.stop()

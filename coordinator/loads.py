@@ -1,0 +1,106 @@
+"""The verbs behind /api/v1/models/load and /unload: choose the nodes, give the orders, say what came of it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as changed
+
+from router.dispatch import Dispatcher
+from router.loads import Choice
+from router.orders import Kind
+from router.ticket import Failure
+from router.view import NodeView
+from wire.frames import Finished, Load, Unload
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A node did what was wanted, in so many seconds. `already`: by its report there was nothing to do, so nobody was
+    asked."""
+
+    node: NodeId
+    name: str
+    seconds: float
+    already: bool = False
+
+    def row(self) -> dict[str, object]:
+        """Give it as the API shows it."""
+        return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already}
+
+
+_GONE = frozenset({"asleep", "lost", "left"})
+"""What such a node had loaded is its own affair until it is back."""
+Answer = Done | Refused | Failure
+
+
+class Loads:
+    """See the module. `clock` gives monotonic seconds."""
+
+    def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+
+    async def load(self, model: str, node: NodeView | None) -> Answer:
+        """Load a model on this node, or on the one that places it best; a node that refuses is followed by the next."""
+        if node is not None:
+            choice = Choice(node.id, node.name, _loaded(node, model))
+            return self._dispatcher.away(node) or await self._load(choice, model)
+        tried: dict[NodeId, Refused] = {}
+        while True:
+            choice = self._dispatcher.choose_load(model, tried)
+            if isinstance(choice, Refused):
+                return _all_refused(tried) or choice
+            answer = await self._load(choice, model)
+            if not isinstance(answer, Refused):
+                return answer
+            tried[choice.node] = answer
+
+    async def _load(self, choice: Choice, model: str) -> Answer:
+        if choice.loaded:
+            return Done(choice.node, choice.name, 0.0, already=True)
+        return await self._give(Load, choice.node, choice.name, model)
+
+    async def unload(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
+        """Unload a model from this node, or from every one that has it; give where it is gone, and what went wrong.
+
+        A cordoned node is asked, too: to cordon it is how its requests are let end."""
+        view = self._dispatcher.view
+        holders = [one for one in view.nodes if one.state not in _GONE and _loaded(one, model)]
+        nodes = [node] if node is not None else holders
+        if not nodes:
+            return [], Refused(Code.NO_MODEL, f"{model} is loaded on no node")
+        answers = await asyncio.gather(*(self._unload(model, one) for one in nodes))
+        done = [answer for answer in answers if isinstance(answer, Done)]
+        wrong = [answer for answer in answers if not isinstance(answer, Done)]
+        return done, _together(wrong, done) if wrong else None
+
+    async def _unload(self, model: str, node: NodeView) -> Answer:
+        away = self._dispatcher.away(replace(node, cordoned=False))
+        return away or await self._give(Unload, node.id, node.name, model)
+
+    async def _give(self, kind: Kind, node: NodeId, name: str, model: str) -> Answer:
+        begun = self._clock()
+        ended = await self._dispatcher.orders.give(kind, node, name, model)
+        return Done(node, name, self._clock() - begun) if isinstance(ended, Finished) else ended
+
+
+def _loaded(node: NodeView, model: str) -> bool:
+    return model in node.models and node.models[model].loaded
+
+
+def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
+    """Give what the nodes said, with the numbers of the first: it was the best."""
+    if not tried:
+        return None
+    first = next(iter(tried.values()))
+    return changed(first, message="; ".join(refused.message for refused in tried.values()))
+
+
+def _together(wrong: list[Refused | Failure], done: list[Done]) -> Refused | Failure:
+    text = "; ".join(one.message for one in wrong)
+    if done:
+        text += f"; unloaded on {', '.join(one.name for one in done)}"
+    return changed(wrong[0], message=text)

@@ -1,0 +1,144 @@
+"""`cluster models`, `load` and `unload` as a person sees them, against a server that says what a coordinator would."""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from coordinator.cli import cluster
+from coordinator.cli.session import NOT_FOUND, REFUSED, TIMED_OUT
+from router.problems import Problem, failed, from_refused
+from tests.support.processes import CLI, environment
+from wire.refusals import Code, Numbers, Refused
+from wire.units import GIB
+
+
+class Server:
+    """Answers every request alike, once it may; keeps what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answer: dict[str, Any] | Problem = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.may = threading.Event()
+        self.may.set()
+        told = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                length = int(self.headers.get("content-length", 0))
+                told.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
+                told.may.wait(20)
+                problem = told.answer if isinstance(told.answer, Problem) else None
+                body = problem.body("r") if problem else json.dumps(told.answer).encode()
+                self.send_response(problem.status if problem else 200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.key = folder / "key"
+        self.key.write_text("mp_a_b")
+        self.options = ["--url", f"http://127.0.0.1:{self.http.server_port}", "--key-file", str(self.key)]
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def run(self, *words: str) -> Result:
+        return CliRunner().invoke(cluster, [*words, *self.options])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def row(name: str, model: str = "loaded", cause: str = "", state: str = "ready") -> dict[str, str]:
+    return {"id": name, "name": name, "state": state, "model": model, "cause": cause}
+
+
+def test_models_says_how_every_node_stands_to_each(server: Server):
+    nodes = [
+        row("studio"),
+        row("mini", "loading"),
+        row("air", "known", state="lost"),
+        row("old", "failed", "truncated"),
+    ]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    text = server.run("models").output
+    assert "studio, mini (loading), air (not loaded) lost, old (cannot load)" in text
+    assert "old cannot load a/b: truncated" in text
+    assert "4.0 GiB" in text
+
+
+def test_load_says_where_and_how_long(server: Server):
+    server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 12.34, "already": False}}
+    assert server.run("load", "a/b").output == "a/b loaded on studio in 12.3 s\n"
+    assert server.asked == [("/api/v1/models/load", {"model": "a/b", "node": None})]
+    server.answer["node"]["already"] = True
+    assert server.run("load", "a/b", "--node", "studio").output == "a/b is loaded on studio already\n"
+    assert server.asked[1][1]["node"] == "studio"
+
+
+def test_unload_says_where(server: Server):
+    nodes = [{"id": name, "name": name, "seconds": 0.2, "already": False} for name in ("one", "two")]
+    server.answer = {"model": "a/b", "nodes": nodes}
+    result = server.run("unload", "a/b")
+    assert result.output == "a/b unloaded on one in 0.2 s\na/b unloaded on two in 0.2 s\n"
+    assert server.asked == [("/api/v1/models/unload", {"model": "a/b", "node": None})]
+
+
+ENDS = [
+    (from_refused(Refused(Code.NO_ROOM, "needs 5 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
+    (from_refused(Refused(Code.TOO_LARGE, "needs 50 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
+    (from_refused(Refused(Code.IN_USE, "2 requests")), REFUSED),
+    (from_refused(Refused(Code.NO_MODEL, "no such model")), NOT_FOUND),
+    (from_refused(Refused(Code.LOAD_FAILED, "truncated")), 1),
+    (failed("node_lost", "studio was lost"), 1),
+    (failed("order_timeout", "nothing for 3600 s"), TIMED_OUT),
+]
+
+
+@pytest.mark.parametrize(("problem", "code"), ENDS)
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_what_goes_wrong_is_told_with_its_numbers_and_exit_code(server: Server, verb: str, problem: Problem, code: int):
+    server.answer = problem
+    result = server.run(verb, "a/b")
+    assert result.exit_code == code
+    assert problem.message in result.output
+    assert ("estimate 5.0 GiB, headroom 1.0 GiB" in result.output) == (problem.memory is not None)
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_that_it_lasts_and_a_pipe_does_not(server: Server, tmp_path: Path):
+    server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 1.5, "already": False}}
+    server.may.clear()
+    ours, theirs = os.openpty()
+    command = [*CLI, "load", "a/b", *server.options]
+    terminal = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment(**terminal), cwd=tmp_path
+    ) as load:
+        os.close(theirs)
+        seen = b""
+        while b"loading a/b" not in seen:
+            seen += os.read(ours, 4096)
+        server.may.set()
+        assert load.stdout is not None
+        assert load.stdout.read() == "a/b loaded on studio in 1.5 s\n"
+    assert load.returncode == 0
+    os.close(ours)
+    assert server.run("load", "a/b").stderr == ""
