@@ -15,7 +15,13 @@ from tests import models
 from wire.report import Group
 from wire.verdict import padded
 
-ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next")
+ARCHITECTURES = (
+    "llama",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next")
+    ),
+)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
