@@ -363,6 +363,18 @@ def test_a_prompt_beyond_the_context_says_both_numbers(driver: Driver):
     assert str(end.prompt_tokens) in end.refused.message
 
 
+def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(SHORT[0]["prompt"])
+    (tokenizer,) = driver.engine._door._tokenizers.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "prompt", lambda self, request: 1 / 0)
+        end = driver.end(driver.ask("Hello!"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.TEMPLATE
+    assert "ZeroDivisionError" in end.refused.message
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+
+
 def test_before_the_first_limits_nothing_is_begun():
     driver = Driver(models.path("llama"), limits=None, preload=("llama",))
     end = driver.end(driver.ask())
