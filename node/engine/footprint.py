@@ -40,6 +40,17 @@ class Footprint:
         self._recent = Recent()
 
 
+def wire(cap: int) -> int:
+    """Let Metal keep up to `cap` bytes wired, never more than it recommends (as mlx-lm does): without it, large models
+    are paged. Gives the limit in bytes, 0 where there is no Metal. Unverified on macOS."""
+    if not mx.metal.is_available():
+        return 0
+    most = int(mx.device_info()["max_recommended_working_set_size"])
+    limit = min(cap, most)
+    mx.set_wired_limit(limit)
+    return limit
+
+
 def clear_pool() -> None:
     """Empty MLX's pool of free buffers, so that the next reading does not count them."""
     mx.clear_cache()

@@ -16,7 +16,7 @@ import structlog
 
 from node.engine import preflight
 from node.engine.door import Door
-from node.engine.footprint import Footprint
+from node.engine.footprint import Footprint, wire
 from node.engine.forwards import Forwards
 from node.engine.found import Found
 from node.engine.generation import Generation
@@ -45,6 +45,7 @@ from wire.frames import (
 )
 from wire.refusals import Code, Refused
 from wire.report import Memory, Model
+from wire.units import show_size
 from wire.verdict import row_bytes
 
 REMEMBERED = 1024
@@ -72,7 +73,7 @@ class TextEngine:
         )
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
-        self._acked = 0
+        self._acked = self._wired_for = 0
         self._cancelled: dict[int, None] = {}
         for name in settings.models.preload:
             found = library.find(name)
@@ -105,7 +106,7 @@ class TextEngine:
             case Cancel():
                 self._cancel(work.request)
             case Limits():
-                self.gate.hold(work)
+                self._hold(work)
             case Load():
                 return self._load(work, now)
             case Unload():
@@ -138,6 +139,14 @@ class TextEngine:
             self._forwards.memory(now), models, running, waiting + len(self._pending), queued, self._acked,
             self._forwards.counts(),
         )  # fmt: skip
+
+    def _hold(self, limits: Limits) -> None:
+        """Put limits in force; a new cap is also how much Metal may keep wired."""
+        self.gate.hold(limits)
+        if limits.cap and limits.cap != self._wired_for:
+            self._wired_for = limits.cap
+            wired = wire(limits.cap)
+            log.info("wired", limit=show_size(wired) if wired else "no Metal here")
 
     # requests
 
