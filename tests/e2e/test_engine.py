@@ -365,7 +365,7 @@ def test_what_can_never_fit_is_refused_before_any_forward(snug: Pool, model: str
     small = after - before
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
-            client.chat.completions.create(model=model, messages=said(prompt), stream=stream)
+            client.chat.completions.create(model=model, messages=said(prompt), stream=stream, max_tokens=1)
         assert caught.value.code == "prefill_memory_exceeded"
         assert numbers(caught.value)["margin"] == MARGIN
         assert caught.value.response.headers["x-macpool-node"] == "snug", "the engine itself has counted and refused"
