@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from deploy import mac_machine, mac_network, mac_pool
+from deploy import mac_engine, mac_machine, mac_network, mac_pool
 from deploy.outcome import Outcome, ToolError, ask, judged, skipped
 
 REPORT = Path("mac-check-report.md")
@@ -50,6 +50,8 @@ ENTRIES = (
     Entry("bonjour", "Bonjour, both ways, with goodbye", mac_network.bonjour_both_ways),
     Entry("local-name", "The endpoint under NAME.local", mac_pool.local_name),
     Entry("help-cpu", "CPU of cluster --help", mac_pool.help_cpu),
+    Entry("engine", "The engine answers on Metal", mac_engine.engine_answers),
+    Entry("engine-pressure", "A prompt that does not fit is refused, not paged"),
     Entry("idle-agent", "CPU and wake-ups of an idle agent"),
     Entry("sleep-wake", "A node sleeps and wakes"),
     Entry("join-by-code", "A second Mac joins by code"),

@@ -113,6 +113,8 @@ class Library:
             found = describe(name, folder)
         except OSError as error:
             return Found(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
+        except Exception as error:  # whatever a stranger's files make of us, the others are served
+            return Found(name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
         if found is not None:
             self._described[folder] = ((name, *state), found)
         return found

@@ -94,14 +94,12 @@ def _settings(options: argparse.Namespace) -> NodeSettings:
         ("--set", from_pairs(options.pairs)),
     ]
     settings = resolve(layers, OTHERS).value
-    if not options.models:
-        return settings
-    if settings.engine.kind == "scripted":
+    if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
-    missing = [str(folder) for folder in options.models if not folder.is_dir()]
-    if missing:
-        raise SettingsError(f"--models: {missing[0]} is not a folder")
     folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
+    missing = [folder for folder in folders if not Path(folder).expanduser().is_dir()]
+    if missing:
+        raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     return replace(settings, models=replace(settings.models, folders=folders))
 
 

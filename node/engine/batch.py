@@ -122,7 +122,7 @@ class DecodeBatch(Generic[K]):
         """Take rows out and give their memory back."""
         if self._batch is None:
             return
-        gone = {uid for uid, one in self._rows.items() if any(one.row is row for row in rows)}
+        gone = {uid for uid, one in self._rows.items() if one.row in rows}
         if not gone:
             return
         for uid in gone:

@@ -6,6 +6,8 @@ the inference thread's question.
 
 from pathlib import Path
 
+import structlog
+
 from node.engine.found import Found
 from node.engine.pipeline import TextPipeline
 from node.engine.prompt import Prepared
@@ -13,6 +15,8 @@ from node.engine.tokenizer import TemplateFailed, Tokenizer, TokenizerError, loa
 from node.library import Library
 from wire.frames import Generate
 from wire.refusals import Code, Refused
+
+log = structlog.get_logger("engine.door")
 
 
 class Door:
@@ -23,7 +27,16 @@ class Door:
         self._tokenizers: dict[str, Tokenizer] = {}
 
     def prepare(self, request: Generate) -> Prepared:
-        """Put a request into tokens."""
+        """Put a request into tokens. Never raises: this thread is the engine's life line."""
+        try:
+            return self._prepared(request)
+        except Exception as error:
+            log.exception("door", request=request.request)
+            return _refused(
+                request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}: {error}"[:300]
+            )
+
+    def _prepared(self, request: Generate) -> Prepared:
         found = self._library.look(request.model)
         if found is None:
             return _refused(request, Code.NO_MODEL, f"this node has no model {request.model}")

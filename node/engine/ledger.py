@@ -34,8 +34,24 @@ class _Batch:
         return _group([row.promised for row in self.rows])
 
     def written(self, kv: Kv) -> int:
-        joined = padded(_group([row.written for row in self.rows if row.joined]), kv)
-        return joined + sum(row_bytes(kv, row.written) for row in self.rows if not row.joined)
+        """Before every forward: one pass."""
+        own = joined = longest = 0
+        for row in self.rows:
+            if not row.joined:
+                own += row_bytes(kv, row.written)
+                continue
+            joined += 1
+            if row.written > longest:
+                longest = row.written
+        return own + joined * row_bytes(kv, longest)
+
+    def promised_bytes(self, kv: Kv) -> int:
+        """Before every forward, too."""
+        longest = 0
+        for row in self.rows:
+            if row.promised > longest:
+                longest = row.promised
+        return len(self.rows) * row_bytes(kv, longest)
 
 
 def _group(lengths: list[int]) -> Group:
@@ -60,7 +76,7 @@ class Ledger:
 
     def reserved(self) -> int:
         """Give the bytes promised and not yet written."""
-        return sum(padded(group, self._kv) for group in self.groups()) - self.written()
+        return sum(batch.promised_bytes(self._kv) - batch.written(self._kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
         """Give what `rows` equal rows of `length` tokens would add: exactly what `commit` then promises."""

@@ -9,6 +9,7 @@ reserved. The owner calls `tick` while `busy`, and decodes between the ticks.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -116,10 +117,10 @@ class Shelf:
         """Try again what was broken: somebody asked for it by name."""
         self.causes.pop(name, None)
 
-    def tick(self, now: float) -> Outcome | None:
+    def tick(self) -> Outcome | None:
         """Begin the next load or read its next piece; an outcome when one ended."""
         if self._reading is None:
-            return self._begin(self._queue.popleft(), now)
+            return self._begin(self._queue.popleft(), time.monotonic())
         reading = self._reading
         try:
             piece = next(reading.pieces)
@@ -130,6 +131,7 @@ class Shelf:
             reading.left = max(0, reading.left - piece)
             return None
         self._reading = None
+        now = time.monotonic()
         piece.load_seconds, piece.used_at = now - reading.begun, now
         self.residents[piece.name] = piece
         give_back()
@@ -147,8 +149,11 @@ class Shelf:
         self.released()
 
     def make_room(self, need: int) -> bool:
-        """Evict idle models, least recently used first, until `need` bytes fit; say whether they do."""
+        """Evict idle models, least recently used first, until `need` bytes fit; none if all of them would not do. Say
+        whether they fit."""
         idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
+        if not _fits(self.memory(), need - sum(self.residents[name].weights for name in idle)):
+            return False
         for name in sorted(idle, key=lambda name: self.residents[name].used_at):
             if _fits(self.memory(), need):
                 return True

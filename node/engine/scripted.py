@@ -38,11 +38,13 @@ from wire.frames import (
     Frame,
     Generate,
     Limits,
+    Load,
     Ping,
     Refusal,
     Timings,
+    Unload,
 )
-from wire.refusals import Refused
+from wire.refusals import Code, Refused
 from wire.report import Counts, Kv, Memory, Model
 from wire.units import GIB, parse_size
 
@@ -132,6 +134,8 @@ class Scripted:
             self._cancel(frame.request, now)
         elif isinstance(frame, Limits):
             self.gate.hold(frame)
+        elif isinstance(frame, Load | Unload):
+            return [self._ordered(frame)]
         return []
 
     def step(self, now: float) -> list[Frame]:
@@ -167,6 +171,15 @@ class Scripted:
         )  # fmt: skip
 
     # requests
+
+    def _ordered(self, order: Load | Unload) -> Frame:
+        """Answer an order about models: there is one, and it is always loaded."""
+        name = self._settings.model
+        if order.model != name:
+            return Refusal(order.request, Refused(Code.NO_MODEL, f"this node serves {name}, not {order.model}"))
+        if isinstance(order, Load):
+            return Finished(order.request, (), 0, 0)
+        return Refusal(order.request, Refused(Code.IN_USE, f"{name} is scripted: there is nothing to unload"))
 
     def _generate(self, request: Generate, now: float) -> list[Frame]:
         self._acked = max(self._acked, request.seq)

@@ -449,7 +449,7 @@ def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(cluste
         (["up", "--listen", "nowhere"], 2, "HOST:PORT"),
         (["up", "--lan", "--listen", "127.0.0.1:0"], 2, "exclude"),
         (["join", "127.0.0.1:1", "--set", "memory.cpa=1"], 2, "did you mean memory.cap?"),
-        (["join", "127.0.0.1:1", "--models", "/tmp"], 2, "reads no model folders"),
+        (["join", "127.0.0.1:1", "--models", "/tmp", "--set", "engine.kind=scripted"], 2, "reads no model folders"),
         (["join", "not an address"], 1, "host:port"),
         (["nods"], 2, "did you mean 'nodes'?"),
         (["nodes"], 3, "cluster up"),

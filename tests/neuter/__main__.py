@@ -7,6 +7,7 @@ stands and fail once it is broken; an entry whose text is no longer there exactl
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTS_FAILED = 1
-"""pytest's exit code for red tests; all other codes mean that the tests did not run."""
+RED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT})
+"""pytest's exit code for red tests, and native code that died of what was let through; any other code means that the
+tests did not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def check(entry: Entry, files: list[str]) -> str | None:
             shutil.copy2(ROOT / file, folder / file)
         (folder / entry.file).write_text(text.replace(entry.find, entry.replace))
         code, last = run(folder, entry.tests)
-    if code == TESTS_FAILED:
+    if code in RED:
         return None
     return f"its tests stay green: {last}" if code == 0 else f"its tests did not run (exit {code}): {last}"
 

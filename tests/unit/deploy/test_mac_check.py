@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import mac_machine, mac_network
+from deploy import mac_engine, mac_machine, mac_network
 from deploy.mac_check import ENTRIES, NO_MAC, Entry, report, run
 from deploy.outcome import Outcome, ToolError, number_in, size_in
 from wire.units import GIB, MIB
@@ -46,7 +46,9 @@ def test_other_systems_are_told_that_it_needs_a_mac():
     assert (done.returncode, done.stdout, done.stderr) == (2, "", NO_MAC + "\n")
 
 
-@pytest.mark.parametrize("check", [mac_machine.identity, mac_network.notsent_lowat, mac_network.child_eof])
+@pytest.mark.parametrize(
+    "check", [mac_machine.identity, mac_network.notsent_lowat, mac_network.child_eof, mac_engine.engine_answers]
+)
 def test_what_can_be_seen_on_any_system_passes_here(check):
     outcome = check()
     assert outcome.status == "pass", outcome.text

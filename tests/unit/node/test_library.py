@@ -3,10 +3,13 @@
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from node.library import DEPTH, EMBEDDED, Library, describe, foresee, hub_folder, roots, snapshots
 from node.settings import ModelSettings
@@ -121,6 +124,23 @@ def test_broken_weights_say_what_is_wrong(tmp_path: Path, weights: bytes, words:
     assert found is not None
     assert words in found.cause
     assert "model.safetensors" in found.cause
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from([*LLAMA, "layer_types", "text_config", "sliding_window", "model_file", "head_dim"])
+
+
+@given(st.dictionaries(KEYS, JSON, max_size=5), st.dictionaries(st.sampled_from(["w", "__metadata__"]), JSON))
+def test_no_strangers_files_raise(config: dict[str, Any], header: dict[str, Any]):
+    raw = json.dumps(header).encode()
+    with tempfile.TemporaryDirectory() as name:
+        weights = struct.pack("<Q", len(raw)) + raw
+        model(Path(name) / "m", {"model_type": "llama", **config}, weights)
+        assert set(library(Path(name)).known()) <= {"m", EMBEDDED.name}
 
 
 def test_a_download_that_is_not_whole_names_what_is_missing(tmp_path: Path):

@@ -15,7 +15,13 @@ from tests import models
 from wire.report import Group
 from wire.verdict import padded
 
-ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next")
+ARCHITECTURES = (
+    "llama",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next")
+    ),
+)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -88,6 +94,12 @@ def test_equal_rows_share_one_prefill(model: TextModel):
     assert rows["x"] == rows["y"] == rows["z"] == alone(model, ids, 8)
 
 
+def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    join(batch, model, "one", [25])
+    assert [token.token for _ in range(4) for token in batch.step()] == alone(model, [25], 4)
+
+
 def test_a_cache_tells_what_a_row_takes(model: TextModel):
     kv = kv_of(prefilled(model, prompt(1, 9)))
     for length in (300, 700):
@@ -124,14 +136,15 @@ def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
 
 def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(llama)
-    for number in range(4):
-        join(batch, llama, str(number), prompt(number, 4000))
-    cache = prefilled(llama, prompt(9, 4000))
+    for number in range(6):
+        join(batch, llama, str(number), prompt(number, 1500))
+    cache = prefilled(llama, prompt(9, 1500))
     batch.step()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    batch.join([Joining("new", Guard(greedy, ()))], prompt(9, 4000), cache)
+    batch.join([Joining("new", Guard(greedy, ()))], prompt(9, 1500), cache)
+    batch.step()
     rose = mx.get_peak_memory() - before
     assert rose < 0.7 * batch.nbytes(), "evaluated whole, the old and the new batch stand side by side"
 

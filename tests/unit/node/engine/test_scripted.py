@@ -23,9 +23,11 @@ from wire.frames import (
     Frame,
     Generate,
     Limits,
+    Load,
     Message,
     Params,
     Refusal,
+    Unload,
 )
 from wire.refusals import Code
 from wire.units import GIB, MIB, parse_size
@@ -222,6 +224,14 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
     memory = bench.report().memory
     assert memory.recent == memory.active == memory.phys == 4 * GIB
     assert memory.headroom == (96 - 2 - 4) * GIB
+
+
+def test_orders_about_its_one_model_are_answered():
+    bench = Bench()
+    said = [bench.engine.take(order, bench.now)[0] for order in (
+        Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"))]  # fmt: skip
+    assert isinstance(said[0], Finished)
+    assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [Code.NO_MODEL, Code.IN_USE]
 
 
 def test_the_report_tells_padded_bytes_and_what_is_acknowledged():

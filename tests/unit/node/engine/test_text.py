@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine import text as engine_text
+from node.engine import generation
 from node.engine.gate import Site
 from node.engine.kinds import Doing
 from tests import models
@@ -27,6 +27,7 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code
+from wire.report import Group
 from wire.units import GIB, MIB
 from wire.verdict import padded
 
@@ -154,16 +155,42 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
 def test_siblings_are_counted_against_each_other(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     kv = driver.engine.report(0.0).models[0].kv
-    each = padded(engine_text_group(1, 3100), kv)
+    each = padded(Group(1, 3100, 3100), kv)
     driver.take(small(driver, int(1.5 * each)))
     first, second = driver.ask("word " * 1000), driver.ask("word " * 1000)
     assert driver.admitted(first) != driver.admitted(second), "the second would pass against the same trough"
 
 
-def engine_text_group(rows: int, longest: int):
-    from wire.report import Group
+def test_a_request_that_needs_many_rows_is_not_passed_over_for_ever(driver: Driver):
+    params = Params(logit_bias=ENDLESS, max_tokens=40)
+    first = [driver.ask(WAIT, params) for _ in range(4)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in first))
+    many = driver.ask(WAIT, Params(n=8, max_tokens=2, logit_bias=ENDLESS))
+    late = driver.ask(SHORT[0]["prompt"])
+    driver.end(many)
+    assert driver.ended(late) is None, "who came later waits, too"
+    assert isinstance(driver.end(late), Finished)
 
-    return Group(rows, longest, rows * longest)
+
+def test_an_idle_model_is_not_evicted_for_what_does_not_fit_either_way(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    driver.take(small(driver, MIB))
+    end = driver.end(driver.ask("word " * 9000))
+    assert isinstance(end, Refusal)
+    assert driver.engine.report(0.0).models[0].loaded
+
+
+def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    params = Params(logit_bias=ENDLESS)
+    leaving, other = driver.ask(WAIT, params), driver.ask(WAIT, params)
+    driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(generation, "MOST_REBUILDS", 0)
+        driver.cancel(leaving)
+    end = driver.end(other)
+    assert isinstance(end, Failed)
+    assert "ZeroDivisionError" in end.message
 
 
 def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
@@ -277,7 +304,7 @@ def test_a_row_whose_batch_raises_twice_fails_and_the_engine_goes_on(driver: Dri
     number = driver.ask(SHORT[0]["prompt"])
     driver.until(lambda: driver.ids[number, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(engine_text.DecodeBatch, "step", lambda self: 1 / 0)
+        patch.setattr(generation.DecodeBatch, "step", lambda self: 1 / 0)
         end = driver.end(number)
     assert isinstance(end, Failed)
     assert end.code == "engine_error"
@@ -291,7 +318,7 @@ def test_a_raising_sampler_fails_its_own_request(driver: Driver, monkeypatch: py
     good = driver.ask(SHORT[0]["prompt"])
     driver.until(lambda: driver.ids[good, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(engine_text, "sampler_of", lambda *_: broken)
+        patch.setattr(generation, "sampler_of", lambda *_: broken)
         bad = driver.ask(SHORT[1]["prompt"])
         end = driver.end(bad)
     assert isinstance(end, Failed)
@@ -334,6 +361,18 @@ def test_a_prompt_beyond_the_context_says_both_numbers(driver: Driver):
     assert str(context) in end.refused.message
     assert end.prompt_tokens is not None
     assert str(end.prompt_tokens) in end.refused.message
+
+
+def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(SHORT[0]["prompt"])
+    (tokenizer,) = driver.engine._door._tokenizers.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "prompt", lambda self, request: 1 / 0)
+        end = driver.end(driver.ask("Hello!"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.TEMPLATE
+    assert "ZeroDivisionError" in end.refused.message
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
 
 
 def test_before_the_first_limits_nothing_is_begun():
@@ -441,6 +480,16 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
     assert isinstance(end, Refusal)
     assert end.refused.code is Code.TOO_LARGE
     assert driver.recorder.last() is None
+
+
+def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):
+    driver.take(small(driver, MIB))
+    driver.take(Load(7, driver.default))
+    end = driver.end(7)
+    assert isinstance(end, Refusal)
+    assert end.refused.numbers is not None
+    assert driver.engine.gate.refusals[Site.LOAD] == 1
+    assert not driver.engine.report(0.0).models[0].loaded
 
 
 def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path: Path):

@@ -1,0 +1,61 @@
+"""The way to every forward: the gate on readings of this moment, and the call published before it begins.
+
+`ask` is the only way to the gate once a request is admitted, `native` the only way into MLX. What they did is counted,
+so that a test, or a person, can see from outside that nothing ran.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from node.engine.footprint import Footprint
+from node.engine.gate import Gate, Site
+from node.engine.kinds import Call, Doing, Recording
+from wire.refusals import Code, Refused
+from wire.report import Counts, Memory
+
+
+class Forwards:
+    """`reserved()` gives the bytes promised and not written, `make_room(bytes)` frees what can be freed and says if
+    that was enough."""
+
+    def __init__(
+        self, recorder: Recording, footprint: Footprint, reserved: Callable[[], int], make_room: Callable[[int], bool]
+    ) -> None:
+        self.gate = Gate()
+        self.call: Call | None = None
+        self.failures = 0
+        self._recorder = recorder
+        self._footprint = footprint
+        self._reserved = reserved
+        self._make_room = make_room
+        self._forwards = self._steps = 0
+
+    def memory(self, now: float) -> Memory:
+        """Read now."""
+        return self._footprint.judged(self.gate, self._reserved(), now)
+
+    def ask(self, site: Site, estimate: int) -> Refused | None:
+        """Ask the gate on a reading of this moment; before a no, give back what can be given, and ask once more."""
+        answer = self.gate.check(site, self.memory(time.monotonic()), estimate)
+        if isinstance(answer, Refused) and answer.code is Code.NO_ROOM and self._make_room(estimate):
+            answer = self.gate.check(site, self.memory(time.monotonic()), estimate)
+        return answer if isinstance(answer, Refused) else None
+
+    @contextmanager
+    def native(self, doing: Doing, model: str, request: int, expected: float) -> Generator[Call]:
+        """Publish a native call for as long as it lasts; `expected` in seconds."""
+        call = Call(doing.name.lower(), time.monotonic(), expected)
+        self._forwards += doing in (Doing.PREFILL, Doing.JOIN)
+        self._steps += doing is Doing.DECODE
+        self._recorder.begin(doing, model, request)
+        self.call = call
+        try:
+            yield call
+        finally:
+            self.call = None
+            self._recorder.end()
+
+    def counts(self) -> Counts:
+        """Say what was asked, refused and done so far."""
+        return Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures)

@@ -1,0 +1,82 @@
+"""Where the router says "fits" the node's gate agrees on the same reading: through a live engine's encoded report."""
+
+import time
+
+import pytest
+
+from router.placement import Demand, NoPlacement, Placement, place
+from router.reservations import Ledger
+from router.view import ClusterView, view_of
+from tests import models
+from tests.support.text_engine import Driver
+from wire.codec import Splitter, decode, encode
+from wire.frames import Admitted, Limits, Message, Params, Refusal, Report
+from wire.identity import NodeId
+from wire.refusals import Code
+from wire.report import EngineState
+from wire.units import KIB, MIB
+
+ENDLESS = Params(temperature=0.0, max_tokens=400, stop=("\0",))
+
+
+def reported(driver: Driver) -> ClusterView:
+    """What the router sees of the engine: its report as it travels."""
+    snapshot = driver.engine.report(time.monotonic())
+    report = Report(1, snapshot.memory, EngineState("mlx", "ready"), snapshot.models, snapshot.acked_seq)
+    ((tag, body),) = Splitter().feed(encode(report))
+    arrived = decode(tag, body)
+    assert isinstance(arrived, Report)
+    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", heard_at=100.0)
+    return ClusterView((view,))
+
+
+def placed(driver: Driver, tokens: int, params: Params) -> Placement | NoPlacement:
+    demand = Demand(driver.default, prompt_tokens=tokens, max_tokens=params.max_tokens, choices=params.n)
+    return place(reported(driver), demand, Ledger(), now=100.0, draw=lambda: 0.0)
+
+
+def tokens_of(driver: Driver, content: str) -> int:
+    """Count a prompt as the engine does."""
+    from wire.frames import Generate
+
+    prepared = driver.engine.prepare(Generate(10**6, 0, "r", driver.default, (Message("user", content),), Params(), 0))
+    return len(prepared.ids)  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    made = Driver(models.path("llama"), batch=8)
+    made.answer("Hello!")
+    return made
+
+
+@pytest.mark.parametrize("room", [256 * KIB, 1 * MIB, 2 * MIB, 3 * MIB, 5 * MIB, 8 * MIB])
+@pytest.mark.parametrize("words", [1, 100, 400, 900])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_the_gate_agrees_with_the_router(driver: Driver, room: int, words: int, choices: int):
+    """One long row and two short ones decode; then a request comes that the router has judged by the report."""
+    driver.take(Limits(2**33, 2**33, 0, "static"))
+    running = [driver.ask("word " * size, ENDLESS) for size in (300, 1, 2)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in running))
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    ceiling = memory.current + memory.reserved + room
+    driver.take(Limits(2**33, ceiling, 0, "dynamic"))
+    params = Params(temperature=0.0, max_tokens=30, n=choices)
+    content = "word " * words
+    tokens = tokens_of(driver, content)
+    verdict = placed(driver, tokens, params)
+    expected = verdict.chosen.output_tokens if isinstance(verdict, Placement) else 30
+    number = driver.ask(content, params, expected=expected)
+    answer = driver.said[number][0]
+    if isinstance(verdict, Placement):
+        assert isinstance(answer, Admitted), answer
+        assert answer.prompt_tokens == tokens
+    else:
+        assert isinstance(answer, Refusal)
+        assert answer.refused.code is verdict.refused.code is Code.NO_ROOM
+        assert answer.refused.numbers is not None
+        assert verdict.refused.numbers is not None
+        assert answer.refused.numbers.estimate == verdict.refused.numbers.estimate, "the same arithmetic"
+    for one in (*running, number):
+        driver.cancel(one)
