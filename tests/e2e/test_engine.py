@@ -5,7 +5,6 @@ The trained tiny models know a few answers by heart, so every answer here is com
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support.engine_pool import (
     MLX,
     api,
     at_rest,
+    cordoned,
     forwards_of_one,
     greets,
     link,
@@ -100,24 +100,16 @@ def client(zoo: Pool) -> OpenAI:
 # answers
 
 
-def streamed(client: OpenAI, model: str, one: dict[str, str]) -> tuple[str, str]:
-    stream = client.chat.completions.create(
-        model=model, messages=said(one["prompt"], one.get("system", "")), stream=True
+def answer(client: OpenAI, model: str, one: dict[str, str], *, stream: bool) -> tuple[str, str, str]:
+    """Give content, reasoning, and the node that they came from."""
+    raw: Any = client.chat.completions.with_raw_response.create(
+        model=model, messages=said(one["prompt"], one.get("system", "")), stream=stream
     )
-    content = reasoning = ""
-    for chunk in stream:
-        delta: Any = chunk.choices[0].delta
-        content += delta.content or ""
-        reasoning += getattr(delta, "reasoning_content", None) or ""
-    return content, reasoning
-
-
-def whole(client: OpenAI, model: str, one: dict[str, str]) -> tuple[tuple[str, str], str]:
-    raw = client.chat.completions.with_raw_response.create(
-        model=model, messages=said(one["prompt"], one.get("system", ""))
-    )
-    message: Any = raw.parse().choices[0].message
-    return (message.content, getattr(message, "reasoning_content", None) or ""), raw.headers["x-macpool-node"]
+    parsed = raw.parse()
+    parts = [chunk.choices[0].delta for chunk in parsed] if stream else [parsed.choices[0].message]
+    content = "".join(part.content or "" for part in parts)
+    reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    return content, reasoning, raw.headers["x-macpool-node"]
 
 
 @pytest.mark.parametrize("model", TRAINED)
@@ -125,26 +117,18 @@ def test_all_that_is_known_by_heart_comes_verbatim_from_both_nodes(zoo: Pool, cl
     known = models.answers(models.path(model))
     assert sum(len(one.get("system", "")) > 1000 for one in known) == 2
     assert any("reasoning" in one for one in known)
-    nodes: Counter[str] = Counter()
-
-    def ask(way: tuple[int, dict[str, str]]) -> tuple[str, str]:
-        number, one = way
-        if number % 2:
-            return streamed(client, model, one)
-        answer, node = whole(client, model, one)
-        nodes[node] += 1
-        return answer
-
     asked = [*known, *known[::-1]][: max(len(known), AT_ONCE)]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = list(threads.map(ask, enumerate(asked)))
+        answers = list(
+            threads.map(lambda way: answer(client, model, way[1], stream=bool(way[0] % 2)), enumerate(asked))
+        )
     wrong = [
-        (one["prompt"], answer)
-        for one, answer in zip(asked, answers, strict=True)
-        if answer != (one["answer"], one.get("reasoning", ""))
+        (one["prompt"], given)
+        for one, given in zip(asked, answers, strict=True)
+        if given[:2] != (one["answer"], one.get("reasoning", ""))
     ]
     assert not wrong
-    assert set(nodes) == set(NODES)
+    assert {node for *_, node in answers} == set(NODES)
     until(lambda: all(at_rest(zoo, name) for name in NODES), 5, "all given back")
 
 
@@ -206,31 +190,29 @@ def test_log_probabilities_spell_the_answer(client: OpenAI) -> None:
         assert one.logprob <= 0
 
 
-def test_a_seed_draws_the_same_on_any_node(client: OpenAI) -> None:
-    def draw(seed: int) -> tuple[str, str]:
-        raw = client.chat.completions.with_raw_response.create(
+def test_a_seed_draws_the_same_on_any_node(zoo: Pool, client: OpenAI) -> None:
+    def draw(seed: int) -> str:
+        drawn = client.chat.completions.create(
             model="llama", messages=said("Say something new."), temperature=1.5, seed=seed, max_tokens=24
         )
-        return raw.parse().choices[0].message.content or "", raw.headers["x-macpool-node"]
+        return drawn.choices[0].message.content or ""
 
-    with ThreadPoolExecutor(8) as threads:
-        same = list(threads.map(draw, [7] * 8))
-        other = set(threads.map(lambda seed: draw(seed)[0], range(8, 16)))
-    assert len({text for text, _ in same}) == 1
-    assert {node for _, node in same} == set(NODES)
-    assert len(other) > 1
+    same = set[str]()
+    for name in NODES:
+        with cordoned(zoo, name), ThreadPoolExecutor(4) as threads:
+            same |= set(threads.map(draw, [7] * 4))
+    assert len(same) == 1
+    assert len({draw(seed) for seed in range(8, 12)}) > 1
 
 
 def test_two_answers_and_a_stop(client: OpenAI) -> None:
     ask: Any = {"model": "llama", "messages": said("Count to thirty."), "n": 2, "stop": [" 7"]}
     answer = client.chat.completions.create(**ask)
     assert [(one.message.content, one.finish_reason) for one in answer.choices] == [("1 2 3 4 5 6", "stop")] * 2
-    texts = Counter[int]()
     pieces: dict[int, str] = {0: "", 1: ""}
     for chunk in client.chat.completions.create(**ask, stream=True):
         for choice in chunk.choices:
             pieces[choice.index] += choice.delta.content or ""
-            texts[choice.index] += 1
     assert pieces == {0: "1 2 3 4 5 6", 1: "1 2 3 4 5 6"}
 
 
