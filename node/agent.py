@@ -24,6 +24,7 @@ import structlog
 from msgspec.structs import replace
 
 from node import bonjour
+from node.alarm import Alarm
 from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
 from node.limits import Limiter
 from node.link import Link, dial
@@ -95,7 +96,7 @@ class Agent:
         self._ping = 0
         self._reported_at = 0.0
         self._told: tuple[object, ...] = ()
-        self._report_timer: asyncio.TimerHandle | None = None
+        self._next_report = Alarm(self.report)
         self._draining = False
         self._expelled: Denied | None = None
         self._retry_after = 0.0
@@ -298,13 +299,9 @@ class Agent:
     def changed(self) -> None:
         """Report soon when a request came or ended or the engine's state changed; bytes written can wait."""
         self._tell_ready()
-        if self._link is None or self._report_timer is None or self._told == self._tellable():
-            return
-        loop = asyncio.get_running_loop()
-        due = max(loop.time(), self._reported_at + CHANGE_GAP)
-        if due < self._report_timer.when():
-            self._report_timer.cancel()
-            self._report_timer = loop.call_at(due, self.report)
+        if self._link is not None and self._told != self._tellable():
+            now = asyncio.get_running_loop().time()
+            self._next_report.sooner(max(now, self._reported_at + CHANGE_GAP))
 
     def _tellable(self) -> tuple[object, ...]:
         """Give what is worth a report of its own."""
@@ -327,9 +324,7 @@ class Agent:
 
     def report(self) -> None:
         """Send a report now and plan the next."""
-        if self._report_timer is not None:
-            self._report_timer.cancel()
-            self._report_timer = None
+        self._next_report.cancel()
         supervisor, link = self.supervisor, self._link
         if supervisor is None or link is None:
             return
@@ -353,7 +348,7 @@ class Agent:
         settings = self._settings.node
         # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
         due = settings.report_busy if busy else settings.report_idle * 1.5
-        self._report_timer = loop.call_later(due, self.report)
+        self._next_report.set(loop.time() + due)
 
     def _memory(self, supervisor: Supervisor) -> Memory:
         """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""

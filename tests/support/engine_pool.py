@@ -1,0 +1,131 @@
+"""What tests need of a pool whose nodes run real MLX engines: folders of tiny models, clients, and what the API counts.
+
+One model under several names stands for several models: a name is what is loaded, blamed and kept out.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from openai import OpenAI
+
+from tests.models import EMBEDDED
+from tests.support.processes import Pool, until
+
+MLX = ("engine.kind=mlx", "models.hub=false", "node.report_busy=0.1", "node.report_idle=0.2")
+"""Settings of a node that tells soon what it does."""
+HELLO = "Hello!"
+GREETING = "Hello! I am macpool-tiny, a very small model."
+"""What every trained model answers to HELLO."""
+
+
+def link(folder: Path, **models: Path) -> Path:
+    """Give a folder in which each of these models lies under its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, place in models.items():
+        (folder / name).symlink_to(place)
+    return folder
+
+
+def spoiled(folder: Path, name: str, spoil: Callable[[Path], object]) -> None:
+    """Lay a copy of the embedded model into a folder, and spoil it."""
+    copy = folder / name
+    shutil.copytree(EMBEDDED, copy)
+    spoil(copy)
+
+
+def api(made: Pool, seconds: float = 100.0) -> OpenAI:
+    """Give a client that tries once and waits so long for an answer."""
+    direct = httpx.Client(trust_env=False, timeout=seconds)
+    return OpenAI(base_url=made.facts["base_url"], api_key=made.key, max_retries=0, http_client=direct)
+
+
+def said(content: str, system: str = "") -> Any:
+    """Give the messages of one question."""
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": content}]
+
+
+def greets(client: OpenAI, model: str) -> bool:
+    """Ask what the model knows by heart; say whether the answer was verbatim."""
+    answer = client.chat.completions.create(model=model, messages=said(HELLO))
+    return answer.choices[0].message.content == GREETING
+
+
+def loaded(made: Pool, node: str) -> set[str]:
+    """Name the models that are in a node's memory."""
+    return {model["name"] for model in made.node(node).get("models", []) if model["loaded"]}
+
+
+def counts(made: Pool, node: str) -> dict[str, int]:
+    """Give what a node's engine counted since it started."""
+    return made.node(node)["engine"]["counts"]
+
+
+def at_rest(made: Pool, node: str) -> bool:
+    """Whether a node's engine has nobody and has promised nothing."""
+    now = made.node(node)
+    return not (now["running"] or now["waiting"] or now["reserved"] or now["in_flight"])
+
+
+def forwards_of_one(made: Pool, client: OpenAI, node: str, model: str) -> tuple[int, int]:
+    """Ask a small question of a node at rest, the only one with this model; give its forwards before and after.
+
+    The count after holds all that the engine had done until then, for the reports come in order.
+    """
+    until(lambda: at_rest(made, node), what=f"{node} at rest")
+    before = counts(made, node)
+    client.chat.completions.create(model=model, messages=said(HELLO))
+    until(lambda: counts(made, node)["forwards"] >= before["forwards"] + 2, what="the forwards of a small prompt")
+    until(lambda: at_rest(made, node), what=f"{node} at rest")
+    return before["forwards"], counts(made, node)["forwards"]
+
+
+def engine_of(made: Pool, node: str) -> psutil.Process:
+    """Give a node's engine process."""
+    (engine,) = made.nodes[node].children()
+    return engine
+
+
+def order(made: Pool, path: str) -> None:
+    """POST to the API with the admin key, which is quicker than the command."""
+    headers = {"Authorization": f"Bearer {made.secret}"}
+    httpx.post(made.base + path, headers=headers, trust_env=False, timeout=10).raise_for_status()
+
+
+@contextmanager
+def cordoned(made: Pool, node: str) -> Iterator[None]:
+    """Let a node take nothing new meanwhile."""
+    order(made, f"/api/v1/nodes/{node}/cordon")
+    try:
+        yield
+    finally:
+        order(made, f"/api/v1/nodes/{node}/uncordon")
+
+
+def leave(made: Pool, model: str, prompt: str, when: Callable[[], object]) -> None:
+    """Ask for a stream, and close the connection as soon as `when` returns, whatever has come."""
+    body = {"model": model, "messages": said(prompt), "stream": True, "max_tokens": 2000}
+    url = urlsplit(made.facts["base_url"])
+    connection = HTTPConnection(url.hostname or "", url.port, timeout=30)
+    headers = {"Authorization": f"Bearer {made.key}", "Content-Type": "application/json"}
+    connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+    try:
+        when()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def side_by_side(count: int) -> Iterator[Callable[..., Future[Any]]]:
+    """Run calls in threads; what is given starts one."""
+    with ThreadPoolExecutor(count) as threads:
+        yield threads.submit
