@@ -174,6 +174,8 @@ class Dispatcher:
         if ticket.begun or ticket.crashes >= MOST_CRASHES:
             self._end(ticket, Failure("engine_crashed", failed.message))
             return
+        if ticket.node is not None:  # its last report still calls the engine ready
+            ticket.refused[ticket.node] = self._heard_at(ticket.node)
         self._leave_node(ticket)
         ticket.discard()
         ticket.in_a_row = 0

@@ -176,6 +176,7 @@ class Shelf:
                 f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
                 f"{show_size(max(0, most_bytes(memory)))}: use a smaller variant, or raise memory.cap"
             ), answer.numbers)  # fmt: skip
+        log.warning("model not loaded", model=found.name, cause=answer.message)
         return NotLoaded(found.name, answer)
 
     def _broken(self, found: Found, error: Exception) -> NotLoaded:

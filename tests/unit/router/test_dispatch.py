@@ -449,10 +449,21 @@ async def test_no_request_survives_a_second_crash(two: Cluster):
 
 async def test_a_crash_after_a_lost_node_counts_as_the_first(two: Cluster):
     ticket = two.submit()
-    two.dispatcher.node_gone(two.last()[0], "gone")
+    gone = two.last()[0]
+    two.dispatcher.node_gone(gone, "gone")
     engine_lost(two)
     assert ticket.outcome is None
+    assert len(two.generates()) == 2, "the last report still calls that engine ready: not before the next one"
+    two.report(B if gone == A else A)
+    await turn()
     assert len(two.generates()) == 3
+
+
+async def test_a_request_leaves_the_node_whose_engine_died(two: Cluster):
+    two.submit()
+    first = two.last()[0]
+    engine_lost(two)
+    assert two.last()[0] != first
 
 
 async def test_a_model_that_one_node_cannot_load_is_tried_on_the_others_then_refused(two: Cluster):
