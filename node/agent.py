@@ -96,6 +96,8 @@ class Agent:
         self._reported_at = 0.0
         self._told: tuple[object, ...] = ()
         self._report_timer: asyncio.TimerHandle | None = None
+        self._report_due = 0.0
+        """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
         self._draining = False
         self._expelled: Denied | None = None
         self._retry_after = 0.0
@@ -302,9 +304,9 @@ class Agent:
             return
         loop = asyncio.get_running_loop()
         due = max(loop.time(), self._reported_at + CHANGE_GAP)
-        if due < self._report_timer.when():
+        if due < self._report_due:
             self._report_timer.cancel()
-            self._report_timer = loop.call_at(due, self.report)
+            self._report_timer, self._report_due = loop.call_at(due, self.report), due
 
     def _tellable(self) -> tuple[object, ...]:
         """Give what is worth a report of its own."""
@@ -351,8 +353,8 @@ class Agent:
         busy = state.running + state.waiting > 0
         settings = self._settings.node
         # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
-        due = settings.report_busy if busy else settings.report_idle * 1.5
-        self._report_timer = loop.call_later(due, self.report)
+        self._report_due = loop.time() + (settings.report_busy if busy else settings.report_idle * 1.5)
+        self._report_timer = loop.call_at(self._report_due, self.report)
 
     def _memory(self, supervisor: Supervisor) -> Memory:
         """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""
