@@ -78,6 +78,8 @@ class Registry:
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
         self.some_ready = asyncio.Event()
         """Set once a node is ready and serves a model."""
         self.placing: Placing | None = None
@@ -245,10 +247,11 @@ class Registry:
     def _plan(self) -> None:
         due = membership.next_deadline(self._pool, self._loop.time())
         if self._timer is not None:
-            if due is not None and self._timer.when() <= due:
+            if due is not None and self._due <= due:
                 return
             self._timer.cancel()
         self._timer = None if due is None else self._loop.call_at(due, self._tick)
+        self._due = due or 0.0
 
     def _publish(self) -> None:
         view = self.view()

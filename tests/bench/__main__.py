@@ -1,6 +1,7 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
-`python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, parts.
+`python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, parts; and those
+of the MLX engine: decode, server, itl, cancel, gate.
 """
 
 import asyncio
@@ -12,36 +13,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
-from tests.bench import load
+from tests.bench import engine, load
 from tests.bench.peers import Peer, mock_nodes, nginx, sglang
+from tests.bench.row import Row, commit
 from tests.support.hosts import Hosts, unsupported
 from tests.support.processes import CLI, ROOT, Pool, environment, pool
 
 STREAMS, TOKENS, ROUNDS = 64, 940, 5
 PLAIN_SECONDS = 6
 STEP_MS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured promise."""
-
-    name: str
-    target: str
-    figure: str
-    ok: bool
-    commit: str
-
-
-def commit() -> str:
-    """Give the commit, marked when the tree differs from it."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def two_nodes(made: Pool, *settings: str) -> Peer:
@@ -179,6 +164,7 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "plain": bench_plain,
     "parts": bench_parts,
     "stream": bench_stream,
+    **engine.GROUPS,
 }
 
 

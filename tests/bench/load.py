@@ -33,13 +33,14 @@ def request(base: str, key: str, body: dict[str, object]) -> bytes:
     ).encode() + content
 
 
-async def _open(base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection to a base URL."""
     parts = urlsplit(base)
     return await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
 
 
 async def _stream(base: str, key: str, tokens: int, seen: Seen) -> None:
-    reader, writer = await _open(base)
+    reader, writer = await connect(base)
     body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "stream": True,
             "max_tokens": tokens}  # fmt: skip
     writer.write(request(base, key, body))
@@ -79,7 +80,7 @@ async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
 
 
 async def _lane(base: str, key: str, count: int, tokens: int, seen: Seen) -> None:
-    reader, writer = await _open(base)
+    reader, writer = await connect(base)
     body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": tokens}
     sent = request(base, key, body)
     try:

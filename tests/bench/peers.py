@@ -1,5 +1,7 @@
-"""The peers: nginx (Debian's) and sglang-router (its wheel, in an environment of its own), before mock nodes."""
+"""The peers: nginx (Debian's) and sglang-router (its wheel, in an environment of its own), before mock nodes; for the
+engine mlx-lm, of the version that the engine uses: its server, and its batches in a process of their own."""
 
+import json
 import os
 import shutil
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import models
 from tests.support.processes import ROOT, environment, until
 
 SGLANG = "sglang-router==0.3.2"
@@ -107,6 +110,67 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
         until(lambda: _answers(base + "/health"), 60, "sglang-router")
         until(lambda: _answers(base + "/readiness"), 60, "sglang-router's workers")
         yield Peer(base, psutil.Process(process.pid))
+    finally:
+        _end(process)
+
+
+@contextmanager
+def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
+    """Run mlx_lm.server with one model and a home of its own, on the BLAS that the engine gets, too."""
+    port = free_port()
+    home = folder / "mlx-home"
+    home.mkdir()
+    with (folder / "mlx_lm.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--host", "127.0.0.1", "--port",
+             str(port), "--log-level", "WARNING"],
+            stdout=log, stderr=log, env=environment(**models.fast_blas(), HOME=str(home), HF_HUB_OFFLINE="1"),
+        )  # fmt: skip
+    try:
+        base = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(base + "/health"), 60, "mlx_lm.server")
+        yield Peer(base, psutil.Process(process.pid))
+    finally:
+        _end(process)
+
+
+class Library:
+    """mlx-lm's batches, spoken to over a pipe."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def generate(self, prompts: list[str], tokens: int) -> list[list[float]]:
+        """Give the monotonic times of each prompt's tokens; RuntimeError when it ended."""
+        self.say(json.dumps({"prompts": prompts, "tokens": tokens}))
+        return json.loads(self.hear())
+
+    def say(self, line: str) -> None:
+        """Send a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> str:
+        """Wait for a line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"mlx-lm ended with {self._process.wait()}")
+        return line
+
+
+@contextmanager
+def library(model: Path) -> Iterator[Library]:
+    """Run mlx-lm's batches, model loaded, on the BLAS that the engine gets, too."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.library", str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, cwd=ROOT, env=environment(**models.fast_blas()),
+    )  # fmt: skip
+    try:
+        made = Library(process)
+        made.hear()
+        yield made
     finally:
         _end(process)
 

@@ -1,0 +1,330 @@
+"""Rows of the MLX engine: the whole stack over HTTP beside mlx-lm, and what the engine promises about itself.
+
+The model is random, 42 million parameters in fp32: it takes time as a larger one would, and says nothing. Both sides
+compute with the same BLAS in one thread; prompts are new in every round, so that no cache of prefixes helps.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import psutil
+
+from tests import models
+from tests.bench.chats import Chat, body, chat, words
+from tests.bench.peers import library, mlx_server
+from tests.bench.row import Row, at_least, at_most, commit, in_turn, not_measured, p99, ratio_of, spread
+from tests.support.processes import ROOT, Pool, environment, pool, until
+
+ROUNDS = 4
+ROWS = 8
+PROMPT_WORDS = 98
+"""With the template around it 108 tokens."""
+LONG_WORDS = 5990
+ALONE_WORDS = 1990
+"""A prompt that is alone: its first 2,000 tokens are what a client that hangs up early sees of a long one."""
+DECODE_TOKENS = 80
+ANSWER_TOKENS = 32
+QUIET_STEPS = 200
+ITL_ROUNDS = 1
+LOGS_SHOWN = 2000
+CANCELS = 4
+MIB = 1024 * 1024
+THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server of the model: its base URL, a key, and how the model is called there."""
+
+    base: str
+    key: str
+    model: str
+
+    async def chat(self, prompt: str, tokens: int, heard: Callable[[], object] | None = None) -> Chat:
+        """Ask; RuntimeError unless all tokens came, each in an event of its own."""
+        seen = await chat(self.base, self.key, body(self.model, prompt, tokens), heard)
+        if seen.error or not seen.ended or seen.tokens != tokens or len(seen.times) != tokens:
+            raise RuntimeError(f"{len(seen.times)} events, {seen.tokens} tokens of {tokens}: {seen.error}")
+        return seen
+
+
+def model() -> Path:
+    """Give the model's folder, made when it is not there."""
+    return models.path("llama", trained=False, preset="bench50m")
+
+
+def missing() -> str:
+    """Say what this machine has not and the rows need; empty when it has all."""
+    if sys.platform == "linux" and not models.fast_blas():
+        return "OpenBLAS is not installed (Debian: apt-get install libopenblas0-pthread)"
+    return ""
+
+
+@contextmanager
+def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
+    """Start a coordinator and a node as a user would, keys and TLS on, the model loaded."""
+    os.environ |= THREADS
+    with pool(folder) as made:
+        made.up()
+        name = model().name
+        made.join("one", "engine.kind=mlx", "models.hub=false", f"models.folders={model()}", f"models.preload={name}")
+        until(lambda: name in [one["id"] for one in made.get("/v1/models")["data"]], what="the model")
+        try:
+            yield made, Server(made.base, made.key, name)
+        except Exception as error:
+            for log in (folder / "one" / "logs").iterdir():
+                error.add_note(f"{log.name}: {log.read_text()[-LOGS_SHOWN:]}")
+            raise
+
+
+def prompts(seed: str, count: int, length: int = PROMPT_WORDS) -> list[str]:
+    """Give prompts that no round has seen."""
+    random = Random(seed)
+    return [words(random, length) for _ in range(count)]
+
+
+# decode
+
+
+def bench_decode(folder: Path) -> list[Row]:
+    """Eight rows decoding, over HTTP, against mlx-lm's own batch in one process."""
+    name, peer = f"{ROWS} rows decoding", "mlx-lm's BatchGenerator"
+    if missing():
+        return [not_measured(name, f">= 0.95 x {peer}", missing())]
+    with one_node(folder) as (_, ours), library(model()) as theirs:
+
+        def over_http(number: int) -> float:
+            return steady(asyncio.run(_times(ours, prompts(f"decode {number}", ROWS))))
+
+        def alone(number: int) -> float:
+            return steady(theirs.generate(prompts(f"decode {number}", ROWS), DECODE_TOKENS))
+
+        mine, other, ratio, ratios = ratio_of(in_turn(over_http, alone, ROUNDS))
+    figure = f"({mine:.1f} against {other:.1f} tokens/s while all decode; by round {spread(ratios)})"
+    return [at_least(name, 0.95, ratio, figure, peer)]
+
+
+async def _times(server: Server, asked: Sequence[str]) -> list[list[float]]:
+    seen = await asyncio.gather(*[server.chat(prompt, DECODE_TOKENS) for prompt in asked])
+    return [one.times for one in seen]
+
+
+def steady(rows: Sequence[Sequence[float]]) -> float:
+    """Give tokens per second from the last row's first token to the first row's last: all rows decode then."""
+    begin, end = max(row[0] for row in rows), min(row[-1] for row in rows)
+    return sum(begin < when <= end for row in rows for when in row) / (end - begin)
+
+
+# server
+
+
+def bench_server(folder: Path) -> list[Row]:
+    """Streams of 108 tokens in and 32 out, one and eight at a time, against mlx_lm.server."""
+    peer = "mlx_lm.server"
+    if missing():
+        return [not_measured("streams of the MLX engine", f">= 1.0 and 1.1 x {peer}", missing())]
+    rows: list[Row] = []
+    with one_node(folder) as (_, ours), mlx_server(folder, model()) as started:
+        theirs = Server(started.base, "none", str(model()))
+        for lanes, each, least in ((1, 3, 1.0), (8, 2, 1.1)):
+            pairs = in_turn(_loaded(ours, lanes, each), _loaded(theirs, lanes, each), ROUNDS)
+            mine, other, ratio, ratios = ratio_of([(one.speed, two.speed) for one, two in pairs])
+            figure = f"({mine:.1f} against {other:.1f} tokens/s; by round {spread(ratios)})"
+            rows.append(at_least(f"tokens/s, {lanes} at a time", least, ratio, figure, peer))
+            mine, other, ratio, ratios = ratio_of([(one.first, two.first) for one, two in pairs])
+            figure = f"({mine * 1000:.0f} against {other * 1000:.0f} ms; by round {spread(ratios)})"
+            rows.append(at_most(f"first token p50, {lanes} at a time", 1.0, ratio, figure, peer))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one load gave: tokens per second over all of it, and the median of seconds to the first token."""
+
+    speed: float
+    first: float
+
+
+def _loaded(server: Server, lanes: int, each: int) -> Callable[[int], Load]:
+    async def lane(asked: Sequence[str]) -> list[Chat]:
+        return [await server.chat(prompt, ANSWER_TOKENS) for prompt in asked]
+
+    async def run(number: int) -> Load:
+        asked = prompts(f"server {lanes} {number}", lanes * each)
+        begun = time.monotonic()
+        found = await asyncio.gather(*[lane(asked[first::lanes]) for first in range(lanes)])
+        seen = [one for part in found for one in part]
+        speed = sum(one.tokens for one in seen) / (time.monotonic() - begun)
+        return Load(speed, statistics.median(one.first for one in seen))
+
+    return lambda number: asyncio.run(run(number))
+
+
+# gaps between tokens
+
+
+def bench_itl(folder: Path) -> list[Row]:
+    """Seven chats decode, a prompt of 6,000 tokens arrives: how far their gaps grow."""
+    name, peer = "gap between tokens p99 of 7 chats beside a prompt of 6,000 tokens", "quiet"
+    if missing():
+        return [not_measured(name, f"<= 3 x {peer}", missing())]
+    with one_node(folder) as (_, ours):
+        found = [asyncio.run(_gaps(ours, number)) for number in range(ITL_ROUNDS)]
+    loud, quiet, ratio, ratios = ratio_of([(p99(one.loud), p99(one.quiet)) for one in found])
+    figure = (
+        f"({loud * 1000:.0f} against {quiet * 1000:.0f} ms; by round {spread(ratios)}; medians "
+        f"{statistics.median(found[-1].loud) * 1000:.0f} and {statistics.median(found[-1].quiet) * 1000:.0f} ms; its "
+        f"first token after {found[-1].first:.1f} s)"
+    )
+    return [at_most(name, 3.0, ratio, figure, peer)]
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Gaps in seconds, before the long prompt and until its first token, and how long that took."""
+
+    quiet: list[float]
+    loud: list[float]
+    first: float
+
+
+async def _gaps(server: Server, number: int) -> Gaps:
+    """Measure one quiet phase and one beside the long prompt, then hang up."""
+    times: list[list[float]] = [[] for _ in range(ROWS - 1)]
+    steps = asyncio.Event()
+
+    def hears(row: list[float]) -> Callable[[], None]:
+        def heard() -> None:
+            row.append(time.monotonic())
+            if all(len(other) > QUIET_STEPS for other in times):
+                steps.set()
+
+        return heard
+
+    asked = prompts(f"itl {number}", ROWS - 1)
+    chats = [asyncio.ensure_future(server.chat(one, 4000, hears(row))) for one, row in zip(asked, times, strict=True)]
+    try:
+        await asyncio.wait_for(steps.wait(), 60)
+        begun, settled = time.monotonic(), max(row[0] for row in times)
+        (long,) = prompts(f"itl long {number}", 1, LONG_WORDS)
+        first = (await asyncio.wait_for(server.chat(long, 1), 120)).times[0]
+    finally:
+        for one in chats:
+            one.cancel()
+        await asyncio.gather(*chats, return_exceptions=True)
+    return Gaps(_between(times, settled, begun), _between(times, begun, first), first - begun)
+
+
+def _between(times: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
+    pairs = [pair for row in times for pair in pairwise(row)]
+    return [after - before for before, after in pairs if begin <= before and after <= end]
+
+
+# cancel
+
+
+def bench_cancel(folder: Path) -> list[Row]:
+    """A client hangs up while its long prompt is written: until the engine's memory is back, and all promises too."""
+    name, target = "hang-up to freed memory", "<= 1 chunk + 100 ms"
+    if missing():
+        return [not_measured(name, target, missing())]
+    with one_node(folder) as (made, ours):
+        engine = _engine(made)
+        _warmed, chunk = [asyncio.run(_chunk_seconds(made, ours, number)) for number in range(2)]
+        found = [asyncio.run(_hang_up(ours, engine, 0.5 + 0.37 * number, number)) for number in range(CANCELS)]
+        until(lambda: not _reserved(made), 10, "the node's reserved memory back at 0")
+    worst, most = max(one.seconds for one in found), chunk + 0.1
+    figure = (
+        f"{worst * 1000:.0f} ms at most, {statistics.median(one.seconds for one in found) * 1000:.0f} ms median "
+        f"of {CANCELS} (a chunk takes {chunk * 1000:.0f} ms; {max(one.size for one in found) / MIB:.0f} MiB freed; "
+        "reserved is 0 again)"
+    )
+    return [Row(name, target, figure, worst <= most, commit())]
+
+
+def _engine(made: Pool) -> psutil.Process:
+    """Find the engine's process below the node."""
+    return next(one for one in made.nodes["one"].children() if "node.engine.child" in one.cmdline())
+
+
+def _counts(made: Pool) -> dict[str, int]:
+    return made.node("one")["engine"]["counts"]
+
+
+def _reserved(made: Pool) -> int:
+    return made.node("one")["reserved"]
+
+
+async def _chunk_seconds(made: Pool, server: Server, number: int) -> float:
+    """Give the mean time of a chunk of a long prompt that is alone."""
+    before = _counts(made)
+    (long,) = prompts(f"cancel alone {number}", 1, ALONE_WORDS)
+    seen = await server.chat(long, 1)
+    until(lambda: _counts(made)["steps"] > before["steps"], what="the report of its step")
+    return seen.first / max(1, _counts(made)["forwards"] - before["forwards"] - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """How long it took until the memory was back, and how much that was, in bytes."""
+
+    seconds: float
+    size: int
+
+
+async def _hang_up(server: Server, engine: psutil.Process, after: float, number: int) -> Freed:
+    """Hang up some seconds into a long prompt; freed is when nine tenths of what it took are gone from the process."""
+    base = engine.memory_info().rss
+    (long,) = prompts(f"cancel {number}", 1, LONG_WORDS)
+    asking = asyncio.ensure_future(server.chat(long, 1))
+    await asyncio.sleep(after)
+    taken = engine.memory_info().rss - base
+    asking.cancel()
+    begun = time.monotonic()
+    with suppress(asyncio.CancelledError):
+        await asking
+    while engine.memory_info().rss > base + taken // 10:
+        if time.monotonic() - begun > 10:
+            raise RuntimeError(f"{(engine.memory_info().rss - base) / MIB:.0f} MiB are still held after 10 s")
+        await asyncio.sleep(0.002)
+    return Freed(time.monotonic() - begun, taken)
+
+
+# gate
+
+
+def bench_gate(_: Path) -> list[Row]:
+    """One question to the gate of a real engine with eight rows, live readings in it."""
+    name, target = "gate, per chunk", "<= 30 us"
+    if missing():
+        return [not_measured(name, target, missing())]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.gate", str(model()), str(ROWS)], capture_output=True, text=True, cwd=ROOT,
+        timeout=120, env=environment(**models.fast_blas()),
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    figures: list[float] = json.loads(done.stdout.splitlines()[-1])["microseconds"]
+    cost = statistics.median(figures)
+    figure = f"{cost:.1f} us of CPU ({min(figures):.1f} to {max(figures):.1f} by round, {ROWS} rows)"
+    return [Row(name, target, figure, cost <= 30, commit())]
+
+
+GROUPS: dict[str, Callable[[Path], list[Row]]] = {
+    "decode": bench_decode,
+    "server": bench_server,
+    "itl": bench_itl,
+    "cancel": bench_cancel,
+    "gate": bench_gate,
+}

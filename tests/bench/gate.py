@@ -1,0 +1,40 @@
+"""What one question to the gate costs, on a real engine with several rows: `python -m tests.bench.gate MODEL ROWS`.
+
+Prints `{"microseconds": [...]}` of this thread's CPU, one figure a round: the engine reads its footprint and MLX's
+memory, sums what it has promised, judges and answers, as before every chunk of a prompt.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+from node.engine.gate import Site
+from tests.bench.chats import words
+from tests.support.text_engine import Driver
+from wire.frames import Params
+
+ROUNDS, CHECKS = 9, 2000
+
+
+def main() -> None:
+    """Let the rows decode, then ask again and again."""
+    folder, rows = Path(sys.argv[1]), int(sys.argv[2])
+    driver = Driver(folder, preload=(folder.name,))
+    random = Random(1)
+    asked = [driver.ask(words(random, 100), Params(temperature=0.0, max_tokens=400)) for _ in range(rows)]
+    driver.until(lambda: driver.engine.report(time.monotonic()).running == rows)
+    figures: list[float] = []
+    for _ in range(ROUNDS):
+        driver.turn()
+        begun = time.thread_time()
+        for _ in range(CHECKS):
+            assert driver.engine._ask(Site.PREFILL, 4096) is None
+        figures.append((time.thread_time() - begun) / CHECKS * 1e6)
+    assert not any(driver.ended(number) for number in asked)
+    print(json.dumps({"microseconds": figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""One measured promise, and how figures become one: medians, and ratios pair by pair."""
+
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tests.support.processes import ROOT
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured promise."""
+
+    name: str
+    target: str
+    figure: str
+    ok: bool
+    commit: str
+
+
+def commit() -> str:
+    """Give the commit, marked when the tree differs from it."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def at_most(name: str, limit: float, ratio: float, words: str, peer: str) -> Row:
+    """Give the row of a ratio that may be `limit` at most."""
+    return Row(name, f"<= {limit} x {peer}", f"{ratio:.2f} x {words}", ratio <= limit, commit())
+
+
+def at_least(name: str, limit: float, ratio: float, words: str, peer: str) -> Row:
+    """Give the row of a ratio that has to be `limit` at least."""
+    return Row(name, f">= {limit} x {peer}", f"{ratio:.2f} x {words}", ratio >= limit, commit())
+
+
+def not_measured(name: str, target: str, reason: str) -> Row:
+    """Give the row of a promise that cannot be measured here: a miss, and why."""
+    return Row(name, target, f"not measured: {reason}", False, commit())
+
+
+def p99(figures: Sequence[float]) -> float:
+    """Give the figure that one in a hundred exceeds."""
+    return sorted(figures)[int(0.99 * len(figures))]
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """Give all ratios, for who wants to know how sure their median is."""
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
+def in_turn(ours: Callable[[int], T], theirs: Callable[[int], T], rounds: int) -> list[tuple[T, T]]:
+    """Measure both in every round, round 0 not counted, and every second time the peer first."""
+    pairs: list[tuple[T, T]] = []
+    for number in range(rounds + 1):
+        if number % 2:
+            second = theirs(number)
+            pairs.append((ours(number), second))
+        else:
+            pairs.append((ours(number), theirs(number)))
+    return pairs[1:]
+
+
+def ratio_of(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float, list[float]]:
+    """Give the medians of both, the median of the ratios pair by pair, and these."""
+    ours, theirs = zip(*pairs, strict=True)
+    ratios = [one / other for one, other in pairs]
+    return statistics.median(ours), statistics.median(theirs), statistics.median(ratios), ratios
