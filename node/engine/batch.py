@@ -1,7 +1,8 @@
 """The one place that knows mlx-lm's `GenerationBatch` (0.32.2): a padded batch of rows that decode together.
 
 What it does that its interface does not say (read and tried; tests/unit/node/engine/test_batch.py holds it to this)
-- Its constructor runs a forward over each row's last known token. So the gate is asked before `join`.
+- Its constructor runs a forward over each row's last known token, unless it has no rows. So a batch is begun empty and
+  given its rows as that forward would have left them: their first token comes from the last forward of the prefill.
 - `next()` launches step N+1 before it gives the tokens of step N. A row that ended has one token too many in flight.
 - `extend` and `filter` are lazy: unevaluated they keep the old batch alive whole. Here each layer is evaluated by
   itself, which frees its old arrays before the next layer is copied.
@@ -13,10 +14,11 @@ Stop sequences, limits and the cache that it extracts at a row's end are not use
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, StopSequences
+from mlx_lm.models.cache import TokenBuffer
 
 from node.engine.cache import Layer, Layers, TextModel, evaluate, nbytes_of
 from node.engine.sampling import Processor, Sampler, greedy
@@ -84,25 +86,44 @@ class DecodeBatch(Generic[K]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def join(self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers) -> None:
-        """Take in rows that share `cache`, which holds all of `ids` but the last; `cache` is used up.
-
-        Runs a forward of the last id. After an exception the whole batch must be discarded.
+    def join(self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers, logits: mx.array) -> None:
+        """Take in rows that share a past: `cache` holds all of `ids` and is used up, `logits` (1, vocabulary) are those
+        of the last. After an exception the whole batch must be discarded.
         """
         count = len(joining)
         uids = list(range(self._next, self._next + count))
         self._next += count
-        batch = GenerationBatch(
-            self._model, uids.copy(), mx.array([ids[-1]] * count), _merged(cache, count),
-            [list(ids[:-1]) for _ in uids], [one.guard.sampler for one in joining], greedy,
-            [list(one.guard.processors) for one in joining], [NO_STOPS] * count, [NO_LIMIT] * count,
-        )  # fmt: skip
+        batch = self._begun(joining, uids, list(ids), _merged(cache, count), logits)
         if self._batch is None:
             self._batch = batch
         else:
             self._batch.extend(batch)
             self._settle()
         self._rows.update(zip(uids, joining, strict=True))
+
+    def _begun(
+        self, joining: Sequence[Joining[K]], uids: list[int], ids: list[int], layers: list[Layer], logits: mx.array
+    ) -> GenerationBatch:
+        """Make a batch that stands where its constructor's forward would have left it: each row's next token drawn."""
+        count = len(joining)
+        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], greedy, [], [], [])
+        drawn = [_drawn(one.guard, mx.array(ids), logits) for one in joining]
+        state = cast("Any", batch)
+        state.uids, state.prompt_cache, state.tokens = uids, layers, [ids.copy() for _ in uids]
+        state.samplers = [one.guard.sampler for one in joining]
+        state.logits_processors = [list(one.guard.processors) for one in joining]
+        state.stop_sequences, state.max_tokens = [NO_STOPS] * count, [NO_LIMIT] * count
+        state._next_tokens = mx.concatenate([token for token, _ in drawn])
+        state._next_logprobs = [logprobs for _, logprobs in drawn]
+        state._token_context = [TokenBuffer(ids) for _ in uids]
+        state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
+        evaluate(state._next_tokens, state._next_logprobs)
+        return batch
+
+    def wait(self) -> None:
+        """Wait for the step that is launched already, so that what comes next can be timed."""
+        if self._batch is not None:
+            evaluate(cast("Any", self._batch)._next_tokens)
 
     def step(self) -> list[Token[K]]:
         """Give every row's next token, and launch the step after it."""
@@ -141,6 +162,14 @@ class DecodeBatch(Generic[K]):
         assert self._batch is not None  # noqa: S101  the callers have one
         for layer in self._batch.prompt_cache:
             evaluate(layer.state)
+
+
+def _drawn(guard: Guard, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Draw a row's first token, shape (1,), and give the log probabilities (vocabulary,) that it was drawn from."""
+    for processor in guard.processors:
+        logits = processor(ids, logits)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return guard.sampler(logprobs), logprobs[0]
 
 
 def _merged(cache: Layers, count: int) -> list[Layer]:

@@ -12,6 +12,10 @@ from node.engine.gate import Gate, Use
 from node.memory.reading import Recent
 from node.memory.sensor import open_sensor
 from wire.report import Memory
+from wire.units import MIB
+
+POOL = 16 * MIB
+"""Bytes of free buffers that MLX may keep between chunks."""
 
 
 class Footprint:
@@ -51,9 +55,11 @@ def wire(cap: int) -> int:
     return limit
 
 
-def clear_pool() -> None:
-    """Empty MLX's pool of free buffers, so that the next reading does not count them."""
-    mx.clear_cache()
+def clear_pool(most: int = POOL) -> None:
+    """Empty MLX's pool of free buffers if it holds more than `most` bytes: a reading counts them. Filling it again
+    costs milliseconds, so a little is left between chunks."""
+    if mx.get_cache_memory() > most:
+        mx.clear_cache()
 
 
 def give_back() -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 import structlog
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
@@ -24,9 +25,9 @@ from node.engine.forwards import Forwards
 from node.engine.gate import Site
 from node.engine.kinds import Doing
 from node.engine.logprobs import logprob_of
-from node.engine.resident import FIRST_SPEED, Resident
+from node.engine.resident import FIRST_SPEED, Resident, forward
 from node.engine.sampling import processors_of, sampler_of
-from node.engine.schedule import chunk_tokens, next_prefill
+from node.engine.schedule import budget, chunk_tokens, next_prefill
 from node.engine.sequence import Row, Sequence
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
 from wire.refusals import Refused
@@ -44,19 +45,20 @@ log = structlog.get_logger("engine.generation")
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Rows whose shared past is being written: `ids` are known, all but the last have to be in the cache."""
+    """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last."""
 
     resident: Resident
     sequence: Sequence
     rows: list[Row]
     ids: list[int]
     cache: Layers | None = None
+    logits: mx.array | None = None
     written: int = 0
 
     @property
     def left(self) -> int:
         """Tokens still to write."""
-        return len(self.ids) - 1 - self.written
+        return len(self.ids) - self.written
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class Out:
 class Generation:
     """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward.
 
-    A decode step runs on while other work is begun, so its length is known only where nothing came between (`_quiet`).
+    A decode step is launched ahead: its length is that of the next one's call, unless it was waited for (`_quiet`).
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Generation:
 
     def load(self) -> tuple[int, int, int]:
         """Count the rows that decode, the prefills, and the prompt tokens that these have still to write."""
-        return self._rows(), len(self._prefills), sum(prefill.left + 1 for prefill in self._prefills)
+        return self._rows(), len(self._prefills), sum(prefill.left for prefill in self._prefills)
 
     def decode(self) -> None:
         """Give every row of every batch one token."""
@@ -158,9 +160,9 @@ class Generation:
         if not sequence.begun:
             sequence.begun = time.monotonic()
         try:
-            refused = self._chunk(prefill) if prefill.left else None
-            if refused is None and not prefill.left:
-                refused = self._join(prefill)
+            refused = self._chunk(prefill)
+            if refused is None and prefill.logits is not None:
+                refused = self._join(prefill, prefill.logits)
         except Exception as error:
             log.exception("prefill", request=sequence.number)
             self._fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
@@ -174,38 +176,54 @@ class Generation:
 
     def _chunk(self, prefill: Prefill) -> Refused | None:
         resident = prefill.resident
-        count = min(prefill.left, self._chunk_tokens(resident))
-        refused = self._forwards.ask(Site.PREFILL, resident.kv.window_per_token * count)
+        count = self._chunk_tokens(prefill)
+        last = count == prefill.left
+        transient = resident.kv.window_per_token * count + last * count * resident.vocabulary * 4
+        refused = self._forwards.ask(Site.PREFILL, transient)
         if refused is not None:
             return refused
+        self._wait()
         if prefill.cache is None:
             prefill.cache = new_cache(resident.model)
         piece = prefill.ids[prefill.written : prefill.written + count]
         speed = resident.prefill_speed or FIRST_SPEED
-        self._quiet = False
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
-            resident.forward(piece, prefill.cache)
-        resident.prefilled(count, self._own_seconds(time.monotonic() - call.since))
+            prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
+        resident.prefilled(count, time.monotonic() - call.since)
         prefill.written += count
         prefill.rows[0].commitment.written = prefill.written
         clear_pool()
         return None
 
-    def _chunk_tokens(self, resident: Resident) -> int:
-        return chunk_tokens(resident.prefill_speed or FIRST_SPEED, self._step_seconds(), self._chunk_most)
+    def _chunk_tokens(self, prefill: Prefill) -> int:
+        """Size a chunk by time. The last one gives logits, so it has at most `tail` tokens, or is the last alone."""
+        resident = prefill.resident
+        step = sum(one.step_seconds * len(one.batches) for one in self._residents().values())
+        seconds = budget(step, self._rows(), sum(len(one.rows) for one in self._prefills))
+        count = chunk_tokens(seconds, resident.fixed_seconds, resident.token_seconds, self._chunk_most)
+        count = min(count, prefill.left)
+        return count - 1 if count == prefill.left > resident.tail else count
 
-    def _step_seconds(self) -> float:
-        return sum(one.step_seconds * len(one.batches) for one in self._residents().values())
+    def _wait(self) -> None:
+        """Wait for the steps launched before. MLX does one thing after the other, so nothing is lost by it, and both
+        their time and the chunk's are known."""
+        self._quiet = False
+        for resident in self._residents().values():
+            for number, batch in list(resident.batches.items()):
+                begun = time.monotonic()
+                try:
+                    batch.wait()
+                except Exception as error:
+                    log.exception("decode", rows=len(batch))
+                    self._rebuild(resident, number, error)
+                else:
+                    resident.stepped(time.monotonic() - begun)
 
-    def _own_seconds(self, seconds: float) -> float:
-        """Take from the length of a chunk that of the decode steps, launched before, that it had to wait for."""
-        return max(seconds - self._step_seconds(), seconds / 4)
-
-    def _join(self, prefill: Prefill) -> Refused | None:
-        """Let the rows join their decode batches, each asked of the gate: the first forward of a row is in there."""
+    def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
+        """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer."""
         resident, sequence = prefill.resident, prefill.sequence
-        cache = prefill.cache if prefill.cache is not None else new_cache(resident.model)
-        prefill.cache = cache
+        cache = prefill.cache
+        assert cache is not None  # noqa: S101  logits come from a forward, which has one
         for rows in _by_batch(resident, prefill.rows):
             written = len(prefill.ids)
             rows[0].commitment.written = written
@@ -214,7 +232,7 @@ class Generation:
             if refused is not None:
                 return refused
             last = rows[-1] is prefill.rows[-1]
-            self._join_batch(resident, sequence, rows, prefill.ids, cache if last else cache.copy())
+            self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
             for row in rows:
                 row.commitment.written, row.commitment.joined = written, True
         self._prefills.remove(prefill)
@@ -222,17 +240,14 @@ class Generation:
             sequence.joined = sequence.told = time.monotonic()
         return None
 
-    def _join_batch(
-        self, resident: Resident, sequence: Sequence, rows: list[Row], ids: list[int], cache: Layers
-    ) -> None:
+    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> None:
+        resident, sequence = prefill.resident, prefill.sequence
         number = resident.ledger.batch_of(rows[0].commitment)
         batch = resident.batches.setdefault(number, DecodeBatch(resident.model))
         joining = [Joining(row, _guard(sequence, row)) for row in rows]
-        expected = resident.step_seconds or JOIN_EXPECTED
-        self._quiet = False
         try:
-            with self._forwards.native(Doing.JOIN, resident.name, sequence.number, expected):
-                batch.join(joining, ids, cache)
+            with self._forwards.native(Doing.JOIN, resident.name, sequence.number, JOIN_EXPECTED):
+                batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
             self._rebuild(resident, number, error, guilty=rows)
             raise

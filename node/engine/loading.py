@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from node.engine.footprint import give_back
+from node.engine.footprint import clear_pool, give_back
 from node.engine.found import Found
 from node.engine.gate import Gate, Site
 from node.engine.resident import Resident, load
@@ -149,8 +149,11 @@ class Shelf:
         self.released()
 
     def make_room(self, need: int) -> bool:
-        """Evict idle models, least recently used first, until `need` bytes fit; none if all of them would not do. Say
-        whether they fit."""
+        """Empty the pool, then evict idle models, least recently used first, until `need` bytes fit; none if all of
+        them would not do. Say whether they fit."""
+        clear_pool(0)
+        if _fits(self.memory(), need):
+            return True
         idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
         if not _fits(self.memory(), need - sum(self.residents[name].weights for name in idle)):
             return False

@@ -27,6 +27,8 @@ from wire.units import MIB
 TICK = 256 * MIB
 """Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
 WARM_TOKENS = 32
+TAIL_BYTES = 16 * MIB
+"""Bytes that the logits of a prompt's last forward may take: with more tokens the last one has a forward of its own."""
 MEASURED_TOKENS = 64
 """Prompts below this say little about bytes per token."""
 FIRST_SPEED = 50.0
@@ -39,7 +41,8 @@ _MEMORY = 0.3
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits."""
+    """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits. A chunk takes about
+    `fixed_seconds` and `token_seconds` for each token."""
 
     found: Found
     model: TextModel
@@ -51,6 +54,8 @@ class Resident:
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
     prefill_speed: float = 0.0
     step_seconds: float = 0.0
+    fixed_seconds: float = 0.0
+    token_seconds: float = 0.0
     load_seconds: float = 0.0
     bytes_per_token: float = 0.0
     used_at: float = 0.0
@@ -62,8 +67,9 @@ class Resident:
         return self.found.name
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Note how long a chunk took."""
+        """Note how long a chunk took; what it took beyond one forward of one row is the tokens'."""
         self.prefill_speed = _mean(self.prefill_speed, tokens / max(seconds, 1e-6))
+        self.token_seconds = _mean(self.token_seconds, max(seconds - self.fixed_seconds, seconds / 4) / tokens)
 
     def stepped(self, seconds: float) -> None:
         """Note how long a decode step of one batch took."""
@@ -78,10 +84,19 @@ class Resident:
         """Count the rows that decode."""
         return sum(len(batch) for batch in self.batches.values())
 
-    def forward(self, ids: Iterable[int], cache: Layers) -> None:
-        """Write tokens into a cache: one prefill forward, evaluated."""
-        self.model(mx.array(list(ids))[None], cache=cache)
-        evaluate([layer.state for layer in cache])
+    @property
+    def tail(self) -> int:
+        """Most tokens of a forward whose logits are wanted: all of them are computed for the sake of the last."""
+        return max(1, TAIL_BYTES // (4 * self.vocabulary))
+
+
+def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
+    """Write tokens into a cache: one prefill forward, evaluated. With `last` give the logits (1, vocabulary) of the
+    last token, else none are computed."""
+    logits = model(mx.array(list(ids))[None], cache=cache)
+    wanted = logits[:, -1, :] if last else None
+    evaluate([layer.state for layer in cache], *([] if wanted is None else [wanted]))
+    return wanted
 
 
 def _mean(mean: float, newest: float) -> float:
@@ -101,7 +116,8 @@ def load(found: Found) -> Iterator[int | Resident]:
     warmth = _warm(model)
     yield Resident(
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
-        prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds,
+        prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds, fixed_seconds=warmth.step_seconds,
+        token_seconds=1 / warmth.prefill_speed,
     )  # fmt: skip
 
 
@@ -143,15 +159,17 @@ def _try_out(model: TextModel) -> Warmth:
     cache = new_cache(model)
     ids = [0] * WARM_TOKENS
     begun = time.monotonic()
-    model(mx.array(ids)[None], cache=cache)
-    evaluate([layer.state for layer in cache])
+    logits = forward(model, ids, cache, last=True)
+    assert logits is not None  # noqa: S101  the last were asked for
     speed = WARM_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = kv_of(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)
-    batch.join([Joining(0, Guard(greedy, ()))], [*ids, 0], cache)
+    batch.join([Joining(0, Guard(greedy, ()))], ids, cache, logits)
     batch.step()
+    batch.wait()
     joined = time.monotonic()
     (token,) = batch.step()
+    batch.wait()
     return Warmth(kv, token.logprobs.shape[-1], speed, time.monotonic() - joined)
 
 

@@ -1,18 +1,22 @@
 """Which prompt is written next, and how much of it: pure, and all there is of scheduling.
 
 Prefills take turns, the shortest, then the oldest: a huge prompt holds nobody back and is never starved. A chunk is
-sized by time. While others decode it may take CHUNK_STEPS of their step, so that the gap between two of their tokens
-stays below three times the quiet one; alone it may take LONE_CHUNK, so that a cancel is heard soon.
+sized by time, from what chunks have cost: a fixed part (the weights are read once) and a part for each token.
+
+- Alone it may take LONE seconds, so that a cancel is heard soon.
+- While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
+  times the quiet one.
+- While as many rows wait as decode, BURST seconds: then waiting is what most of them do.
 """
 
 from collections.abc import Sequence
 
-CHUNK_STEPS = 1.6
-"""Decode steps that a chunk may take while others decode: 1 + 1.6 leaves room below 3 for noise."""
-LONE_CHUNK = 1.0
-"""Seconds that a chunk may take when nobody decodes."""
-LEAST_CHUNK = 32
-"""Tokens below which a chunk costs nearly as much as a longer one: the weights are read once either way."""
+STEPS = 1.6
+"""1 + 1.6 leaves room below 3 for noise."""
+BURST = 0.25
+LONE = 1.0
+LEAST = 4
+"""Tokens of the smallest chunk: what is written moves on, whatever it costs."""
 
 
 def next_prefill(waiting: Sequence[tuple[int, float]], turn: int) -> int:
@@ -20,8 +24,13 @@ def next_prefill(waiting: Sequence[tuple[int, float]], turn: int) -> int:
     return min(range(len(waiting)), key=lambda place: waiting[place][turn % 2 == 0])
 
 
-def chunk_tokens(speed: float, steps: float, most: int) -> int:
-    """Size a chunk for a prefill of `speed` tokens per second; `steps` are the seconds that one decode step of all that
-    decodes takes (0: nothing does)."""
-    budget = CHUNK_STEPS * steps if steps else LONE_CHUNK
-    return max(LEAST_CHUNK, min(most, int(speed * budget)))
+def budget(step: float, decoding: int, waiting: int) -> float:
+    """Give the seconds that a chunk may take beside `decoding` rows whose step takes `step` seconds."""
+    if not decoding:
+        return LONE
+    return max(STEPS * step, BURST) if waiting >= decoding else STEPS * step
+
+
+def chunk_tokens(seconds: float, fixed: float, each: float, most: int) -> int:
+    """Give the tokens that fit into `seconds`, where a chunk costs `fixed` and `each` token more."""
+    return max(LEAST, min(most, int((seconds - fixed) / max(each, 1e-9))))

@@ -5,6 +5,7 @@ import mlx.core as mx
 
 class StopSequences:
     def __init__(self, stop_sequences: Sequence[Sequence[int]] | None = None) -> None: ...
+    def matcher(self) -> object: ...
 
 class GenerationBatch:
     class Response:

@@ -1,3 +1,6 @@
 from typing import Any
 
 def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]: ...
+
+class TokenBuffer:
+    def __init__(self, tokens: list[int] | None = None) -> None: ...

@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.utils import load_model
 
 from node.engine.batch import DecodeBatch, Guard, Joining
-from node.engine.cache import Layers, TextModel, evaluate, kv_of, nbytes_of, new_cache
+from node.engine.cache import Layers, TextModel, kv_of, nbytes_of, new_cache
+from node.engine.resident import forward
 from node.engine.sampling import greedy
 from tests import models
 from wire.report import Group
@@ -34,26 +35,26 @@ def llama() -> TextModel:
     return load_model(models.path("llama"))[0]
 
 
-def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> Layers:
-    cache = new_cache(model)
-    for start in range(0, len(ids) - 1, chunk):
-        model(mx.array(ids[start : min(start + chunk, len(ids) - 1)])[None], cache=cache)
-        evaluate([layer.state for layer in cache])
-    return cache
+def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> tuple[Layers, mx.array]:
+    """Write a prompt in chunks; give its cache and the logits of its last token."""
+    cache, logits = new_cache(model), None
+    for start in range(0, len(ids), chunk):
+        logits = forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
+    assert logits is not None
+    return cache, logits
 
 
 def alone(model: TextModel, ids: list[int], count: int) -> list[int]:
     """Decode greedily without any batch."""
-    cache = prefilled(model, ids)
-    token, out = ids[-1], []
-    for _ in range(count):
-        token = int(mx.argmax(model(mx.array([[token]]), cache=cache)[0, -1]).item())
-        out.append(token)
+    cache, logits = prefilled(model, ids)
+    out = [int(mx.argmax(logits[0]).item())]
+    while len(out) < count:
+        out.append(int(mx.argmax(model(mx.array([[out[-1]]]), cache=cache)[0, -1]).item()))
     return out
 
 
 def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> None:
-    batch.join([Joining(name, Guard(greedy, ()))], ids, prefilled(model, ids))
+    batch.join([Joining(name, Guard(greedy, ()))], ids, *prefilled(model, ids))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -86,7 +87,7 @@ def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
 def test_equal_rows_share_one_prefill(model: TextModel):
     ids = prompt(5, 50)
     batch: DecodeBatch[str] = DecodeBatch(model)
-    batch.join([Joining(name, Guard(greedy, ())) for name in "xyz"], ids, prefilled(model, ids))
+    batch.join([Joining(name, Guard(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
     rows: dict[str, list[int]] = {name: [] for name in "xyz"}
     for _ in range(8):
         for token in batch.step():
@@ -101,15 +102,15 @@ def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
 
 
 def test_a_cache_tells_what_a_row_takes(model: TextModel):
-    kv = kv_of(prefilled(model, prompt(1, 9)))
+    kv = kv_of(prefilled(model, prompt(1, 9))[0])
     for length in (300, 700):
-        cache = prefilled(model, prompt(1, length))
+        cache, _ = prefilled(model, prompt(1, length))
         assert nbytes_of(cache) <= padded(Group(1, length, length), kv)
         assert nbytes_of(cache) >= 0.5 * padded(Group(1, length, length), kv)
 
 
 def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
-    kv = kv_of(prefilled(llama, prompt(1, 9)))
+    kv = kv_of(prefilled(llama, prompt(1, 9))[0])
     batch: DecodeBatch[str] = DecodeBatch(llama)
     join(batch, llama, "long", prompt(0, 6000))
     for number in range(7):
@@ -138,12 +139,12 @@ def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(llama)
     for number in range(6):
         join(batch, llama, str(number), prompt(number, 1500))
-    cache = prefilled(llama, prompt(9, 1500))
+    cache, logits = prefilled(llama, prompt(9, 1500))
     batch.step()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    batch.join([Joining("new", Guard(greedy, ()))], prompt(9, 1500), cache)
+    batch.join([Joining("new", Guard(greedy, ()))], prompt(9, 1500), cache, logits)
     batch.step()
     rose = mx.get_peak_memory() - before
     assert rose < 0.7 * batch.nbytes(), "evaluated whole, the old and the new batch stand side by side"
@@ -157,8 +158,8 @@ def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel)
     ids = prompt(1, 30)
     batch: DecodeBatch[str] = DecodeBatch(llama)
     join(batch, llama, "good", ids)
-    batch.join([Joining("sampler", Guard(boom, ()))], ids, prefilled(llama, ids))
-    batch.join([Joining("processor", Guard(greedy, (boom,)))], ids, prefilled(llama, ids))
+    batch.join([Joining("sampler", Guard(boom, ()))], ids, *prefilled(llama, ids))
+    batch.join([Joining("processor", Guard(greedy, (boom,)))], ids, *prefilled(llama, ids))
     good = [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
     assert good == alone(llama, ids, 6)
     assert sorted(row for row, error in batch.errors() if str(error) == "boom") == ["processor", "sampler"]

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.schedule import CHUNK_STEPS, LEAST_CHUNK, LONE_CHUNK, chunk_tokens, next_prefill
+from node.engine.schedule import BURST, LEAST, LONE, STEPS, budget, chunk_tokens, next_prefill
 
 
 def test_the_shortest_and_the_oldest_take_turns():
@@ -13,10 +13,15 @@ def test_of_equals_the_first_goes_first():
     assert next_prefill([(10, 1.0), (10, 2.0)], 1) == 0
 
 
-@given(st.floats(1, 1e5), st.floats(0.001, 2.0), st.integers(32, 8192))
-def test_a_chunk_takes_as_long_as_it_may_and_no_more(speed: float, steps: float, most: int):
-    tokens = chunk_tokens(speed, steps, most)
-    assert LEAST_CHUNK <= tokens <= most
-    assert tokens == LEAST_CHUNK or tokens / speed <= CHUNK_STEPS * steps
-    alone = chunk_tokens(speed, 0.0, most)
-    assert alone == LEAST_CHUNK or alone / speed <= LONE_CHUNK
+def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
+    assert budget(0.0, 0, 3) == LONE
+    assert budget(0.04, 7, 1) == STEPS * 0.04
+    assert budget(0.04, 1, 7) == BURST
+    assert budget(1.0, 1, 7) == STEPS
+
+
+@given(st.floats(0.001, 2.0), st.floats(0, 1.0), st.floats(0, 0.1), st.integers(32, 8192))
+def test_a_chunk_fits_its_time_or_is_the_smallest(seconds: float, fixed: float, each: float, most: int):
+    tokens = chunk_tokens(seconds, fixed, each, most)
+    assert LEAST <= tokens <= most
+    assert tokens == LEAST or fixed + tokens * each <= seconds * 1.001
