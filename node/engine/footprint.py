@@ -14,8 +14,10 @@ from node.memory.sensor import open_sensor
 from wire.report import Memory
 from wire.units import MIB
 
-POOL = 16 * MIB
-"""Bytes of free buffers that MLX may keep between chunks."""
+POOL_SHARE = 0.01
+POOL_MOST = 256 * MIB
+"""MLX keeps free buffers for the next forward: to fault in fresh memory for each costs a third of the time on Linux. At
+most this, and this share of the cap, because a reading counts them; they are given back before anything is refused."""
 
 
 class Footprint:
@@ -32,7 +34,8 @@ class Footprint:
         """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
         reading = self._sensor.phys()
         active = mx.get_active_memory()
-        self._recent = self._recent.observed(max(active, reading.phys or 0), now)
+        # The pool is given back before a refusal, so a height that it had a moment ago is held against nobody.
+        self._recent = self._recent.observed(max(active, (reading.phys or 0) - mx.get_cache_memory()), now)
         return gate.memory(Use(active, self._recent.highest(now), reserved), reading, self._total, now, self._base)
 
     def falls_at(self, now: float) -> float | None:
@@ -55,11 +58,14 @@ def wire(cap: int) -> int:
     return limit
 
 
-def clear_pool(most: int = POOL) -> None:
-    """Empty MLX's pool of free buffers if it holds more than `most` bytes: a reading counts them. Filling it again
-    costs milliseconds, so a little is left between chunks."""
-    if mx.get_cache_memory() > most:
-        mx.clear_cache()
+def limit_pool(cap: int) -> None:
+    """Bound MLX's pool of free buffers for this cap (bytes)."""
+    mx.set_cache_limit(min(POOL_MOST, int(cap * POOL_SHARE)))
+
+
+def clear_pool() -> None:
+    """Give MLX's free buffers back."""
+    mx.clear_cache()
 
 
 def give_back() -> None:

@@ -20,7 +20,7 @@ import structlog
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
 from node.engine.cache import Layers, new_cache
-from node.engine.footprint import clear_pool, give_back
+from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
 from node.engine.gate import Site
 from node.engine.kinds import Doing
@@ -76,7 +76,7 @@ class Out:
 class Generation:
     """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward.
 
-    A decode step is launched ahead: its length is that of the next one's call, unless it was waited for (`_quiet`).
+    A decode step is launched ahead: it takes as long as its call, and the wait for it where one followed (`_called`).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Generation:
         self._live: dict[int, Sequence] = {}
         self._prefills: list[Prefill] = []
         self._turn = 0
-        self._quiet = False
+        self._called: dict[int, float] = {}
         self._out = Out()
 
     # what the engine asks
@@ -129,7 +129,6 @@ class Generation:
         for resident in list(self._residents().values()):
             for number in list(resident.batches):
                 self._decode(resident, number)
-        self._quiet = True
 
     def prefill(self) -> None:
         """Write one chunk of one prompt; after its last, let it join."""
@@ -192,14 +191,14 @@ class Generation:
         resident.prefilled(count, time.monotonic() - call.since)
         prefill.written += count
         prefill.rows[0].commitment.written = prefill.written
-        clear_pool()
         return None
 
     def _chunk_tokens(self, prefill: Prefill) -> int:
         """Size a chunk by time. The last one gives logits, so it has at most `tail` tokens, or is the last alone."""
         resident = prefill.resident
         step = sum(one.step_seconds * len(one.batches) for one in self._residents().values())
-        seconds = budget(step, self._rows(), sum(len(one.rows) for one in self._prefills))
+        whole = resident.fixed_seconds + prefill.left * resident.token_seconds
+        seconds = budget(step, whole)
         count = chunk_tokens(seconds, resident.fixed_seconds, resident.token_seconds, self._chunk_most)
         count = min(count, prefill.left)
         return count - 1 if count == prefill.left > resident.tail else count
@@ -207,7 +206,6 @@ class Generation:
     def _wait(self) -> None:
         """Wait for the steps launched before. MLX does one thing after the other, so nothing is lost by it, and both
         their time and the chunk's are known."""
-        self._quiet = False
         for resident in self._residents().values():
             for number, batch in list(resident.batches.items()):
                 begun = time.monotonic()
@@ -217,7 +215,7 @@ class Generation:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
                 else:
-                    resident.stepped(time.monotonic() - begun)
+                    resident.stepped(self._called.pop(number, 0.0) + time.monotonic() - begun)
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer."""
@@ -274,8 +272,9 @@ class Generation:
             self._rebuild(resident, number, error)
             return
         now = time.monotonic()
-        if self._quiet:
-            resident.stepped(now - call.since)
+        if number in self._called:
+            resident.stepped(self._called[number])
+        self._called[number] = now - call.since
         for row, error in batch.errors():
             if row.sequence.number in self._live:
                 self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
@@ -345,7 +344,6 @@ class Generation:
             if not any(sequence.writing()):
                 self._gone(resident, sequence)
                 self._out.ends.append(_finished(sequence, now))
-        clear_pool()
 
     def _rebuild(self, resident: Resident, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
         """Discard a batch whose object raised, and write its rows anew from their ids."""

@@ -151,7 +151,7 @@ class Shelf:
     def make_room(self, need: int) -> bool:
         """Empty the pool, then evict idle models, least recently used first, until `need` bytes fit; none if all of
         them would not do. Say whether they fit."""
-        clear_pool(0)
+        clear_pool()
         if _fits(self.memory(), need):
             return True
         idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]

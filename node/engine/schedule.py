@@ -6,7 +6,7 @@ sized by time, from what chunks have cost: a fixed part (the weights are read on
 - Alone it may take LONE seconds, so that a cancel is heard soon.
 - While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
   times the quiet one.
-- While as many rows wait as decode, BURST seconds: then waiting is what most of them do.
+- A prompt that takes BURST seconds in all is written at once: one gap for each new chat, as everywhere.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,12 @@ def next_prefill(waiting: Sequence[tuple[int, float]], turn: int) -> int:
     return min(range(len(waiting)), key=lambda place: waiting[place][turn % 2 == 0])
 
 
-def budget(step: float, decoding: int, waiting: int) -> float:
-    """Give the seconds that a chunk may take beside `decoding` rows whose step takes `step` seconds."""
-    if not decoding:
+def budget(step: float, whole: float) -> float:
+    """Give the seconds that a chunk may take beside rows whose step takes `step` seconds (0: nobody decodes); `whole`
+    are the seconds that all the rest of its prompt would take."""
+    if not step:
         return LONE
-    return max(STEPS * step, BURST) if waiting >= decoding else STEPS * step
+    return BURST if whole <= BURST else STEPS * step
 
 
 def chunk_tokens(seconds: float, fixed: float, each: float, most: int) -> int:

@@ -16,7 +16,7 @@ import structlog
 
 from node.engine import preflight
 from node.engine.door import Door
-from node.engine.footprint import Footprint, wire
+from node.engine.footprint import Footprint, clear_pool, limit_pool, wire
 from node.engine.forwards import Forwards
 from node.engine.found import Found
 from node.engine.generation import Generation
@@ -128,6 +128,8 @@ class TextEngine:
         self._generation.decode()
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
+        if not self._generation.busy():
+            clear_pool()
         return [*self._generation.said(), *loaded]
 
     def report(self, now: float) -> EngineReport:
@@ -145,6 +147,7 @@ class TextEngine:
         self.gate.hold(limits)
         if limits.cap and limits.cap != self._wired_for:
             self._wired_for = limits.cap
+            limit_pool(limits.cap)
             wired = wire(limits.cap)
             log.info("wired", limit=show_size(wired) if wired else "no Metal here")
 
