@@ -75,9 +75,13 @@ class Token(Generic[K]):
 
 
 class DecodeBatch(Generic[K]):
-    """Rows of one model that decode together."""
+    """Rows of one model that decode together.
+
+    A step is launched ahead: it takes as long as its call (`called`, the last in seconds) and the wait for it, if any.
+    """
 
     def __init__(self, model: TextModel) -> None:
+        self.called: float | None = None
         self._model = model
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, Joining[K]] = {}

@@ -74,10 +74,7 @@ class Out:
 
 
 class Generation:
-    """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward.
-
-    A decode step is launched ahead: it takes as long as its call, and the wait for it where one followed (`_called`).
-    """
+    """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward."""
 
     def __init__(
         self, forwards: Forwards, residents: Callable[[], Mapping[str, Resident]], batch: int, chunk: int
@@ -89,7 +86,6 @@ class Generation:
         self._live: dict[int, Sequence] = {}
         self._prefills: list[Prefill] = []
         self._turn = 0
-        self._called: dict[int, float] = {}
         self._out = Out()
 
     # what the engine asks
@@ -182,6 +178,8 @@ class Generation:
         if refused is not None:
             return refused
         self._wait()
+        if prefill.sequence.number not in self._live:  # another of its rows was in a batch that just broke
+            return None
         if prefill.cache is None:
             prefill.cache = new_cache(resident.model)
         piece = prefill.ids[prefill.written : prefill.written + count]
@@ -215,7 +213,8 @@ class Generation:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
                 else:
-                    resident.stepped(self._called.pop(number, 0.0) + time.monotonic() - begun)
+                    resident.stepped((batch.called or 0.0) + time.monotonic() - begun)
+                    batch.called = None
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer."""
@@ -272,9 +271,9 @@ class Generation:
             self._rebuild(resident, number, error)
             return
         now = time.monotonic()
-        if number in self._called:
-            resident.stepped(self._called[number])
-        self._called[number] = now - call.since
+        if batch.called is not None:
+            resident.stepped(batch.called)
+        batch.called = now - call.since
         for row, error in batch.errors():
             if row.sequence.number in self._live:
                 self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
