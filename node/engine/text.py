@@ -128,9 +128,10 @@ class TextEngine:
         self._generation.decode()
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
+        said = self._generation.said()
         if not self._generation.busy():
             clear_pool()
-        return [*self._generation.said(), *loaded]
+        return [*said, *loaded]
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""

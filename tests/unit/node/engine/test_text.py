@@ -193,6 +193,25 @@ def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: p
     assert "ZeroDivisionError" in end.message
 
 
+def test_an_engine_at_rest_keeps_no_free_buffers(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    assert mx.get_cache_memory() == 0
+
+
+def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    memory = driver.engine.report(0.0).memory
+    assert memory.current is not None
+    mx.set_cache_limit(64 * MIB)
+    held = mx.random.uniform(shape=(10 * MIB,))
+    mx.eval(held)
+    del held
+    assert mx.get_cache_memory() >= 32 * MIB
+    driver.take(Limits(memory.current + GIB, memory.current + 24 * MIB, 0, "dynamic"))
+    mx.set_cache_limit(64 * MIB)
+    assert driver.answer(SHORT[1]["prompt"]) == expected(SHORT[1])
+
+
 def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     waiting, prefilling = driver.ask("a " * 600), driver.ask("b " * 4000)
