@@ -86,28 +86,34 @@ class DecodeBatch(Generic[K]):
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, Joining[K]] = {}
         self._next = 0
+        self._told: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def join(self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers, logits: mx.array) -> None:
+    def join(
+        self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers, logits: mx.array
+    ) -> list[Token[K]]:
         """Take in rows that share a past: `cache` holds all of `ids` and is used up, `logits` (1, vocabulary) are those
-        of the last. After an exception the whole batch must be discarded.
+        of the last. Give each row's first token; no step gives it again. After an exception the whole batch must be
+        discarded.
         """
         count = len(joining)
         uids = list(range(self._next, self._next + count))
         self._next += count
-        batch = self._begun(joining, uids, list(ids), _merged(cache, count), logits)
+        batch, first = self._begun(joining, uids, list(ids), _merged(cache, count), logits)
         if self._batch is None:
             self._batch = batch
         else:
             self._batch.extend(batch)
             self._settle()
         self._rows.update(zip(uids, joining, strict=True))
+        self._told.update(uids)
+        return first
 
     def _begun(
         self, joining: Sequence[Joining[K]], uids: list[int], ids: list[int], layers: list[Layer], logits: mx.array
-    ) -> GenerationBatch:
+    ) -> tuple[GenerationBatch, list[Token[K]]]:
         """Make a batch that stands where its constructor's forward would have left it: each row's next token drawn."""
         count = len(joining)
         batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], greedy, [], [], [])
@@ -122,7 +128,11 @@ class DecodeBatch(Generic[K]):
         state._token_context = [TokenBuffer(ids) for _ in uids]
         state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
         evaluate(state._next_tokens, state._next_logprobs)
-        return batch
+        first = [
+            Token(one.row, cast("int", token.item()), logprobs)
+            for one, (token, logprobs) in zip(joining, drawn, strict=True)
+        ]
+        return batch, first
 
     def wait(self) -> None:
         """Wait for the step that is launched already, so that what comes next can be timed."""
@@ -130,10 +140,12 @@ class DecodeBatch(Generic[K]):
             evaluate(cast("Any", self._batch)._next_tokens)
 
     def step(self) -> list[Token[K]]:
-        """Give every row's next token, and launch the step after it."""
+        """Give every row's next token, but not the first again, and launch the step after it."""
         if self._batch is None:
             return []
-        return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in self._batch.next()]
+        found = self._batch.next()
+        told, self._told = self._told, set()
+        return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
 
     def errors(self) -> list[tuple[K, Exception]]:
         """Give the rows whose sampler or processors raised, and what."""

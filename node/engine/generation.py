@@ -221,6 +221,7 @@ class Generation:
         resident, sequence = prefill.resident, prefill.sequence
         cache = prefill.cache
         assert cache is not None  # noqa: S101  logits come from a forward, which has one
+        tokens: list[Token[Row]] = []
         for rows in _by_batch(resident, prefill.rows):
             written = len(prefill.ids)
             rows[0].commitment.written = written
@@ -229,22 +230,23 @@ class Generation:
             if refused is not None:
                 return refused
             last = rows[-1] is prefill.rows[-1]
-            self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
+            tokens += self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
             for row in rows:
                 row.commitment.written, row.commitment.joined = written, True
         self._prefills.remove(prefill)
         if not sequence.joined:
             sequence.joined = sequence.told = time.monotonic()
+        self._take(resident, tokens)
         return None
 
-    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> None:
+    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[Token[Row]]:
         resident, sequence = prefill.resident, prefill.sequence
         number = resident.ledger.batch_of(rows[0].commitment)
         batch = resident.batches.setdefault(number, DecodeBatch(resident.model))
         joining = [Joining(row, _guard(sequence, row)) for row in rows]
         try:
             with self._forwards.native(Doing.JOIN, resident.name, sequence.number, JOIN_EXPECTED):
-                batch.join(joining, prefill.ids, cache, logits)
+                return batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
             self._rebuild(resident, number, error, guilty=rows)
             raise
@@ -274,9 +276,15 @@ class Generation:
         if batch.called is not None:
             resident.stepped(batch.called)
         batch.called = now - call.since
-        for row, error in batch.errors():
-            if row.sequence.number in self._live:
-                self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
+        self._take(resident, tokens)
+
+    def _take(self, resident: Resident, tokens: list[Token[Row]]) -> None:
+        """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
+        for batch in list(resident.batches.values()):
+            for row, error in batch.errors():
+                if row.sequence.number in self._live:
+                    self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
+        now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
                 self._token(token, now)

@@ -131,7 +131,7 @@ class TextEngine:
         said = self._generation.said()
         if not self._generation.busy():
             clear_pool()
-        return [*said, *loaded]
+        return [*loaded, *said]
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""

@@ -53,8 +53,9 @@ def alone(model: TextModel, ids: list[int], count: int) -> list[int]:
     return out
 
 
-def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> None:
-    batch.join([Joining(name, Guard(greedy, ()))], ids, *prefilled(model, ids))
+def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> list[int]:
+    """Let a row join; give its first token."""
+    return [one.token for one in batch.join([Joining(name, Guard(greedy, ()))], ids, *prefilled(model, ids))]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -73,7 +74,7 @@ def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
     joins, drops = {0: "a", 3: "b", 5: "c", 12: "d"}, {10: "b", 20: "a"}
     for step in range(24):
         if step in joins:
-            join(batch, model, joins[step], prompts[joins[step]])
+            got[joins[step]] += join(batch, model, joins[step], prompts[joins[step]])
         if step in drops:
             batch.drop([drops[step]])
         for token in batch.step():
@@ -87,8 +88,8 @@ def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
 def test_equal_rows_share_one_prefill(model: TextModel):
     ids = prompt(5, 50)
     batch: DecodeBatch[str] = DecodeBatch(model)
-    batch.join([Joining(name, Guard(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
-    rows: dict[str, list[int]] = {name: [] for name in "xyz"}
+    first = batch.join([Joining(name, Guard(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
+    rows: dict[str, list[int]] = {token.row: [token.token] for token in first}
     for _ in range(8):
         for token in batch.step():
             rows[token.row].append(token.token)
@@ -97,8 +98,8 @@ def test_equal_rows_share_one_prefill(model: TextModel):
 
 def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(model)
-    join(batch, model, "one", [25])
-    assert [token.token for _ in range(4) for token in batch.step()] == alone(model, [25], 4)
+    first = join(batch, model, "one", [25])
+    assert [*first, *(token.token for _ in range(4) for token in batch.step())] == alone(model, [25], 4)
 
 
 def test_a_cache_tells_what_a_row_takes(model: TextModel):
@@ -157,10 +158,10 @@ def boom(*_: mx.array) -> mx.array:
 def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel):
     ids = prompt(1, 30)
     batch: DecodeBatch[str] = DecodeBatch(llama)
-    join(batch, llama, "good", ids)
+    good = join(batch, llama, "good", ids)
     batch.join([Joining("sampler", Guard(boom, ()))], ids, *prefilled(llama, ids))
     batch.join([Joining("processor", Guard(greedy, (boom,)))], ids, *prefilled(llama, ids))
-    good = [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
+    good += [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
     assert good == alone(llama, ids, 6)
     assert sorted(row for row, error in batch.errors() if str(error) == "boom") == ["processor", "sampler"]
 
