@@ -16,7 +16,7 @@ from wire.units import MIB
 
 POOL_SHARE = 0.01
 POOL_MOST = 256 * MIB
-"""MLX keeps free buffers for the next forward: to fault in fresh memory for each costs a third of the time on Linux. At
+"""MLX keeps free buffers for the next forward: to fault in fresh memory for each cost much of a join on Linux. At
 most this, and this share of the cap, because a reading counts them; they are given back before anything is refused."""
 
 

@@ -4,8 +4,8 @@
                 └ Refusal                └ Refusal   └ Failed
 
 Rules
-- The gate is asked before every prefill forward, before every join (whose constructor runs one) and before a row grows
-  over its promise. A refusal takes back all that the request took; nobody else notices.
+- The gate is asked before every prefill forward, before every join (which copies a batch) and before a row grows over
+  its promise. A refusal takes back all that the request took; nobody else notices.
 - An exception out of a decode batch costs the batch object, not its rows: they are written anew from their ids. The
   second time it fails a row for good.
 - A request leaves by one door, `release` (or `_gone` when its last row ended): prefills, batches, ledger and all.
@@ -282,8 +282,7 @@ class Generation:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
-                if row.sequence.number in self._live:
-                    self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
+                self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
         now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
@@ -364,8 +363,7 @@ class Generation:
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
             if row.rebuilt > MOST_REBUILDS:
-                if row.sequence.number in self._live:
-                    self._fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
+                self._fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
             else:
                 self._prefills.insert(0, Prefill(resident, row.sequence, [row], row.known()))
         give_back()
@@ -407,6 +405,9 @@ class Generation:
             del resident.batches[number]
 
     def _fail(self, sequence: Sequence, code: str, message: str) -> None:
+        """End a request as broken, unless it has ended already: one fault may reach it by two ways."""
+        if sequence.number not in self._live:
+            return
         self._release(sequence)
         self._forwards.failures += 1
         self._out.ends.append(Failed(sequence.number, code, message))
