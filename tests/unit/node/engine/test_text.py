@@ -211,6 +211,17 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
     assert driver.answer(SHORT[1]["prompt"]) == expected(SHORT[1])
 
 
+def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: driver.ids[number, 0])
+    sequence = driver.engine._generation._live[number]
+    for _ in range(2):
+        driver.engine._generation._fail(sequence, "engine_error", "a fault")
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+
+
 def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     waiting, prefilling = driver.ask("a " * 600), driver.ask("b " * 4000)
