@@ -53,12 +53,12 @@ def tracked() -> list[str]:
 
 
 def run(folder: Path, tests: list[str]) -> tuple[int, str]:
-    """Run tests in a copy; give pytest's exit code and its last line."""
+    """Run tests in a copy; give pytest's exit code, and what failed with its last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
     lines = (done.stdout + done.stderr).strip().splitlines()
-    return done.returncode, lines[-1] if lines else ""
+    return done.returncode, "\n".join([*(line for line in lines if line.startswith(("FAILED", "ERROR"))), *lines[-1:]])
 
 
 def check(entry: Entry, files: list[str]) -> str | None:
