@@ -11,6 +11,7 @@ its weights (names, shapes, types and offsets of every tensor), not over the wei
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any, Protocol, cast
 from node.engine.found import Found
 from node.settings import ModelSettings
 from wire.identity import valid_model
-from wire.report import Kv
+from wire.report import Kv, Transient
 
 DEPTH = 3
 """Levels below a configured folder: FOLDER/publisher/model and one more."""
@@ -38,6 +39,8 @@ EMBEDDED = Path(__file__).parent / "models" / "macpool-tiny"
 _IDENTITY = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
+_FUSED = frozenset({64, 72, 80, 96, 128})
+"""Head sizes for which Metal has attention that writes no scores (read in MLX)."""
 _STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 
@@ -205,8 +208,9 @@ def describe(name: str, folder: Path) -> Found | None:
     weights = read_weights(folder, digest)
     context = _context(config)
     return Found(
-        name, folder, digest.hexdigest()[:32], weights.size, context, foresee(config, weights.float_size), weights.cause
-    )
+        name, folder, digest.hexdigest()[:32], weights.size, context, foresee(config, weights.float_size),
+        weights.cause, forecast(config, weights.float_size),
+    )  # fmt: skip
 
 
 def is_text(config: Config) -> bool:
@@ -310,11 +314,39 @@ def foresee(config: Config, float_size: int) -> Kv:
     text = _text_config(config)
     heads = _whole(text.get("num_key_value_heads")) or _whole(text.get("num_attention_heads")) or 1
     hidden = _whole(text.get("hidden_size"))
-    size = _whole(text.get("head_dim")) or hidden // (_whole(text.get("num_attention_heads")) or 1)
-    layer = 2 * heads * size * (_SIZES.get(str(text.get("torch_dtype") or text.get("dtype")), 0) or float_size)
+    layer = 2 * heads * _head_size(text) * _float_size(text, float_size)
     full, windowed, states = _layers(text)
     window = _whole(text.get("sliding_window")) if windowed else 0
     return Kv(full * layer, STEP, states * hidden * 4 * 4, window, windowed * layer)
+
+
+def forecast(config: Config, float_size: int) -> Transient:
+    """Foresee what a forward takes for a moment, from the config alone: the scores of one layer (4 bytes each, where
+    attention is not fused), its keys and values once more while they grow, its inner numbers, the logits. Measured
+    forwards take up to ten times as much; nothing is foreseen of what a config does not say."""
+    text = _text_config(config)
+    heads, size = _whole(text.get("num_attention_heads")), _head_size(text)
+    kv_heads = _whole(text.get("num_key_value_heads")) or heads
+    numbers = _whole(text.get("hidden_size")) + _whole(text.get("intermediate_size")) + heads * size
+    logits = 4.0 * _whole(text.get("vocab_size"))
+    pair = 0.0 if sys.platform == "darwin" and size in _FUSED else 4.0 * heads
+    seen = 2.0 * kv_heads * size * _float_size(text, float_size)
+    full, windowed, _ = _layers(text)
+    window = _whole(text.get("sliding_window")) if windowed and not full else 0
+    return Transient(
+        token=4.0 * numbers, pair=pair, seen=seen, logits=logits, step_row=4.0 * numbers + logits,
+        step_seen=4.0 * heads + seen, window=window,
+    )  # fmt: skip
+
+
+def _float_size(text: Config, otherwise: int) -> int:
+    return _SIZES.get(str(text.get("torch_dtype") or text.get("dtype")), 0) or otherwise
+
+
+def _head_size(text: Config) -> int:
+    return _whole(text.get("head_dim")) or _whole(text.get("hidden_size")) // (
+        _whole(text.get("num_attention_heads")) or 1
+    )
 
 
 def _layers(text: Config) -> tuple[int, int, int]:

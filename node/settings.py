@@ -76,6 +76,9 @@ class MlxSettings(Section, frozen=True):
         "Most rows that decode at once; more wait. `n` of a request may not exceed it."))] = 32  # fmt: skip
     chunk: Annotated[int, Meta(ge=32, le=8192, description=(
         "Most prompt tokens of one forward. While others decode, chunks are shorter: by time."))] = 2048  # fmt: skip
+    chunk_floor: Annotated[int, Meta(ge=4, le=8192, description=(
+        "Prompt tokens of the smallest forward that a prompt is cut into for want of memory; a request is admitted "
+        "where a forward of this size fits at the end of its prompt."))] = 256  # fmt: skip
     max_tokens: Annotated[int, Meta(ge=1, le=2**20, description=(
         "Most tokens of an answer whose request sets no max_tokens; the context limits it too."))] = 4096  # fmt: skip
     blas: Annotated[str, Meta(description=(

@@ -392,8 +392,7 @@ def _ever(node: NodeView, request: Demand, trials: Trials) -> bool:
 def _alone(candidate: Candidate, request: Demand) -> int:
     model = candidate.model
     assert model is not None  # noqa: S101  offers are candidates that serve the model
-    length = candidate.prompt_tokens + candidate.output_tokens
-    return alone_bytes(model, length, request.choices)
+    return alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
 
 
 def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:

@@ -30,6 +30,8 @@ MOST_EXPECTED = 32_768
 MOST_MODELS = 512
 """Models of one node that are looked at."""
 LONGEST_TEXT = 300
+MOST_BYTES = 2**60
+"""A sum of a few sizes must stay an integer of 64 bits."""
 MOST_STEP = 65_536
 _RATIOS = (0.25, 64.0)
 
@@ -148,8 +150,9 @@ def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
 
 def _possible_model(model: Model) -> bool:
     sizes = (model.weights, model.kv_per_token, model.transient, model.kv_fixed, model.kv_window,
-             model.kv_window_per_token)  # fmt: skip
-    return valid_model(model.name) and min(sizes) >= 0 and 1 <= model.kv_step <= MOST_STEP
+             model.kv_window_per_token, *msgspec.structs.astuple(model.forward))  # fmt: skip
+    possible = all(0 <= size <= MOST_BYTES for size in sizes)
+    return valid_model(model.name) and possible and 1 <= model.kv_step <= MOST_STEP
 
 
 def _honest_model(model: Model) -> Model:

@@ -56,11 +56,37 @@ class Group(Part, frozen=True, array_like=True, gc=False):
     tokens: int = 0
 
 
+class Transient(Part, frozen=True, array_like=True, gc=False):
+    """What a forward takes for a moment beside the rows that it writes, fitted to what forwards have taken.
+
+    All in bytes (`wire.verdict.prefill_transient`, `step_transient`). A prefill of some tokens: `fixed`, `token` for
+    each, `pair` for each and each token that it sees, `seen` for each token seen; or `least` for each token where
+    layers without attention take more; `logits` for each token of a forward whose logits are wanted. A decode step:
+    `step_fixed`, `step_row` for each row, `step_seen` for each row and each token of the longest.
+
+    A model all of whose layers have a `window` sees no more than that. `floor` is the smallest chunk in tokens that the
+    engine cuts for want of memory.
+    """
+
+    fixed: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+    seen: float = 0.0
+    least: float = 0.0
+    logits: float = 0.0
+    step_fixed: float = 0.0
+    step_row: float = 0.0
+    step_seen: float = 0.0
+    window: int = 0
+    floor: int = 0
+
+
 class Model(Part, frozen=True, array_like=True, gc=False):
     """A model that this node can serve.
 
-    `transient` is what a prefill chunk adds for a moment, `bytes_per_token` the measured ratio of request text to
-    prompt tokens, `features` what a request may ask for beyond plain sampling, `cause` why it cannot be loaded now.
+    `transient` is what the smallest prefill chunk adds for a moment at the start of a prompt (`forward` says it of
+    every forward), `bytes_per_token` the measured ratio of request text to prompt tokens, `features` what a request may
+    ask for beyond plain sampling, `cause` why it cannot be loaded now.
 
     A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
     `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
@@ -86,6 +112,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     kv_window_per_token: int = 0
     loading: bool = False
     cause: str = ""
+    forward: Transient = Transient()
 
     @property
     def kv(self) -> "Kv":

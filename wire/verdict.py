@@ -1,9 +1,9 @@
 """The only memory arithmetic of the project: may this much more be written here, now?
 
-Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, the need of a
-request, the load test of a model. The engine's gate, its preflight, its decode join, model loading, the video lease
-and the router's placement all call `judge` on the same fields, so what the router says "fits" the node's gate agrees
-with on the same reading (a property test holds the two together).
+Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, what a forward
+takes for a moment, the need of a request, the load test of a model. The engine's gate, its preflight, its decode join,
+model loading, the video lease and the router's placement all call `judge` on the same fields, so what the router says
+"fits" the node's gate agrees with on the same reading (a property test holds the two together).
 Does not cover: readings (`node/memory`), where a cap comes from (`node/memory/cap`), what to do at a level.
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
@@ -15,10 +15,13 @@ so `predicted <= ceiling` ⇔ `estimate <= headroom`. Margin and recent come fro
 mixture of experts under a 107.52 GiB cap; 12 / 107.52 = 11.2 %).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
 
 from wire.refusals import Code, Numbers, Refused
-from wire.report import Group, Kv, Memory, Model, Part
+from wire.report import Group, Kv, Memory, Model, Part, Transient
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
@@ -26,6 +29,8 @@ MARGIN_MOST = 12 * GIB
 MARGIN_LEAST = 512 * MIB
 WASTE_SHARE = 0.25
 WASTE_BYTES = 256 * MIB
+LOGITS_BYTES = 16 * MIB
+"""What the logits of a prompt's last forward may take: with more tokens the last one has a forward of its own."""
 
 
 def default_margin(cap: int) -> int:
@@ -96,12 +101,62 @@ def joinable(group: Group, length: int, kv: Kv) -> bool:
 
 def join_bytes(groups: Iterable[Group], length: int, kv: Kv) -> int:
     """Give what a new row of `length` tokens adds, padding included, in the batch where it adds least (or its own)."""
-    least: int | None = None
+    return _joined(tuple(groups), length, kv)[1]
+
+
+def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None, int]:
+    """Give the batch where a new row adds least (None: its own), and what it adds."""
+    best, least = None, 0
     for group in groups:
         if joinable(group, length, kv):
             grown = (group.rows + 1) * row_bytes(kv, max(group.longest, length)) - padded(group, kv)
-            least = grown if least is None or grown < least else least
-    return row_bytes(kv, length) if least is None else least
+            if best is None or grown < least:
+                best, least = group, grown
+    return (None, row_bytes(kv, length)) if best is None else (best, least)
+
+
+def prefill_transient(transient: Transient, tokens: int, past: int, *, last: bool = False) -> int:
+    """Give what a prefill of `tokens` behind `past` written ones takes for a moment, in bytes, beside what it writes.
+    With `last` the logits of all of them are computed."""
+    seen = tokens + (min(past, transient.window) if transient.window else past)
+    attention = transient.token * tokens + transient.pair * tokens * seen + transient.seen * seen
+    layers = max(transient.fixed + attention, transient.least * tokens)
+    return math.ceil(max(layers, transient.fixed + transient.logits * tokens) if last else layers)
+
+
+def step_transient(transient: Transient, rows: int, longest: int) -> int:
+    """Give what a decode step of a padded batch takes for a moment, in bytes."""
+    if not rows:
+        return 0
+    seen = min(longest, transient.window) if transient.window else longest
+    return math.ceil(transient.step_fixed + rows * (transient.step_row + transient.step_seen * seen))
+
+
+def tail(transient: Transient) -> int:
+    """Give the most tokens of a forward whose logits are wanted: all of them are computed for the sake of the last."""
+    return max(1, int(LOGITS_BYTES / max(transient.logits, 1.0)))
+
+
+def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
+    """Give the most that a forward takes for a moment once this request is here: the smallest chunk at the end of its
+    prompt, or a decode step. Forwards run one after the other, so those of several requests do not add up."""
+    transient, length = model.forward, prompt_tokens + output_tokens
+    chunk = min(prompt_tokens, transient.floor)
+    end = min(chunk, tail(transient))
+    return max(
+        model.transient,
+        prefill_transient(transient, chunk, prompt_tokens - chunk) if chunk else 0,
+        prefill_transient(transient, end, prompt_tokens - end, last=True) if end else 0,
+        *(step_transient(transient, group.rows, group.longest) for group in _with(model, length, choices)),
+    )
+
+
+def _with(model: Model, length: int, choices: int) -> Iterable[Group]:
+    """Give the decode batches once a request has joined: its first row where it adds least, the rest by themselves."""
+    best, _ = _joined(model.groups, length, model.kv)
+    for group in model.groups:
+        yield group if group is not best else Group(group.rows + 1, max(group.longest, length))
+    yield Group(choices if best is None else choices - 1, length)
 
 
 def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -111,14 +166,15 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
     """
     kv, length = model.kv, prompt_tokens + output_tokens
     rows = join_bytes(model.groups, length, kv) + (choices - 1) * row_bytes(kv, length)
-    return rows + model.transient + (0 if model.loaded else model.weights)
+    transient = request_transient(model, prompt_tokens, output_tokens, choices)
+    return rows + transient + (0 if model.loaded else model.weights)
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
     """Say whether the request would fit on this node if nothing else ran there: weights and KV under `most_bytes`."""
     if not memory.guard:
         return True
-    return alone_bytes(model, prompt_tokens + output_tokens, choices) <= most_bytes(memory)
+    return alone_bytes(model, prompt_tokens, output_tokens, choices) <= most_bytes(memory)
 
 
 def most_bytes(memory: Memory) -> int:
@@ -126,6 +182,8 @@ def most_bytes(memory: Memory) -> int:
     return memory.cap - memory.margin - memory.base
 
 
-def alone_bytes(model: Model, length: int, choices: int) -> int:
-    """Give what a request of rows of `length` tokens takes where nothing else runs: weights, rows, transient."""
-    return row_bytes(model.kv, length) * choices + model.transient + model.weights
+def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
+    """Give what a request takes where nothing else runs: weights, rows, transient."""
+    alone = replace(model, groups=()) if model.groups else model
+    rows = row_bytes(model.kv, prompt_tokens + output_tokens) * choices
+    return rows + request_transient(alone, prompt_tokens, output_tokens, choices) + model.weights

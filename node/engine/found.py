@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from wire.report import Kv
+from wire.report import Kv, Transient
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`weights` are the bytes of its tensors, `kv` what its config lets one foresee of a row; `cause` says why it can
-    not be served (then the rest may be empty)."""
+    """`weights` are the bytes of its tensors, `kv` and `forward` what its config lets one foresee of a row and of a
+    forward; `cause` says why it can not be served (then the rest may be empty)."""
 
     name: str
     folder: PurePath
@@ -18,3 +18,4 @@ class Found:
     context: int = 0
     kv: Kv = field(default_factory=lambda: Kv(0))
     cause: str = ""
+    forward: Transient = field(default_factory=Transient)

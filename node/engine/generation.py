@@ -173,7 +173,7 @@ class Generation:
         resident = prefill.resident
         count = self._chunk_tokens(prefill)
         last = count == prefill.left
-        transient = resident.kv.window_per_token * count + last * count * resident.vocabulary * 4
+        transient = resident.estimator.chunk(count, prefill.written, last=last)
         refused = self._forwards.ask(Site.PREFILL, transient)
         if refused is not None:
             return refused
@@ -226,7 +226,7 @@ class Generation:
             written = len(prefill.ids)
             rows[0].commitment.written = written
             grown = resident.ledger.joining(rows[0].commitment, len(rows))
-            refused = self._forwards.ask(Site.JOIN, grown // max(1, len(cache)))
+            refused = self._forwards.ask(Site.JOIN, resident.estimator.join(grown, len(cache)))
             if refused is not None:
                 return refused
             last = rows[-1] is prefill.rows[-1]

@@ -55,7 +55,7 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
     """Say with all numbers that the request would not fit even if nothing else ran here; None when it would."""
     if verdict.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
         return None
-    needed = verdict.alone_bytes(model, shape.length, shape.choices)
+    needed = verdict.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
     holds = max(0, verdict.most_bytes(memory))
     numbers = Numbers(
         needed + memory.margin, memory.cap, memory.current, memory.reserved, needed - model.weights, memory.margin,

@@ -14,21 +14,22 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import utils as mlx_utils
 from mlx_lm.utils import load_model
+from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining
 from node.engine.cache import Layers, TextModel, evaluate, kv_of, new_cache
+from node.engine.estimate import Estimator
 from node.engine.found import Found
 from node.engine.ledger import Ledger
 from node.engine.sampling import Defaults, defaults_of, greedy
 from node.engine.sequence import Row
 from wire.report import Kv
 from wire.units import MIB
+from wire.verdict import tail
 
 TICK = 256 * MIB
 """Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
 WARM_TOKENS = 32
-TAIL_BYTES = 16 * MIB
-"""Bytes that the logits of a prompt's last forward may take: with more tokens the last one has a forward of its own."""
 MEASURED_TOKENS = 64
 """Prompts below this say little about bytes per token."""
 FIRST_SPEED = 50.0
@@ -51,6 +52,7 @@ class Resident:
     vocabulary: int
     defaults: Defaults
     ledger: Ledger
+    estimator: Estimator
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
     prefill_speed: float = 0.0
     step_seconds: float = 0.0
@@ -86,8 +88,8 @@ class Resident:
 
     @property
     def tail(self) -> int:
-        """Most tokens of a forward whose logits are wanted: all of them are computed for the sake of the last."""
-        return max(1, TAIL_BYTES // (4 * self.vocabulary))
+        """Most tokens of a forward whose logits are wanted."""
+        return tail(self.estimator.transient)
 
 
 def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
@@ -116,6 +118,7 @@ def load(found: Found) -> Iterator[int | Resident]:
     warmth = _warm(model)
     yield Resident(
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
+        Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds, fixed_seconds=warmth.step_seconds,
         token_seconds=1 / warmth.prefill_speed,
     )  # fmt: skip

@@ -11,8 +11,10 @@ exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing m
 import gc
 import os
 import time
+from typing import TypedDict
 
 import structlog
+from msgspec.structs import replace
 
 from node.engine import preflight
 from node.engine.door import Door
@@ -44,9 +46,9 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code, Refused
-from wire.report import Memory, Model
+from wire.report import Memory, Model, Transient
 from wire.units import show_size
-from wire.verdict import row_bytes
+from wire.verdict import prefill_transient, request_transient, row_bytes
 
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
@@ -223,6 +225,7 @@ class TextEngine:
             token = wrong[0] if wrong else max(prepared.ids)
             return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
         cost = resident.ledger.cost(shape.length, shape.choices)
+        cost += request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._forwards.memory(now), model, cost, self.gate)
         if answer is not None and answer.code is Code.NO_ROOM and self._shelf.make_room(cost):
             return preflight.admit(shape, self._forwards.memory(now), model, cost, self.gate)
@@ -320,6 +323,7 @@ class TextEngine:
                 load_seconds=found.weights / LOAD_SPEED, features=FEATURES, kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
+                **self._transients(found.forward),
             )  # fmt: skip
         kv = resident.kv
         return Model(
@@ -328,7 +332,18 @@ class TextEngine:
             decode_speed=1 / resident.step_seconds if resident.step_seconds else 0.0,
             bytes_per_token=resident.bytes_per_token or 4.0, features=FEATURES, groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
+            **self._transients(resident.estimator.transient),
         )  # fmt: skip
+
+    def _transients(self, transient: Transient) -> "_Transients":
+        """Say what a model's forwards take for a moment, with the smallest chunk that is cut here."""
+        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
+
+
+class _Transients(TypedDict):
+    transient: int
+    forward: Transient
 
 
 def _seed() -> int:

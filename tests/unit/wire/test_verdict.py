@@ -2,12 +2,14 @@
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from wire.refusals import STATUS, Code, Refused
-from wire.report import Group, Kv, Memory, Model
+from wire.report import Group, Kv, Memory, Model, Transient
 from wire.units import GIB, MIB
 from wire.verdict import (
     Fits,
+    alone_bytes,
     can_ever_fit,
     current,
     default_margin,
@@ -17,8 +19,11 @@ from wire.verdict import (
     judge,
     most_bytes,
     padded,
+    prefill_transient,
     request_need,
+    request_transient,
     row_bytes,
+    step_transient,
 )
 
 SIZE = st.integers(0, 2**40)
@@ -154,6 +159,40 @@ def test_what_the_engine_takes_before_any_model_is_nobodys_to_have() -> None:
     assert most_bytes(memory) == 70
     assert can_ever_fit(memory, model, 30, 10)
     assert not can_ever_fit(memory, model, 31, 10)
+
+
+TRANSIENT = Transient(
+    fixed=1000, token=20, pair=0.5, seen=3, least=30, logits=400, step_fixed=50, step_row=7, step_seen=3, floor=256
+)
+
+
+def test_a_chunk_takes_more_the_further_it_sees_and_a_window_sees_no_further():
+    assert prefill_transient(TRANSIENT, 100, 0) == 1000 + 2000 + 5000 + 300
+    assert prefill_transient(TRANSIENT, 100, 900) == 1000 + 2000 + 50_000 + 3000
+    assert prefill_transient(TRANSIENT, 100, 0, last=True) == 1000 + 40_000
+    assert prefill_transient(Transient(least=30, pair=0.01), 100, 0) == 3000, "layers without attention take more"
+    windowed = replace(TRANSIENT, window=64)
+    assert prefill_transient(windowed, 100, 900) == prefill_transient(windowed, 100, 64)
+    assert step_transient(TRANSIENT, 4, 1000) == 50 + 4 * (7 + 3000)
+    assert step_transient(TRANSIENT, 0, 1000) == 0
+    assert step_transient(windowed, 4, 1000) == step_transient(windowed, 4, 64)
+
+
+def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins_but_not_both():
+    model = Model("m", loaded=True, kv_per_token=10, forward=TRANSIENT)
+    end = prefill_transient(TRANSIENT, 256, 10_000 - 256)
+    assert request_transient(model, 10_000, 1) == end
+    assert request_need(model, 10_000, 1) == 10_001 * 10 + end
+    assert request_transient(model, 100, 1) == prefill_transient(TRANSIENT, 100, 0, last=True), "a short prompt is one"
+    many = replace(model, groups=(Group(64, 10_000, 640_000),))
+    assert request_transient(many, 10_000, 1) == step_transient(TRANSIENT, 65, 10_001)
+    assert request_transient(many, 1, 1) == step_transient(TRANSIENT, 65, 10_000), "its step is that of all"
+    assert alone_bytes(many, 10_000, 1) == alone_bytes(model, 10_000, 1), "alone there is nobody to step with"
+    assert request_transient(model, 1, 300, 64) == step_transient(TRANSIENT, 64, 301)
+
+
+def test_what_an_older_node_says_of_its_chunks_still_counts():
+    assert request_need(Model("m", loaded=True, transient=7), 100, 1) == 7
 
 
 def test_every_code_has_a_status() -> None:

@@ -29,7 +29,7 @@ from wire.frames import (
 from wire.refusals import Code
 from wire.report import Group
 from wire.units import GIB, MIB
-from wire.verdict import padded
+from wire.verdict import padded, request_transient
 
 ANSWERS = models.answers()
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
@@ -154,9 +154,9 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
 
 def test_siblings_are_counted_against_each_other(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
-    kv = driver.engine.report(0.0).models[0].kv
-    each = padded(Group(1, 3100, 3100), kv)
-    driver.take(small(driver, int(1.5 * each)))
+    model = driver.engine.report(0.0).models[0]
+    each = padded(Group(1, 3100, 3100), model.kv)
+    driver.take(small(driver, int(1.5 * each) + request_transient(model, 3000, 100)))
     first, second = driver.ask("word " * 1000), driver.ask("word " * 1000)
     assert driver.admitted(first) != driver.admitted(second), "the second would pass against the same trough"
 
