@@ -353,6 +353,7 @@ class Registry:
             "current": memory.current if known else None,
             "reserved": memory.reserved,
             "headroom": memory.headroom if known else None,
+            "reusable": memory.reusable,
             "leases": memory.leases,
             "bound_by": memory.bound_by,
             "gate_armed": memory.armed and memory.guard,
@@ -369,6 +370,7 @@ class Registry:
                 "cause": view.engine.cause,
                 "restarts": view.engine.restarts,
                 "counts": asdict(view.engine.counts),
+                "cache": {**asdict(view.engine.cache), "evicted": [one.hex() for one in view.engine.cache.evicted]},
             },
             "models": [
                 {"name": m.name, "loaded": m.loaded, **standing(m), "weights": m.weights, "context": m.context}

@@ -81,6 +81,9 @@ class MlxSettings(Section, frozen=True):
         "where a forward of this size fits at the end of its prompt."))] = 256  # fmt: skip
     max_tokens: Annotated[int, Meta(ge=1, le=2**20, description=(
         "Most tokens of an answer whose request sets no max_tokens; the context limits it too."))] = 4096  # fmt: skip
+    prefix_cache: Annotated[Size, Meta(description=(
+        'Most bytes of ended chats that are kept for their next turn: "auto" (15 % of the cap without the weights), a '
+        'size as "2GiB", or "off". They are given up before anything is refused for memory.'))] = AUTO  # fmt: skip
     blas: Annotated[str, Meta(description=(
         'Linux only: "auto" preloads OpenBLAS where it is installed (the bundled one is 26 times slower), "bundled" '
         "does not."))] = "auto"  # fmt: skip
@@ -140,8 +143,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "engine.scripted.text": ("words", "echo", "clock"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }
-_SIZES = ("memory.cap", "memory.margin", "engine.scripted.memory", "engine.scripted.weights")
-_AUTOMATIC = frozenset({"memory.cap", "memory.margin"})
+_SIZES = ("memory.cap", "memory.margin", "engine.mlx.prefix_cache", "engine.scripted.memory", "engine.scripted.weights")
+_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "engine.mlx.prefix_cache"})
+_SWITCHED = frozenset({"engine.mlx.prefix_cache"})
 _RELATIVE = frozenset({"memory.cap"})
 _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
     "node.name": (valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),
@@ -174,7 +178,7 @@ def check(settings: NodeSettings) -> None:
 
 def _check_size(key: str, value: object) -> None:
     assert isinstance(value, str | int)  # noqa: S101  the table above names sizes only
-    if value == AUTO and key in _AUTOMATIC:
+    if (value == AUTO and key in _AUTOMATIC) or (value == "off" and key in _SWITCHED):
         return
     try:
         size = parse_size(value, whole=2**40 if key in _RELATIVE else None)

@@ -215,7 +215,7 @@ class Supervisor:
             return state
         return replace(
             state, running=report.running, waiting=report.waiting, queued_tokens=report.queued_tokens,
-            counts=report.counts,
+            counts=report.counts, cache=report.cache,
         )  # fmt: skip
 
     @property

@@ -34,8 +34,7 @@ from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
-from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, most_bytes, request_need
-from wire.verdict import current as judged_current
+from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, most_bytes, occupied, request_need
 
 FULL_MARKS = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
@@ -107,7 +106,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     def numbers(self) -> Numbers:
         """Give the verdict's numbers, `error.memory` of an answer."""
         memory = self.memory
-        now = judged_current(memory.active, memory.phys, memory.recent)
+        now = occupied(memory)
         reserved = memory.reserved + self.withheld
         predicted = None if now is None else now + reserved + self.need + memory.margin
         return Numbers(predicted, memory.ceiling, now, reserved, self.need, memory.margin, memory.cap, self.headroom,
@@ -247,7 +246,7 @@ def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
     if correction.heard_at != node.heard_at:
         return 0
     memory = node.memory
-    now = judged_current(memory.active, memory.phys, memory.recent)
+    now = occupied(memory)
     room = headroom(memory.ceiling, memory.margin, now, memory.reserved + ledger.unacknowledged(node.id))
     return 0 if room is None else max(0, room - correction.headroom)
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import Counts, EngineState, Group, Memory, Model
+from wire.report import CacheState, Counts, EngineState, Group, Memory, Model
 
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
@@ -32,6 +32,8 @@ MOST_MODELS = 512
 LONGEST_TEXT = 300
 MOST_BYTES = 2**60
 """A sum of a few sizes must stay an integer of 64 bits."""
+MOST_EVICTED, MOST_HASH = 64, 32
+"""Evictions of a node's prefix cache that are looked at, and bytes of the hash of each."""
 MOST_STEP = 65_536
 _RATIOS = (0.25, 64.0)
 
@@ -119,6 +121,7 @@ def honest_memory(memory: Memory) -> Memory:
         age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
         total=max(0, memory.total),
         base=max(0, memory.base),
+        reusable=max(0, min(memory.reusable, memory.active)),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )
@@ -135,6 +138,20 @@ def _honest_engine(engine: EngineState) -> EngineState:
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
         counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
+        cache=_honest_cache(engine.cache),
+    )
+
+
+def _honest_cache(cache: CacheState) -> CacheState:
+    evicted = tuple(one[:MOST_HASH] for one in cache.evicted[-MOST_EVICTED:])
+    return CacheState(
+        nbytes=max(0, cache.nbytes),
+        entries=max(0, cache.entries),
+        hits=max(0, cache.hits),
+        hit_tokens=max(0, cache.hit_tokens),
+        stores=max(0, cache.stores),
+        evictions=max(0, cache.evictions),
+        evicted=evicted,
     )
 
 

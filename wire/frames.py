@@ -11,7 +11,7 @@ the epoch is its upper half), `seq` grows with every Generate so that a report c
 from enum import IntEnum
 
 from wire.refusals import Refused
-from wire.report import Counts, EngineState, Hardware, Memory, Model, Part
+from wire.report import CacheState, Counts, EngineState, Hardware, Memory, Model, Part
 
 
 class Channel(IntEnum):
@@ -378,6 +378,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     queued_tokens: int = 0
     acked_seq: int = 0
     counts: Counts = Counts()
+    cache: CacheState = CacheState()
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):

@@ -27,6 +27,9 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     `phys` is None when it could not be read; then `headroom` is None too and nothing is placed there. `source` names
     the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written. `base` is what the
     engine takes before any model: no request can ever have that.
+
+    `reusable` is in a report only: bytes of `current` that the engine surely gives back at once, before it refuses
+    (its prefix cache). Whoever places requests counts them as free; the gate, which has to give them back first, not.
     """
 
     cap: int = 0
@@ -46,6 +49,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     age: float = 0.0
     total: int = 0
     base: int = 0
+    reusable: int = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
@@ -141,6 +145,20 @@ class Counts(Part, frozen=True, gc=False):
     failures: int = 0
 
 
+class CacheState(Part, frozen=True, gc=False):
+    """The engine's prefix cache, since that process started: what it holds, how often it served and with how many
+    prompt tokens, what was stored and evicted. `evicted` are the prompt hashes (`Admitted.prompt_hash`) of the newest
+    evictions; the last of them has the number `evictions`."""
+
+    nbytes: int = 0
+    entries: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    stores: int = 0
+    evictions: int = 0
+    evicted: tuple[bytes, ...] = ()
+
+
 class EngineState(Part, frozen=True, array_like=True, gc=False):
     """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why."""
 
@@ -152,3 +170,4 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     waiting: int = 0
     queued_tokens: int = 0
     counts: Counts = Counts()
+    cache: CacheState = CacheState()

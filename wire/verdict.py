@@ -48,6 +48,13 @@ def headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int |
     return None if now is None else ceiling - margin - now - reserved
 
 
+def occupied(memory: Memory) -> int | None:
+    """Give the current bytes of a reading that are not given back at once; None when it is unknown. On the node itself
+    that is `current`: only a report says what is `reusable`, and only after giving it back may the gate count on it."""
+    now = current(memory.active, memory.phys, memory.recent)
+    return None if now is None else max(0, now - memory.reusable)
+
+
 class Fits(Part, frozen=True, gc=False):
     """Yes: the predicted peak stays under the ceiling, with this much (bytes) to spare."""
 
@@ -62,7 +69,7 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     passes 0. With the guard off by name everything fits; with an unreadable footprint nothing does.
     """
     reserved = memory.reserved + unacknowledged
-    now = current(memory.active, memory.phys, memory.recent)
+    now = occupied(memory)
     if not memory.guard:
         return Fits((now or 0) + reserved + estimate, 0)
     room = headroom(memory.ceiling, memory.margin, now, reserved)

@@ -9,7 +9,8 @@ What it does that its interface does not say (read and tried; tests/unit/node/en
 - After an exception out of it nothing it holds may be trusted (going on gave wrong tokens, silently). The owner
   discards the object and rebuilds the rows from their ids.
 
-Stop sequences, limits and the cache that it extracts at a row's end are not used: rows end by `drop`.
+Stop sequences, limits and the cache that it extracts (lazily) at a row's end are not used: rows end by `drop`, and
+`extract` copies one out.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
-from node.engine.cache import Layer, Layers, TextModel, evaluate, nbytes_of
+from node.engine.cache import Layer, Layers, TextModel, evaluate, nbytes_of, owned
 from node.engine.sampling import Processor, Sampler, greedy
 
 NO_STOPS = StopSequences()
@@ -169,6 +170,22 @@ class DecodeBatch(Generic[K]):
             return
         self._batch.filter([place for place, uid in enumerate(self._batch.uids) if uid not in gone])
         self._settle()
+
+    def ids(self, row: K) -> list[int]:
+        """Give the tokens that a row's cache holds: all that were given of it, the last included, but a first token
+        that came with the join and no step has taken in yet."""
+        assert self._batch is not None  # noqa: S101  a row is in it
+        return list(self._batch.tokens[self._place(row)])
+
+    def extract(self, row: K) -> Layers:
+        """Copy a row's cache out, layer by layer, without padding, evaluated: it holds what `ids` says."""
+        assert self._batch is not None  # noqa: S101  a row is in it
+        place = self._place(row)
+        return [owned(layer.extract(place)) for layer in self._batch.prompt_cache]
+
+    def _place(self, row: K) -> int:
+        assert self._batch is not None  # noqa: S101  the callers have one
+        return next(place for place, uid in enumerate(self._batch.uids) if self._rows[uid].row is row)
 
     def nbytes(self) -> int:
         """Give the bytes of its caches."""

@@ -1,10 +1,12 @@
 """What we use of mlx-lm's models and caches, as types, and what a cache says about the bytes that a row takes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from enum import Enum
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from wire.report import Kv
 
@@ -31,6 +33,10 @@ class Layer(Protocol):
 
     def merge(self, caches: "Sequence[Layer]") -> "Layer":
         """Make a batch of rows."""
+        ...
+
+    def extract(self, idx: int) -> "Layer":
+        """Take one row out of a batch."""
         ...
 
 
@@ -84,3 +90,59 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
             yield layer
         else:
             yield from _leaves(inner)
+
+
+class Manner(Enum):
+    """How a model's caches can be kept and used again: cut to any beginning, only as they are, or not at all."""
+
+    CUT = "cut"
+    EXACT = "exact"
+    NEVER = "never"
+
+
+def manner_of(layers: Iterable[Layer]) -> Manner:
+    """Say how these caches can be used again; of kinds that we do not know, not at all."""
+    kinds = {_manner(layer) for layer in _leaves(layers)}
+    return next((manner for manner in (Manner.NEVER, Manner.EXACT) if manner in kinds), Manner.CUT)
+
+
+def _manner(layer: object) -> Manner:
+    if type(layer) is KVCache:
+        return Manner.CUT
+    if type(layer) is ArraysCache or (type(layer) is RotatingKVCache and not layer.keep):
+        return Manner.EXACT
+    return Manner.NEVER
+
+
+def owned(layer: Layer) -> Layer:
+    """Copy a row's layer into arrays of its own, no longer than what it holds, and evaluate them: a lazy copy, or a
+    view, would keep the arrays that it was taken from, a whole batch perhaps."""
+    mine = deepcopy(layer)
+    for one in _leaves([mine]):
+        _shrink(one)
+    evaluate(mine.state)
+    return mine
+
+
+def _shrink(layer: Any) -> None:
+    if type(layer) is ArraysCache:
+        layer.cache = [None if one is None else mx.contiguous(one) for one in layer.cache]
+    elif layer.keys is not None:
+        window: int = getattr(layer, "max_size", 0)
+        for name in ("keys", "values"):
+            held: mx.array = getattr(layer, name)
+            held = layer._temporal_order(held)[..., -window:, :] if window else held[..., : layer.offset, :]
+            setattr(layer, name, mx.contiguous(held))
+        if window:
+            layer._idx = layer.keys.shape[2]
+
+
+def copied(layers: Iterable[Layer], length: int) -> Layers:
+    """Give another row a beginning of `length` tokens of these caches: no bytes until it writes, then its own. Caches
+    that cannot be cut must hold just these tokens."""
+    mine = [deepcopy(layer) for layer in layers]
+    for layer in _leaves(mine):
+        if type(layer) is KVCache:
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+            layer.offset = length
+    return mine

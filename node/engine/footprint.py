@@ -72,7 +72,7 @@ def give_back() -> None:
     """Give free memory back to the system: what Python holds in cycles, MLX in its pool, and on Linux malloc."""
     gc.collect()
     mx.clear_cache()
-    _trim()
+    trim()
 
 
 def _malloc_trim() -> Callable[[], None]:
@@ -80,4 +80,5 @@ def _malloc_trim() -> Callable[[], None]:
     return (lambda: None) if trim is None else (lambda: trim(0))
 
 
-_trim = _malloc_trim()
+trim = _malloc_trim()
+"""Let malloc give its free pages back to the system (Linux)."""

@@ -19,13 +19,14 @@ import mlx.core as mx
 import structlog
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
-from node.engine.cache import Layers, new_cache
+from node.engine.cache import Layers
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
 from node.engine.gate import Site
 from node.engine.kinds import Doing
 from node.engine.logprobs import logprob_of
 from node.engine.resident import FIRST_SPEED, Resident, forward
+from node.engine.reuse import Past, Reuse
 from node.engine.sampling import processors_of, sampler_of
 from node.engine.schedule import budget, chunk_tokens, next_prefill
 from node.engine.sequence import Row, Sequence
@@ -45,7 +46,8 @@ log = structlog.get_logger("engine.generation")
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last."""
+    """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last.
+    Before its first chunk `written` is what was found of it in the prefix cache, and without a `past` nothing is."""
 
     resident: Resident
     sequence: Sequence
@@ -54,6 +56,7 @@ class Prefill:
     cache: Layers | None = None
     logits: mx.array | None = None
     written: int = 0
+    past: Past | None = None
 
     @property
     def left(self) -> int:
@@ -77,9 +80,15 @@ class Generation:
     """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward."""
 
     def __init__(
-        self, forwards: Forwards, residents: Callable[[], Mapping[str, Resident]], batch: int, chunk: int
+        self,
+        forwards: Forwards,
+        residents: Callable[[], Mapping[str, Resident]],
+        reuse: Reuse,
+        batch: int,
+        chunk: int,
     ) -> None:
         self._forwards = forwards
+        self._reuse = reuse
         self._residents = residents
         self._batch = batch
         self._chunk_most = chunk
@@ -94,7 +103,9 @@ class Generation:
         """Take in an admitted request, whose rows are promised their memory."""
         resident.users += 1
         self._live[sequence.number] = sequence
-        self._prefills.append(Prefill(resident, sequence, sequence.rows.copy(), list(sequence.prompt)))
+        prefill = Prefill(resident, sequence, sequence.rows.copy(), list(sequence.prompt))
+        self._reuse.begin(prefill)
+        self._prefills.append(prefill)
 
     def holds(self, number: int) -> bool:
         """Whether a request is here."""
@@ -104,6 +115,9 @@ class Generation:
         """Drop a request in whatever phase it is, saying nothing more of it; whether it was here."""
         sequence = self._live.get(number)
         if sequence is not None:
+            for prefill in self._prefills:
+                if prefill.sequence is sequence:
+                    self._reuse.cancelled(prefill)
             self._release(sequence)
         return sequence is not None
 
@@ -160,6 +174,7 @@ class Generation:
                 refused = self._join(prefill, prefill.logits)
         except Exception as error:
             log.exception("prefill", request=sequence.number)
+            self._reuse.distrust(prefill.resident.name)
             self._fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
             return
         if refused is not None:
@@ -171,7 +186,8 @@ class Generation:
 
     def _chunk(self, prefill: Prefill) -> Refused | None:
         resident = prefill.resident
-        count = self._chunk_tokens(prefill)
+        self._reuse.find(prefill)
+        count = self._reuse.until(prefill, self._chunk_tokens(prefill))
         last = count == prefill.left
         transient = resident.estimator.chunk(count, prefill.written, last=last)
         refused = self._forwards.ask(Site.PREFILL, transient)
@@ -180,8 +196,9 @@ class Generation:
         self._wait()
         if prefill.sequence.number not in self._live:  # another of its rows was in a batch that just broke
             return None
-        if prefill.cache is None:
-            prefill.cache = new_cache(resident.model)
+        if prefill.cache is None and not self._reuse.restore(prefill):
+            return self._chunk(prefill)
+        assert prefill.cache is not None  # noqa: S101  it was just given one
         piece = prefill.ids[prefill.written : prefill.written + count]
         speed = resident.prefill_speed or FIRST_SPEED
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
@@ -189,6 +206,7 @@ class Generation:
         resident.prefilled(count, time.monotonic() - call.since)
         prefill.written += count
         prefill.rows[0].commitment.written = prefill.written
+        self._reuse.reached(prefill)
         return None
 
     def _chunk_tokens(self, prefill: Prefill) -> int:
@@ -229,6 +247,7 @@ class Generation:
             refused = self._forwards.ask(Site.JOIN, resident.estimator.join(grown, len(cache)))
             if refused is not None:
                 return refused
+            self._reuse.prompt_written(prefill, grown // max(1, len(cache)))
             last = rows[-1] is prefill.rows[-1]
             tokens += self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
             for row in rows:
@@ -345,17 +364,31 @@ class Generation:
         ended = [row for row in rows if row.reason and row.sequence.number in self._live]
         if not ended:
             return
+        self._keep(resident, ended)
         self._drop(resident, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
             if not any(sequence.writing()):
                 self._gone(resident, sequence)
                 self._out.ends.append(_finished(sequence, now))
 
+    def _keep(self, resident: Resident, rows: list[Row]) -> None:
+        """Leave what ended rows have written to whoever goes on with it."""
+        for row in rows:
+            number = resident.ledger.batch_of(row.commitment)
+            batch = resident.batches.get(number)
+            if batch is None:
+                continue
+            try:
+                self._reuse.row_ended(resident, row, batch)
+            except Exception as error:
+                self._rebuild(resident, number, error)
+
     def _rebuild(self, resident: Resident, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
         """Discard a batch whose object raised, and write its rows anew from their ids."""
         batch = resident.batches.pop(number, None)
         if batch is None:
             return
+        self._reuse.distrust(resident.name)
         known = {id(row) for row in guilty}
         rows = [row for row in batch.rows() if id(row) not in known and not row.reason]
         log.warning("rebuild", model=resident.name, rows=len(rows), error=text_of(error))
@@ -432,7 +465,7 @@ def _finished(sequence: Sequence, now: float) -> Finished:
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
     return Finished(
         sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
-        sum(len(row.ids) for row in sequence.rows), timings=timings,
+        sum(len(row.ids) for row in sequence.rows), sequence.cached, timings,
     )  # fmt: skip
 
 

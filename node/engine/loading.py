@@ -20,6 +20,7 @@ from node.engine.footprint import clear_pool, give_back
 from node.engine.found import Found
 from node.engine.gate import Gate, Site
 from node.engine.resident import Resident, load
+from node.engine.reuse import Reuse
 from wire.frames import Ban
 from wire.refusals import Code, Refused
 from wire.report import Memory
@@ -69,6 +70,7 @@ class Shelf:
     memory: Callable[[], Memory]
     released: Callable[[], None]
     pinned: frozenset[str]
+    kept: Reuse
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
@@ -143,20 +145,23 @@ class Shelf:
     def drop(self, name: str) -> None:
         """Give a model's memory back."""
         resident = self.residents.pop(name)
+        self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
         del resident
         give_back()
         self.released()
 
     def make_room(self, need: int) -> bool:
-        """Empty the pool, then evict idle models, least recently used first, until `need` bytes fit; none if all of
-        them would not do. Say whether they fit."""
+        """Empty the pool, then give back the prefix cache, then evict idle models, least recently used first, until
+        `need` bytes fit; nothing if all of it would not do. Say whether they fit."""
         clear_pool()
         if _fits(self.memory(), need):
             return True
         idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
-        if not _fits(self.memory(), need - sum(self.residents[name].weights for name in idle)):
+        if not _fits(self.memory(), need - self.kept.nbytes - sum(self.residents[name].weights for name in idle)):
             return False
+        if self.kept.give(need):
+            return True
         for name in sorted(idle, key=lambda name: self.residents[name].used_at):
             if _fits(self.memory(), need):
                 return True

@@ -53,7 +53,8 @@ _JOINABLE = frozenset({0, 1})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One admitted request. Times are monotonic seconds; `told` is when something was last sent."""
+    """One admitted request. Times are monotonic seconds; `told` is when something was last sent. `cached` tokens of its
+    prompt were found in the prefix cache; without a `prompt_hash` nothing of it is kept there."""
 
     request: Generate
     prepared: Prepared
@@ -65,6 +66,8 @@ class Sequence:
     begun: float = 0.0
     joined: float = 0.0
     told: float = 0.0
+    cached: int = 0
+    prompt_hash: bytes = b""
 
     @property
     def number(self) -> int:

@@ -26,6 +26,7 @@ from node.engine.kinds import Call, Doing, Recording, Work
 from node.engine.loading import Loaded, Outcome, Shelf
 from node.engine.prompt import Prepared
 from node.engine.resident import LOAD_SPEED, TICK, Resident
+from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
 from node.library import Library
@@ -69,9 +70,11 @@ class TextEngine:
         self._footprint = Footprint(total)
         self._forwards = Forwards(recorder, self._footprint, self._reserved, lambda need: self._shelf.make_room(need))
         self.gate = self._forwards.gate
-        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, frozenset(settings.models.preload))
+        self._reuse = Reuse(self._forwards, self._kept_most, self._footprint.forget)
+        pinned = frozenset(settings.models.preload)
+        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse)
         self._generation = Generation(
-            self._forwards, lambda: self._shelf.residents, self._settings.batch, self._settings.chunk
+            self._forwards, lambda: self._shelf.residents, self._reuse, self._settings.batch, self._settings.chunk
         )
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
@@ -140,14 +143,16 @@ class TextEngine:
         running, waiting, queued = self._generation.load()
         queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
         models = tuple(self._model(found, now) for found in self._library.known().values())
+        memory = replace(self._forwards.memory(now), reusable=self._reuse.reusable)
         return EngineReport(
-            self._forwards.memory(now), models, running, waiting + len(self._pending), queued, self._acked,
-            self._forwards.counts(),
+            memory, models, running, waiting + len(self._pending), queued, self._acked, self._forwards.counts(),
+            self._reuse.state(),
         )  # fmt: skip
 
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; a new cap is also how much Metal may keep wired."""
         self.gate.hold(limits)
+        self._reuse.make_room(0)
         if limits.cap and limits.cap != self._wired_for:
             self._wired_for = limits.cap
             limit_pool(limits.cap)
@@ -213,7 +218,7 @@ class TextEngine:
         text = sum(len(message.content.encode()) for message in request.messages)
         resident.measured_text(text, shape.prompt)
         self._generation.begin(resident, sequence)
-        return [Admitted(request.request, shape.prompt)]
+        return [Admitted(request.request, shape.prompt, sequence.cached, sequence.prompt_hash)]
 
     def _refused(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
         model = self._model(resident.found, now)
@@ -301,6 +306,10 @@ class TextEngine:
         return frames
 
     # memory
+
+    def _kept_most(self, cap: int) -> int:
+        weights = sum(resident.weights for resident in self._shelf.residents.values())
+        return limit_of(self._settings.prefix_cache, cap, weights)
 
     def _memory(self) -> Memory:
         return self._forwards.memory(time.monotonic())

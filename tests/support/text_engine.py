@@ -35,7 +35,7 @@ class Driver:
     """An engine over the models in some folders, and what it said by request."""
 
     def __init__(
-        self, *folders: Path, limits: Limits | None = ROOMY, preload: tuple[str, ...] = (), **mlx: int
+        self, *folders: Path, limits: Limits | None = ROOMY, preload: tuple[str, ...] = (), **mlx: int | str
     ) -> None:
         models = ModelSettings(folders=tuple(map(str, folders)), hub=False, preload=preload)
         settings = NodeSettings(engine=EngineSettings(kind="mlx", mlx=MlxSettings(**mlx)), models=models)  # type: ignore[arg-type]

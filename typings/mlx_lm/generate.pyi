@@ -15,6 +15,7 @@ class GenerationBatch:
 
     uids: list[int]
     prompt_cache: list[Any]
+    tokens: list[list[int]]
     def __init__(
         self,
         model: Any,

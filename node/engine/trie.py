@@ -1,0 +1,140 @@
+"""A radix trie over token ids: the longest common beginning of a prompt with all that is stored, in one walk. Pure.
+
+Ids are packed into four bytes each (`pack`), so that every step compares bytes, not Python ints: a prompt of 6,000
+tokens takes some tens of microseconds, and a stored one four bytes for each token. (mlx-lm's `PromptTrie` has a dict
+for each token, 230 bytes, and its search for a longer entry copies the rest of it once for each of its tokens.)
+
+Every leaf holds a value, and every node without one has two children or more.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+WIDTH = 4
+"""Bytes of a packed id."""
+
+V = TypeVar("V")
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """Pack ids, each below 2**32, into the form that the trie takes."""
+    return array("I", ids).tobytes()
+
+
+def common(one: bytes, other: bytes) -> int:
+    """Give the length in bytes of the common beginning, in whole ids."""
+    size = min(len(one), len(other))
+    one, other = one[:size], other[:size]
+    if one == other:
+        return size
+    differ = int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
+    same = size - (differ.bit_length() + 7) // 8
+    return same - same % WIDTH
+
+
+@dataclass(slots=True, eq=False)
+class _Node(Generic[V]):
+    label: bytes = b""
+    value: V | None = None
+    children: "dict[bytes, _Node[V]]" = field(default_factory=dict[bytes, "_Node[V]"])
+
+    def child(self, key: bytes, at: int) -> "_Node[V] | None":
+        return self.children.get(key[at : at + WIDTH])
+
+    def adopt(self, child: "_Node[V]") -> None:
+        self.children[child.label[:WIDTH]] = child
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Generic[V]):
+    """What a walk found: tokens that the key shares with something stored, any value that has these, and the value with
+    the longest key that is wholly a beginning of the key asked for (and not too long)."""
+
+    shared: int
+    below: V | None
+    whole: V | None
+
+
+class Trie(Generic[V]):
+    """Values by key; see the module's text."""
+
+    def __init__(self) -> None:
+        self._root: _Node[V] = _Node()
+
+    def put(self, key: bytes, value: V) -> None:
+        """Store a value; it takes the place of one with the same key."""
+        node, at = self._root, 0
+        while at < len(key):
+            child = node.child(key, at)
+            if child is None:
+                node.adopt(_Node(key[at:], value))
+                return
+            same = common(child.label, key[at : at + len(child.label)])
+            if same < len(child.label):
+                upper: _Node[V] = _Node(child.label[:same])
+                child.label = child.label[same:]
+                upper.adopt(child)
+                node.adopt(upper)
+                child = upper
+            node, at = child, at + same
+        node.value = value
+
+    def remove(self, key: bytes) -> None:
+        """Take out the value with this key, and the nodes that stood for it alone."""
+        path = list(self._path(key))
+        node = path[-1]
+        node.value = None
+        if not node.children and len(path) > 1:
+            path.pop()
+            del path[-1].children[node.label[:WIDTH]]
+            node = path[-1]
+        if node.value is None and len(node.children) == 1 and len(path) > 1:
+            (child,) = node.children.values()
+            child.label = node.label + child.label
+            path[-2].adopt(child)
+
+    def match(self, key: bytes, most: int) -> Match[V]:
+        """Walk along a key; `most` is the greatest length in tokens that `whole` may have."""
+        node, at = self._root, 0
+        whole: V | None = None
+        while at < len(key):
+            child = node.child(key, at)
+            if child is None:
+                break
+            same = common(child.label, key[at : at + len(child.label)])
+            node, at = child, at + same
+            if same < len(child.label):
+                break
+            if child.value is not None and at <= most * WIDTH:
+                whole = child.value
+        return Match(at // WIDTH, _any(node) if at else None, whole)
+
+    def beginnings(self, key: bytes) -> list[V]:
+        """Give the values whose keys are beginnings of this one, itself left out."""
+        found: list[V] = []
+        node, at = self._root, 0
+        while at < len(key):
+            child = node.child(key, at)
+            if child is None or not key.startswith(child.label, at):
+                break
+            node, at = child, at + len(child.label)
+            if node.value is not None and at < len(key):
+                found.append(node.value)
+        return found
+
+    def _path(self, key: bytes) -> Iterator[_Node[V]]:
+        """Give the nodes from the root to that of a stored key; KeyError when it is not stored."""
+        node, at = self._root, 0
+        yield node
+        while at < len(key):
+            node = node.children[key[at : at + WIDTH]]
+            at += len(node.label)
+            yield node
+
+
+def _any(node: _Node[V]) -> V | None:
+    while node.value is None and node.children:
+        node = next(iter(node.children.values()))
+    return node.value
