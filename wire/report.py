@@ -38,7 +38,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     `phys` is None when it could not be read; then `headroom` is None too and nothing is placed there. `source` names
     the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written. `base` is what the
     engine takes before any model: no request can ever have that. `cache` and `peak` are MLX's own: free buffers that it
-    keeps, and the most that was active since the engine began; they are shown, and judged by nobody.
+    keeps, and the most that was active since MLX was last asked to forget it; they are shown, and judged by nobody.
     """
 
     cap: int = 0

@@ -92,6 +92,20 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     return Refused(Code.NO_ROOM, f"needs {show_size(estimate)}, headroom is {show_size(room)}", numbers, None, node)
 
 
+def shed(memory: Memory, over: int) -> Refused:
+    """Give the reason for which a request that runs is ended: the node stood `over` bytes over its cap."""
+    now = current(memory.active, memory.phys, memory.recent)
+    room = headroom(memory.ceiling, memory.margin, now, memory.reserved)
+    numbers = Numbers(
+        None if now is None else now + memory.reserved + memory.margin, memory.ceiling, now, memory.reserved, 0,
+        memory.margin, memory.cap, room, memory.bound_by,
+    )  # fmt: skip
+    message = (
+        f"the node stood {show_size(over)} over its cap less leases, so it ended its newest request; send it again"
+    )
+    return Refused(Code.NO_ROOM, message, numbers)
+
+
 def row_bytes(kv: Kv, tokens: int) -> int:
     """Give the bytes of a row of this many tokens, at most: caches grow `step` tokens at a time from where they are, so
     up to step − 1 tokens stand empty; a window keeps no more than it shows; `fixed` is there from the first token."""
