@@ -68,7 +68,7 @@ class Limiter:
         self.standing = ceiling(self.cap, reach, self.leases)
         return limits(self.cap, self.margin, self.standing, guard=self._guard, leases=self.leases)
 
-    def poll(self, phys: int | None, tell: Callable[[Limits], None]) -> Limits:
+    def poll(self, phys: int | None, tell: Callable[[Limits], object]) -> Limits:
         """Look again, tell the engine when something moved, and give the limits of this moment."""
         found, told = self.now(phys), self._told
         if told is None or _fixed(found) != _fixed(told) or abs(found.ceiling - told.ceiling) >= self._step:

@@ -31,6 +31,7 @@ from node.identity import forget, load_identity
 from node.limits import Limiter
 from node.machine import machine_id
 from node.memory.sensor import open_machine
+from node.poll import Poll
 from node.settings import NodeSettings, node_name, resolve
 from node.supervise import Supervisor
 from wire.advert import Advert
@@ -40,7 +41,6 @@ from wire.settings import Resolved, SettingsError, from_environment, from_pairs,
 
 OTHERS = frozenset({"cluster", "http", "router"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
-POLL_SECONDS = 1.0
 DRAIN_SECONDS = 20.0
 FIND_SECONDS = 5.0
 
@@ -139,12 +139,13 @@ async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) ->
         settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",
         scratch=state / "node" / "scratch",
     )  # fmt: skip
-    agent.supervisor, agent.limiter = supervisor, limiter
+    poll = Poll(limiter, machine, supervisor)
+    agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
     agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, limiter)
+    return await _serve(options, agent, supervisor, poll)
 
 
-async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, limiter: Limiter) -> int:
+async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -160,9 +161,8 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
-        limiter.poll(None, supervisor.set_limits)
+        poll.start()
         await supervisor.start()
-    poll = asyncio.create_task(_poll(limiter, supervisor))
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code = 0
@@ -178,8 +178,8 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         print(f"error: {error}", file=sys.stderr)
         code = 8 if error.reason == "protocol" else 4
     finally:
-        for task in (poll, waiting):
-            task.cancel()
+        poll.stop()
+        waiting.cancel()
         await supervisor.stop()
     return code
 
@@ -188,12 +188,6 @@ def _on_lifeline(stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 64):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         stop.set()
-
-
-async def _poll(limiter: Limiter, supervisor: Supervisor) -> None:
-    while True:
-        await asyncio.sleep(POLL_SECONDS)
-        limiter.poll(supervisor.phys().phys, supervisor.set_limits)
 
 
 class Announce:

@@ -7,9 +7,10 @@
 
 Rules that nobody may break: neither cap nor ceiling is ever 0 (in the ancestors of this formula 0 meant "no guard",
 and arithmetic reached it); what cannot be measured is never taken as plenty; the term that binds is named together
-with what a person can do about it. All of it is read anew at each check. What a person set and this machine cannot give
-is an error at start; where the machine's limits fall later, the lower limit counts, with a lasting warning. Reserves and reclaimable shares are those of the projects that the formula comes
-from: 12, 8 and 6 GiB, 4 GiB below 24 GiB.
+with what a person can do about it. All of it is read anew at each check. What a person set and this machine cannot
+give is an error at start; where the machine's limits fall later, the lower limit counts, with a lasting warning.
+Reserves and reclaimable shares are those of the projects that the formula comes from: 12, 8 and 6 GiB, 4 GiB below
+24 GiB.
 """
 
 from dataclasses import dataclass
