@@ -28,6 +28,7 @@ from node.alarm import Alarm
 from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
 from node.limits import Limiter
 from node.link import Link, dial
+from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
 from wire.codec import decode, encode, head_of
@@ -54,7 +55,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import PROTOCOL
-from wire.report import Hardware, Memory
+from wire.report import Enforcement, Hardware, Memory, System
 
 SILENCE = 10.0
 """Seconds without a frame after which the link is given up."""
@@ -106,6 +107,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor: Supervisor | None = None
         self.limiter: Limiter | None = None
+        self.poll: Poll | None = None
         self.welcomed = asyncio.Event()
         self.on_ready: Callable[[str], None] = lambda address: None
         """Called with the coordinator's address whenever this node is linked and its engine is up."""
@@ -298,6 +300,8 @@ class Agent:
 
     def changed(self) -> None:
         """Report soon when a request came or ended or the engine's state changed; bytes written can wait."""
+        if self.poll is not None:
+            self.poll.changed()
         self._tell_ready()
         if self._link is not None and self._told != self._tellable():
             now = asyncio.get_running_loop().time()
@@ -310,7 +314,9 @@ class Agent:
         ceiling = snapshot.memory.ceiling if snapshot else 0
         models = snapshot.models if snapshot else ()
         standing = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
-        return (state.state, state.running, state.waiting, ceiling, standing, snapshot.acked_seq if snapshot else 0)
+        level = self.poll.state.level if self.poll else 0
+        acked = snapshot.acked_seq if snapshot else 0
+        return (state.state, state.running, state.waiting, ceiling, standing, acked, level)
 
     def _tell_ready(self) -> None:
         if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":
@@ -342,6 +348,8 @@ class Agent:
                 snapshot.acked_seq if snapshot else 0,
                 self._draining,
                 self._ping,
+                self.poll.system() if self.poll else System(),
+                self.poll.enforcement() if self.poll else Enforcement(),
             )
         )
         busy = state.running + state.waiting > 0

@@ -31,16 +31,16 @@ from node.identity import forget, load_identity
 from node.limits import Limiter
 from node.machine import machine_id
 from node.memory.sensor import open_machine
+from node.poll import Poll
 from node.settings import NodeSettings, node_name, resolve
 from node.supervise import Supervisor
 from wire.advert import Advert
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
-from wire.settings import SettingsError, from_environment, from_pairs, from_tree
+from wire.settings import Resolved, SettingsError, from_environment, from_pairs, from_tree
 
 OTHERS = frozenset({"cluster", "http", "router"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
-POLL_SECONDS = 1.0
 DRAIN_SECONDS = 20.0
 FIND_SECONDS = 5.0
 
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is told to stop; give the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        settings = _settings(options)
+        resolved = _settings(options)
         with _lock(options.state):
-            return uvloop.run(_run(options, settings))
+            return uvloop.run(_run(options, resolved))
     except (Failure, SettingsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code if isinstance(error, Failure) else 2
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace) -> NodeSettings:
+def _settings(options: argparse.Namespace) -> Resolved[NodeSettings]:
     file: Path = options.state / "config.toml"
     try:
         tree = tomllib.loads(file.read_text()) if file.exists() else {}
@@ -93,14 +93,15 @@ def _settings(options: argparse.Namespace) -> NodeSettings:
         ("environment", from_environment(os.environ)),
         ("--set", from_pairs(options.pairs)),
     ]
-    settings = resolve(layers, OTHERS).value
+    resolved = resolve(layers, OTHERS)
+    settings = resolved.value
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
     folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
     missing = [folder for folder in folders if not Path(folder).expanduser().is_dir()]
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
-    return replace(settings, models=replace(settings.models, folders=folders))
+    return Resolved(replace(settings, models=replace(settings.models, folders=folders)), resolved.origins)
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
@@ -122,7 +123,8 @@ class _lock:  # noqa: N801  used as a with-statement's word
         os.close(self._fd)
 
 
-async def _run(options: argparse.Namespace, settings: NodeSettings) -> int:
+async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) -> int:
+    settings = resolved.value
     state: Path = options.state
     open_journal(state / "logs" / "node.log", settings.node.log_level)
     machine = open_machine(settings)
@@ -131,18 +133,19 @@ async def _run(options: argparse.Namespace, settings: NodeSettings) -> int:
         identity = await _identity(options, settings, hardware)
     except (EnrolError, IdentityError) as error:
         raise Failure(_code(error), str(error)) from None
-    limiter = Limiter(settings, machine)
+    limiter = Limiter(settings, machine, resolved.origins)
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
         settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",
         scratch=state / "node" / "scratch",
     )  # fmt: skip
-    agent.supervisor, agent.limiter = supervisor, limiter
+    poll = Poll(limiter, machine, supervisor)
+    agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
     agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, limiter)
+    return await _serve(options, agent, supervisor, poll)
 
 
-async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, limiter: Limiter) -> int:
+async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -158,9 +161,8 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
-        limiter.poll(None, supervisor.set_limits)
+        poll.start()
         await supervisor.start()
-    poll = asyncio.create_task(_poll(limiter, supervisor))
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code = 0
@@ -176,8 +178,8 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         print(f"error: {error}", file=sys.stderr)
         code = 8 if error.reason == "protocol" else 4
     finally:
-        for task in (poll, waiting):
-            task.cancel()
+        poll.stop()
+        waiting.cancel()
         await supervisor.stop()
     return code
 
@@ -186,12 +188,6 @@ def _on_lifeline(stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 64):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         stop.set()
-
-
-async def _poll(limiter: Limiter, supervisor: Supervisor) -> None:
-    while True:
-        await asyncio.sleep(POLL_SECONDS)
-        limiter.poll(supervisor.phys().phys, supervisor.set_limits)
 
 
 class Announce:

@@ -5,14 +5,15 @@ answer. `resolve` refuses an impossible value by the key that holds it, before a
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from node.engine import kinds
-from node.memory.cap import TIERS
+from node.memory.cap import CUSTOM, TIERS
 from wire.identity import valid_id, valid_model, valid_name
 from wire.settings import Flat, Resolved, Section, SettingsError
 from wire.settings import resolve as resolve_layers
@@ -38,7 +39,8 @@ class MemorySettings(Section, frozen=True):
         ))] = "on"  # fmt: skip
     tier: Annotated[str, Meta(description=(
         "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a machine "
-        "with less than 24 GiB."))] = "balanced"  # fmt: skip
+        "with less than 24 GiB. custom: memory.cap decides, and is required; it is the tier of every explicit cap."
+        ))] = "balanced"  # fmt: skip
     above_metal: Annotated[bool, Meta(description=(
         "Let an explicit memory.cap exceed the Metal limit. A lasting warning: macOS ends the process, or panics, "
         "where the limit is crossed."))] = False  # fmt: skip
@@ -156,8 +158,29 @@ _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
 def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()) -> Resolved[NodeSettings]:
     """Merge layers (weakest first) into the node's settings and check them; SettingsError names the key."""
     resolved = resolve_layers(NodeSettings, layers, others)
-    check(resolved.value)
-    return resolved
+    settings = with_tier(resolved.value, resolved.origins)
+    check(settings)
+    return Resolved(settings, resolved.origins)
+
+
+def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
+    """Give an explicit cap its tier, `custom`. SettingsError where a person set both and they contradict each other:
+    a setting that is ignored is worse than one that is refused."""
+    memory, tier_from = settings.memory, origins.get("memory.tier")
+    if memory.cap == AUTO:
+        if memory.tier == CUSTOM:
+            raise SettingsError(
+                f"setting memory.tier ({tier_from or 'value'}): custom needs memory.cap to say how much; set it, or "
+                "choose safe, balanced or aggressive"
+            )
+        return settings
+    if tier_from is not None and memory.tier in TIERS and memory.tier != CUSTOM:
+        raise SettingsError(
+            f"setting memory.tier ({tier_from}): {memory.tier} contradicts memory.cap = {memory.cap} "
+            f"({origins.get('memory.cap', 'value')}), because an explicit cap has no reserve: leave memory.tier out or "
+            "set it to custom, or leave memory.cap out"
+        )
+    return replace(settings, memory=replace(memory, tier=CUSTOM)) if tier_from is None else settings
 
 
 def check(settings: NodeSettings) -> None:

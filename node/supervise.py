@@ -37,7 +37,7 @@ from node.engine.kinds import Doing
 from node.engine.recorder import Last
 from node.engine_environment import engine_environment
 from node.engine_log import EngineLog
-from node.memory.reading import Reading
+from node.memory.reading import Highs, Reading
 from node.memory.sensor import Sensor, open_sensor
 from node.quarantine import Quarantine
 from node.settings import NodeSettings
@@ -47,6 +47,7 @@ from wire.frames import (
     Admitted,
     Cancel,
     Deltas,
+    Enforce,
     EngineReport,
     Failed,
     Finished,
@@ -184,6 +185,7 @@ class Supervisor:
         self._child: Child | None = None
         self._live: set[int] = set()
         self._limits: Limits | None = None
+        self._numbered = 0
         self._report: EngineReport | None = None
         self._reported_at: float | None = None
         self._state = "starting"
@@ -228,6 +230,20 @@ class Supervisor:
         """The present child's process id."""
         return self._child.process.pid if self._child else None
 
+    @property
+    def ready(self) -> int | None:
+        """The process id of the present child once it has limits in force; None before that."""
+        return self._child.process.pid if self._child is not None and self._child.ready else None
+
+    @property
+    def held(self) -> int:
+        """The number of the limits that the engine says it holds; 0 before its first word."""
+        return 0 if self._report is None else self._report.held
+
+    def highs(self) -> Highs:
+        """Read the kernel's high-water marks of the child."""
+        return Highs() if self._child is None else self._child.sensor.highs()
+
     def phys(self) -> Reading:
         """Read the child's footprint now; unknown while there is no child."""
         if self._child is None:
@@ -255,11 +271,24 @@ class Supervisor:
         if child is not None:
             child.write(encoded)
 
-    def set_limits(self, limits: Limits) -> None:
-        """Put limits in force, in this child and in all that follow; its next report is judged by them."""
-        self._limits = limits
+    def set_limits(self, limits: Limits) -> int:
+        """Put limits in force, in this child and in all that follow. Give their number: once `held` has reached it, the
+        engine judges by them, and keeps no more wired than they allow."""
+        self._numbered += 1
+        self._limits = replace(limits, number=self._numbered)
         if self._child is not None:
-            self._child.write(encode(limits))
+            self._child.write(encode(self._limits))
+        return self._numbered
+
+    def enforce(self, order: Enforce) -> None:
+        """Tell the engine that it stands over a line."""
+        if self._child is not None:
+            self._child.write(encode(order))
+
+    def end(self, blame: str) -> None:
+        """Kill the present child, for this reason; another is started as after any death."""
+        if self._child is not None:
+            self._child.end(blame)
 
     async def stop(self, grace: float = 5.0) -> None:
         """End the child within `grace` seconds; requests that are still open end in Failed."""

@@ -11,7 +11,7 @@ the epoch is its upper half), `seq` grows with every Generate so that a report c
 from enum import IntEnum
 
 from wire.refusals import Refused
-from wire.report import CacheState, Counts, EngineState, Hardware, Memory, Model, Part
+from wire.report import CacheState, Counts, Enforcement, EngineState, Hardware, Level, Memory, Model, Part, System
 
 
 class Channel(IntEnum):
@@ -122,6 +122,8 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     acked_seq: int = 0
     draining: bool = False
     ping: int = 0
+    system: System = System()
+    enforcement: Enforcement = Enforcement()
 
 
 class Goodbye(Frame, frozen=True, array_like=True, gc=False):
@@ -343,7 +345,8 @@ class Failed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Limits(Frame, frozen=True, array_like=True, gc=False):
-    """agent → engine: the cap and ceiling in force, and the margin."""
+    """agent → engine: the cap and ceiling in force, and the margin. `number` grows with every one, so that the engine
+    can say which it holds."""
 
     cap: int
     ceiling: int
@@ -351,6 +354,16 @@ class Limits(Frame, frozen=True, array_like=True, gc=False):
     bound_by: str
     guard: bool = True
     leases: int = 0
+    number: int = 0
+
+
+class Enforce(Frame, frozen=True, array_like=True, gc=False):
+    """agent → engine: at this poll you stood over a line. OVER_SOFT: give back what can be had again (free buffers,
+    reusable cache, idle models). OVER_HARD: that, and if it is less than `excess` bytes, end the newest request."""
+
+    poll: int
+    level: Level
+    excess: int = 0
 
 
 class Ban(Part, frozen=True, array_like=True, gc=False):
@@ -369,7 +382,8 @@ class Restore(Frame, frozen=True, array_like=True, gc=False):
 
 
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
-    """engine → agent: the snapshot its inference thread published, judged by the limits that it holds."""
+    """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
+    `held`. `enforced` is the last `Enforce.poll` that it has acted on."""
 
     memory: Memory
     models: tuple[Model, ...]
@@ -379,6 +393,8 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     acked_seq: int = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
+    held: int = 0
+    enforced: int = 0
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):
@@ -393,7 +409,7 @@ TAGS: dict[int, type[Frame]] = {
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload,
-    50: Limits, 51: EngineReport, 52: Restore,
+    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce,
 }  # fmt: skip
 """Never reuse a number."""
 

@@ -4,11 +4,22 @@ All sizes are bytes, all speeds tokens per second, all times seconds. Every stru
 readers take defaults for fields that an older node does not send and ignore those that they do not know.
 """
 
+from enum import IntEnum
+
 import msgspec
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of everything that travels inside a frame."""
+
+
+class Level(IntEnum):
+    """How a node stands to its cap (`wire.verdict.level`); UNKNOWN where its footprint cannot be read."""
+
+    UNKNOWN = 0
+    OK = 1
+    OVER_SOFT = 2
+    OVER_HARD = 3
 
 
 class Hardware(Part, frozen=True, array_like=True, gc=False):
@@ -30,6 +41,8 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
 
     `reusable` is in a report only: bytes of `current` that the engine surely gives back at once, before it refuses
     (its prefix cache). Whoever places requests counts them as free; the gate, which has to give them back first, not.
+    `cache` and `peak` are MLX's own: free buffers that it keeps, and the most that was active since MLX was last asked
+    to forget it; they are shown, and judged by nobody.
     """
 
     cap: int = 0
@@ -50,6 +63,8 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     total: int = 0
     base: int = 0
     reusable: int = 0
+    cache: int = 0
+    peak: int = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
@@ -136,13 +151,16 @@ class Kv(msgspec.Struct, frozen=True, gc=False):
 
 class Counts(Part, frozen=True, gc=False):
     """What the engine's gate was asked and said, and what was done, since that process started: `forwards` are prefills
-    and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine."""
+    and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine, `sheds` those
+    that it ended because the agent found it over its cap, `evictions` idle models that made room."""
 
     checks: int = 0
     refusals: int = 0
     forwards: int = 0
     steps: int = 0
     failures: int = 0
+    sheds: int = 0
+    evictions: int = 0
 
 
 class CacheState(Part, frozen=True, gc=False):
@@ -171,3 +189,36 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     queued_tokens: int = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
+
+
+class System(Part, frozen=True, array_like=True, gc=False):
+    """The machine as the agent reads it; None is unknown. `available` is what can be had without pushing anyone out,
+    `pressure` the system's own word (`normal`, `warn`, `critical`, or empty: not told), `source` names where they come
+    from, `age` is theirs when the report was written. `worker` is the footprint of this node's video process."""
+
+    available: int | None = None
+    pressure: str = ""
+    source: str = ""
+    age: float = 0.0
+    worker: int = 0
+
+
+class Enforcement(Part, frozen=True, array_like=True, gc=False):
+    """What the agent holds its engine to, from outside: `phys` is its own reading of that process, `highest` and
+    `interval` the kernel's high-water marks of it (ever, and since they were last reset), which judge nobody.
+
+    `cap_bound_by` is the term that settled the cap, `remedy` what a person can do about the term that binds now,
+    `warnings` what makes this node less safe than it could be. Counts are the agent's, and outlive the engine:
+    `over_caps` times that it was found over its cap, `kills` that it was ended for it."""
+
+    level: Level = Level.UNKNOWN
+    phys: int | None = None
+    highest: int | None = None
+    interval: int | None = None
+    cap_bound_by: str = ""
+    remedy: str = ""
+    tier: str = ""
+    warnings: tuple[str, ...] = ()
+    polls: int = 0
+    over_caps: int = 0
+    kills: int = 0

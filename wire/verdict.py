@@ -1,9 +1,10 @@
 """The only memory arithmetic of the project: may this much more be written here, now?
 
 Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, what a forward
-takes for a moment, the need of a request, the load test of a model. The engine's gate, its preflight, its decode join,
-model loading, the video lease and the router's placement all call `judge` on the same fields, so what the router says
-"fits" the node's gate agrees with on the same reading (a property test holds the two together).
+takes for a moment, the need of a request, the load test of a model, the level that the enforcer acts on. The engine's
+gate, its preflight, its decode join, model loading, the video lease and the router's placement all call `judge` on the
+same fields, so what the router says "fits" the node's gate agrees with on the same reading (a property test holds the
+two together).
 Does not cover: readings (`node/memory`), where a cap comes from (`node/memory/cap`), what to do at a level.
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
@@ -21,12 +22,14 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from wire.refusals import Code, Numbers, Refused
-from wire.report import Group, Kv, Memory, Model, Part, Transient
+from wire.report import Group, Kv, Level, Memory, Model, Part, Transient
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
 MARGIN_MOST = 12 * GIB
 MARGIN_LEAST = 512 * MIB
+UNREADABLE = "unreadable"
+"""The term that binds where the system's own memory cannot be read: the ceiling is 1 byte then."""
 WASTE_SHARE = 0.25
 WASTE_BYTES = 256 * MIB
 LOGITS_BYTES = 16 * MIB
@@ -55,6 +58,22 @@ def occupied(memory: Memory) -> int | None:
     return None if now is None else max(0, now - memory.reusable)
 
 
+def level(memory: Memory) -> Level:
+    """Say how a node stands: OK ⇔ headroom ≥ 0, OVER_HARD where `excess` is above 0, else OVER_SOFT."""
+    room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
+    if room is None:
+        return Level.UNKNOWN
+    if room >= 0:
+        return Level.OK
+    return Level.OVER_HARD if excess(memory) > 0 else Level.OVER_SOFT
+
+
+def excess(memory: Memory) -> int:
+    """Give the bytes by which a node is over cap − leases at this moment, negative when under. Two terms stay out:
+    `dynamic`, whose jitter must not end work, and `recent`, for a height that has passed asks nobody for anything."""
+    return max(memory.active, memory.phys or 0) - max(1, memory.cap - memory.leases)
+
+
 class Fits(Part, frozen=True, gc=False):
     """Yes: the predicted peak stays under the ceiling, with this much (bytes) to spare."""
 
@@ -79,10 +98,25 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     numbers = Numbers(
         predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, room, memory.bound_by
     )
-    if predicted is None:
-        return Refused(Code.UNREADABLE, "the footprint of the engine cannot be read, so nothing more is started there "
-                       "until it can", numbers, 2.0, node)  # fmt: skip
+    if predicted is None or memory.bound_by == UNREADABLE:
+        what = "the footprint of the engine" if predicted is None else "what its system can spare"
+        return Refused(Code.UNREADABLE, f"{what} cannot be read, so nothing more is started there until it can",
+                       numbers, 2.0, node)  # fmt: skip
     return Refused(Code.NO_ROOM, f"needs {show_size(estimate)}, headroom is {show_size(room)}", numbers, None, node)
+
+
+def shed(memory: Memory, over: int) -> Refused:
+    """Give the reason for which a request that runs is ended: the node stood `over` bytes over its cap."""
+    now = current(memory.active, memory.phys, memory.recent)
+    room = headroom(memory.ceiling, memory.margin, now, memory.reserved)
+    numbers = Numbers(
+        None if now is None else now + memory.reserved + memory.margin, memory.ceiling, now, memory.reserved, 0,
+        memory.margin, memory.cap, room, memory.bound_by,
+    )  # fmt: skip
+    message = (
+        f"the node stood {show_size(over)} over its cap less leases, so it ended its newest request; send it again"
+    )
+    return Refused(Code.NO_ROOM, message, numbers)
 
 
 def row_bytes(kv: Kv, tokens: int) -> int:

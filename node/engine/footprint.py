@@ -33,10 +33,11 @@ class Footprint:
     def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
         """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
         reading = self._sensor.phys()
-        active = mx.get_active_memory()
+        active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is given back before a refusal, so a height that it had a moment ago is held against nobody.
-        self._recent = self._recent.observed(max(active, (reading.phys or 0) - mx.get_cache_memory()), now)
-        return gate.memory(Use(active, self._recent.highest(now), reserved), reading, self._total, now, self._base)
+        self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache), now)
+        use = Use(active, self._recent.highest(now), reserved, cache, mx.get_peak_memory())
+        return gate.memory(use, reading, self._total, now, self._base)
 
     def falls_at(self, now: float) -> float | None:
         """Say when the recent height falls; None when nothing changes by itself."""

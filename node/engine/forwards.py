@@ -24,7 +24,7 @@ class Forwards:
     ) -> None:
         self.gate = Gate()
         self.call: Call | None = None
-        self.failures = 0
+        self.failures = self.sheds = 0
         self._recorder = recorder
         self._footprint = footprint
         self._reserved = reserved
@@ -58,4 +58,6 @@ class Forwards:
 
     def counts(self) -> Counts:
         """Say what was asked, refused and done so far."""
-        return Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures)
+        return Counts(
+            self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures, self.sheds
+        )

@@ -32,11 +32,14 @@ class Site(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What the engine itself knows of its memory, in bytes: active now, the recent height, promised and not written."""
+    """What the engine itself knows of its memory, in bytes: active now, the recent height, promised and not written;
+    and MLX's free buffers and highest mark, which are told and not judged."""
 
     active: int
     recent: int
     reserved: int
+    cache: int = 0
+    peak: int = 0
 
 
 class Gate:
@@ -50,6 +53,11 @@ class Gate:
     def hold(self, limits: Limits) -> None:
         """Judge by these limits from now on."""
         self._limits = limits
+
+    @property
+    def held(self) -> int:
+        """The number of the limits in force, 0 before the first."""
+        return 0 if self._limits is None else self._limits.number
 
     def armed(self, reading: Reading, now: float) -> bool:
         """Whether this gate could refuse on facts: limits came, they are not 0, not off, and the reading is live."""
@@ -67,6 +75,7 @@ class Gate:
             headroom=verdict.headroom(limits.ceiling, limits.margin, current, use.reserved),
             leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard, armed=self.armed(reading, now),
             source=reading.source, age=max(0.0, now - reading.at), total=total, base=base,
+            cache=use.cache, peak=use.peak,
         )  # fmt: skip
 
     def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:

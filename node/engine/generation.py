@@ -121,6 +121,21 @@ class Generation:
             self._release(sequence)
         return sequence is not None
 
+    def shed(self, refused: Refused) -> bool:
+        """End the newest request that holds memory, for this reason; whether there was one. What waits holds none."""
+        holding = [one for one in self._live.values() if any(row.commitment.written for row in one.writing())]
+        if not holding:
+            return False
+        newest = max(holding, key=lambda one: (one.arrived, one.number))
+        self._release(newest)
+        self._forwards.sheds += 1
+        log.warning("shed", request=newest.number, left=len(self._live))
+        if newest.delivered:
+            self._out.ends.append(Failed(newest.number, "memory_pressure", refused.message))
+        else:
+            self._out.ends.append(Refusal(newest.number, refused, newest.shape.prompt))
+        return True
+
     def busy(self) -> bool:
         """Whether a step has something to do or to say."""
         return self._decoding() or bool(self._choices()) or bool(self._out.ends)

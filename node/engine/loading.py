@@ -74,6 +74,8 @@ class Shelf:
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
+    evictions: int = 0
+    """Idle models that were given back to make room."""
     _queue: deque[Found] = field(default_factory=deque["Found"])
     _reading: Reading | None = None
 
@@ -157,16 +159,35 @@ class Shelf:
         clear_pool()
         if _fits(self.memory(), need):
             return True
-        idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
+        idle = self._idle()
         if not _fits(self.memory(), need - self.kept.nbytes - sum(self.residents[name].weights for name in idle)):
             return False
         if self.kept.give(need):
             return True
-        for name in sorted(idle, key=lambda name: self.residents[name].used_at):
+        for name in idle:
             if _fits(self.memory(), need):
                 return True
-            self.drop(name)
+            self._evict(name)
         return _fits(self.memory(), need)
+
+    def relieve(self, enough: Callable[[], bool]) -> None:
+        """Give back what can be had again until it is `enough`: the pool, the prefix cache, then idle models."""
+        if not enough():
+            clear_pool()
+        self.kept.relieve(enough)
+        for name in self._idle():
+            if enough():
+                return
+            self._evict(name)
+
+    def _idle(self) -> list[str]:
+        """List the models that nobody uses and nobody pinned, least recently used first."""
+        idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
+        return sorted(idle, key=lambda name: self.residents[name].used_at)
+
+    def _evict(self, name: str) -> None:
+        self.evictions += 1
+        self.drop(name)
 
     def _begin(self, found: Found, now: float) -> Outcome | None:
         cause = self.cause(found, now)

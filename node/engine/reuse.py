@@ -119,6 +119,14 @@ class Reuse:
             memory = self._memory()
         return _fits(memory, need)
 
+    def relieve(self, enough: Callable[[], bool]) -> None:
+        """Give back what was least recently used until it is `enough` or nothing is left."""
+        while self.nbytes and not enough():
+            self._kept.evict(1)
+            clear_pool()
+            trim()
+            self._released()
+
     def drop(self, model: str) -> None:
         """Give back all of a model that leaves."""
         self._kept.drop(model)

@@ -32,6 +32,7 @@ from wire.frames import (
     Channel,
     Delta,
     Deltas,
+    Enforce,
     EngineReport,
     Failed,
     Finished,
@@ -45,8 +46,9 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code, Refused
-from wire.report import Counts, Kv, Memory, Model
+from wire.report import Counts, Kv, Level, Memory, Model
 from wire.units import GIB, parse_size
+from wire.verdict import shed
 
 GROWTH = 64
 """Tokens promised at a time to an answer that outgrows what was expected."""
@@ -119,7 +121,7 @@ class Scripted:
         self._running: list[Sequence] = []
         self._rows = 0
         self._deadline = 0.0
-        self._acked = 0
+        self._acked = self._enforced = self._sheds = 0
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
@@ -134,6 +136,8 @@ class Scripted:
             self._cancel(frame.request, now)
         elif isinstance(frame, Limits):
             self.gate.hold(frame)
+        elif isinstance(frame, Enforce):
+            return self._enforce(frame, now)
         elif isinstance(frame, Load | Unload):
             return [self._ordered(frame)]
         return []
@@ -167,7 +171,8 @@ class Scripted:
         return EngineReport(
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
-            Counts(self.gate.checks.total(), self.gate.refusals.total()),
+            Counts(self.gate.checks.total(), self.gate.refusals.total(), sheds=self._sheds),
+            self.gate.held, self._enforced,
         )  # fmt: skip
 
     # requests
@@ -253,6 +258,21 @@ class Scripted:
             self._rows -= sum(1 for _ in sequence.writing())
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+
+    def _enforce(self, order: Enforce, now: float) -> list[Frame]:
+        """End the newest request that runs, where the agent says so: nothing here could be given back otherwise."""
+        self._enforced = order.poll
+        if order.level < Level.OVER_HARD or not self._running:
+            return []
+        newest = max(self._running, key=lambda sequence: (sequence.arrived, sequence.number))
+        refused = shed(self._memory(now), order.excess)
+        delivered = any(row.produced > len(row.gathered) for row in newest.rows)
+        self._drop(newest)
+        self._recent = Recent().observed(self._active(), now)
+        self._sheds += 1
+        if delivered:
+            return [Failed(newest.number, "memory_pressure", refused.message)]
+        return [Refusal(newest.number, refused, newest.shape.prompt)]
 
     # prefill and decode
 

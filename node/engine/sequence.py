@@ -79,6 +79,11 @@ class Sequence:
         """The prompt's tokens."""
         return self.prepared.ids
 
+    @property
+    def delivered(self) -> bool:
+        """Whether any token of it has been sent."""
+        return any(len(row.ids) > len(row.new) for row in self.rows)
+
     def writing(self) -> Iterator[Row]:
         """Give the rows that are not at their end."""
         return (row for row in self.rows if not row.reason)

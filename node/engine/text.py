@@ -35,6 +35,7 @@ from node.settings import NodeSettings
 from wire.frames import (
     Admitted,
     Cancel,
+    Enforce,
     EngineReport,
     Finished,
     Frame,
@@ -47,9 +48,9 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code, Refused
-from wire.report import Memory, Model, Transient
+from wire.report import Level, Memory, Model, Transient
 from wire.units import show_size
-from wire.verdict import prefill_transient, request_transient, row_bytes
+from wire.verdict import excess, level, prefill_transient, request_transient, row_bytes, shed
 
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
@@ -78,7 +79,7 @@ class TextEngine:
         )
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
-        self._acked = self._wired_for = 0
+        self._acked = self._wired_for = self._enforced = 0
         self._cancelled: dict[int, None] = {}
         for name in settings.models.preload:
             found = library.find(name)
@@ -112,6 +113,8 @@ class TextEngine:
                 self._cancel(work.request)
             case Limits():
                 self._hold(work)
+            case Enforce():
+                return self._enforce(work)
             case Load():
                 return self._load(work, now)
             case Unload():
@@ -145,19 +148,36 @@ class TextEngine:
         models = tuple(self._model(found, now) for found in self._library.known().values())
         memory = replace(self._forwards.memory(now), reusable=self._reuse.reusable)
         return EngineReport(
-            memory, models, running, waiting + len(self._pending), queued, self._acked, self._forwards.counts(),
-            self._reuse.state(),
+            memory, models, running, waiting + len(self._pending), queued, self._acked,
+            replace(self._forwards.counts(), evictions=self._shelf.evictions), self._reuse.state(), self.gate.held,
+            self._enforced,
         )  # fmt: skip
 
     def _hold(self, limits: Limits) -> None:
-        """Put limits in force; a new cap is also how much Metal may keep wired."""
+        """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""
         self.gate.hold(limits)
         self._reuse.make_room(0)
-        if limits.cap and limits.cap != self._wired_for:
-            self._wired_for = limits.cap
+        ours = max(1, limits.cap - limits.leases)
+        if limits.cap and ours != self._wired_for:
+            self._wired_for = ours
             limit_pool(limits.cap)
-            wired = wire(limits.cap)
+            wired = wire(ours)
             log.info("wired", limit=show_size(wired) if wired else "no Metal here")
+
+    def _enforce(self, order: Enforce) -> list[Frame]:
+        """Give back what can be had again, judged between forwards; where that is not enough, the newest request."""
+        self._enforced = order.poll
+        if order.level < Level.OVER_HARD:
+            # A height that has passed asks nobody for anything.
+            self._shelf.relieve(lambda: level(replace(self._memory(), recent=0)) is Level.OK)
+            return []
+        before = excess(self._memory())
+        self._shelf.relieve(lambda: before - excess(self._memory()) >= order.excess)
+        memory = self._memory()
+        if before - excess(memory) < order.excess:
+            self._generation.shed(shed(memory, order.excess))
+            self._footprint.forget()
+        return self._generation.said()
 
     # requests
 

@@ -1,7 +1,8 @@
 """Memory readings on macOS by ctypes. Unverified on macOS: tested against a compiled stand-in with these signatures.
 
 The footprint is `ri_phys_footprint` of `proc_pid_rusage` (RUSAGE_INFO_V4, 296 bytes, <sys/resource.h>), which counts
-Metal's IOAccelerator pages that no resident size shows, and works for every process of the same user. Page counts are
+Metal's IOAccelerator pages that no resident size shows, and works for every process of the same user. The same
+structure holds the highest footprint ever and since `proc_reset_footprint_interval` (<libproc.h>). Page counts are
 `vm_statistics64` (<mach/vm_statistics.h>, 152 bytes). Every failure is None, never 0.
 """
 
@@ -9,6 +10,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
+from node.memory.reading import Highs
 from wire.units import MIB
 
 SYSTEM = "/usr/lib/libSystem.B.dylib"
@@ -17,18 +19,27 @@ HOST_VM_INFO64 = 4
 HOST_VM_INFO64_COUNT = 38
 
 _U64_BEFORE = ("user", "system", "idle_wakeups", "interrupt_wakeups", "pageins", "wired", "resident")
-_U64_AFTER = 27
+_U64_BETWEEN = 20
+PRESSURES = {1: "normal", 2: "warn", 4: "critical"}
+"""`kern.memorystatus_vm_pressure_level`, as <dispatch/source.h> names the same bits."""
 
 
 class RusageV4(ctypes.Structure):
-    """`struct rusage_info_v4`: 16 bytes of uuid and 35 numbers of 8 bytes; phys_footprint is the eighth."""
+    """`struct rusage_info_v4`: 16 bytes of uuid and 35 numbers of 8 bytes; phys_footprint is the eighth, the highest
+    ever the 29th, the highest of the interval the 34th."""
 
     phys_footprint: int
+    lifetime_max_phys_footprint: int
+    interval_max_phys_footprint: int
     _fields_: ClassVar = [
         ("uuid", c_uint8 * 16),
         *((name, c_uint64) for name in _U64_BEFORE),
         ("phys_footprint", c_uint64),
-        ("others", c_uint64 * _U64_AFTER),
+        ("others", c_uint64 * _U64_BETWEEN),
+        ("lifetime_max_phys_footprint", c_uint64),
+        ("work", c_uint64 * 4),
+        ("interval_max_phys_footprint", c_uint64),
+        ("runnable_time", c_uint64),
     ]
 
 
@@ -55,6 +66,9 @@ class System:
         calls = ctypes.CDLL(library, use_errno=True)
         self._rusage = calls.proc_pid_rusage
         self._rusage.argtypes, self._rusage.restype = [c_int, c_int, c_void_p], c_int
+        self._reset_interval = getattr(calls, "proc_reset_footprint_interval", None)
+        if self._reset_interval is not None:
+            self._reset_interval.argtypes, self._reset_interval.restype = [c_int], c_int
         self._sysctl = calls.sysctlbyname
         self._sysctl.argtypes = [c_char_p, c_void_p, POINTER(c_size_t), c_void_p, c_size_t]
         self._sysctl.restype = c_int
@@ -68,10 +82,23 @@ class System:
 
     def phys(self, pid: int) -> int | None:
         """Give a process's footprint in bytes; None when it is gone, foreign or unreadable."""
+        usage = self._usage(pid)
+        return None if usage is None else usage.phys_footprint or None
+
+    def highs(self, pid: int) -> Highs:
+        """Give a process's high-water marks."""
+        usage = self._usage(pid)
+        if usage is None:
+            return Highs()
+        return Highs(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
+
+    def begin_interval(self, pid: int) -> bool:
+        """Let the interval's high-water mark of a process begin anew; whether the system let us."""
+        return self._reset_interval is not None and self._reset_interval(pid) == 0
+
+    def _usage(self, pid: int) -> RusageV4 | None:
         usage = RusageV4()
-        if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) != 0:
-            return None
-        return usage.phys_footprint or None
+        return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
     def total_memory(self) -> int | None:
         """Give the RAM in bytes."""
@@ -81,6 +108,10 @@ class System:
         """Give the Metal limit that somebody set, in bytes; None when the system's default holds."""
         megabytes = self._number("iogpu.wired_limit_mb")
         return megabytes * MIB if megabytes else None
+
+    def pressure(self) -> str:
+        """Give the system's word for its memory pressure; empty when it is not told."""
+        return PRESSURES.get(self._number("kern.memorystatus_vm_pressure_level") or 0, "")
 
     def reclaimable(self, active_share: float) -> int | None:
         """Give free + inactive pages and a share of the active ones, in bytes."""
@@ -125,6 +156,14 @@ class Footprint:
     def phys(self) -> int | None:
         """Give the footprint in bytes; None when it cannot be read."""
         return self._system.phys(self._pid)
+
+    def highs(self) -> Highs:
+        """Give the high-water marks."""
+        return self._system.highs(self._pid)
+
+    def begin_interval(self) -> bool:
+        """Let the interval's mark begin anew."""
+        return self._system.begin_interval(self._pid)
 
     def close(self) -> None:
         """Nothing is held."""

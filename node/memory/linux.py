@@ -2,16 +2,21 @@
 
 The footprint is the resident set of `/proc/PID/statm`, read by pread on a descriptor that stays open (1.6 µs; opening
 it each time costs 17). Resident pages count shared libraries too, so it is never below what the process holds alone.
-Where a cgroup limits the machine, the lower number counts: a container's RAM is its limit.
+Where a cgroup limits the machine, the lower number counts: a container's RAM is its limit. The kernel keeps one
+high-water mark (VmHWM), which `clear_refs` sets back: ours of all time is then the highest that we saw before.
 """
 
 import os
 from pathlib import Path
 
+from node.memory.reading import Highs
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
 """cgroup v1 writes "no limit" as a number near 2^63."""
+STALLED = (("critical", 60.0), ("warn", 10.0))
+"""Share of the last 10 s, in percent, that some task waited for memory. systemd-oomd ends work at 60."""
 
 
 class Statm:
@@ -20,6 +25,8 @@ class Statm:
     source = "statm"
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        self._folder = proc / str(pid)
+        self._highest = 0
         try:
             self._file = os.open(proc / str(pid) / "statm", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -33,6 +40,23 @@ class Statm:
             return None
         return resident * PAGE or None
 
+    def highs(self) -> Highs:
+        """Give the high-water marks."""
+        mark = _kilobytes(self._folder / "status").get("VmHWM")
+        if mark is None:
+            return Highs()
+        self._highest = max(self._highest, mark)
+        return Highs(self._highest, mark)
+
+    def begin_interval(self) -> bool:
+        """Let the interval's mark begin anew; whether the kernel let us."""
+        self.highs()
+        try:
+            (self._folder / "clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+
     def close(self) -> None:
         """Give the descriptor back."""
         if self._file >= 0:
@@ -42,9 +66,13 @@ class Statm:
 
 def memory_fields(proc: Path = Path("/proc")) -> dict[str, int]:
     """Read `/proc/meminfo` as bytes by name; empty when it cannot be read."""
+    return _kilobytes(proc / "meminfo")
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
     fields: dict[str, int] = {}
     try:
-        lines = (proc / "meminfo").read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
         return fields
     for line in lines:
@@ -57,9 +85,29 @@ def memory_fields(proc: Path = Path("/proc")) -> dict[str, int]:
 
 def total_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Give the RAM in bytes: the lower of the machine's and of every cgroup limit above this process."""
-    whole = memory_fields(proc).get("MemTotal")
-    limited = [limit for folder in _folders(proc, cgroups) if (limit := _limit(folder)) is not None]
-    return None if whole is None else min([whole, *limited])
+    whole, limit = physical_memory(proc), container_limit(proc, cgroups)
+    return whole if whole is None or limit is None else min(whole, limit)
+
+
+def physical_memory(proc: Path = Path("/proc")) -> int | None:
+    """Give the machine's own RAM in bytes, whatever limits this process."""
+    return memory_fields(proc).get("MemTotal")
+
+
+def container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Give the lowest cgroup limit above this process in bytes; None where nothing limits it."""
+    limits = [limit for folder in _folders(proc, cgroups) if (limit := _limit(folder)) is not None]
+    return min(limits, default=None)
+
+
+def pressure(proc: Path = Path("/proc")) -> str:
+    """Give a word for the memory pressure, after how long tasks waited for memory; empty when it is not told."""
+    try:
+        line = next(line for line in (proc / "pressure" / "memory").read_text().splitlines() if line.startswith("some"))
+        share = float(line.split()[1].removeprefix("avg10="))
+    except (OSError, StopIteration, IndexError, ValueError):
+        return ""
+    return next((word for word, least in STALLED if share >= least), "normal")
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:

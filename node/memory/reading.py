@@ -29,6 +29,26 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Highs:
+    """The kernel's high-water marks of a process in bytes, None where they are not told: ever, and since the last
+    reset. They contain the spikes inside forwards, so they calibrate margin and estimate and are in no `current`."""
+
+    lifetime: int | None = None
+    interval: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """What the system has left: bytes to be had without pushing anyone out, its own word for its pressure ("" is not
+    told), the name of the source, the time it was taken."""
+
+    available: int | None
+    pressure: str
+    source: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recent:
     """The highest reading of each of the last polls, newest last: `(start of the poll, bytes)`.
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.memory import darwin, linux
-from node.memory.cap import TIERS, default_metal
-from node.memory.reading import Reading
+from node.memory.cap import TIERS, Bounds, default_metal
+from node.memory.reading import Highs, Reading, Spare
 from node.settings import NodeSettings
 from wire.report import Hardware
 from wire.units import parse_size
@@ -23,6 +23,14 @@ class Source(Protocol):
 
     def phys(self) -> int | None:
         """Read now."""
+        ...
+
+    def highs(self) -> Highs:
+        """Read the kernel's high-water marks."""
+        ...
+
+    def begin_interval(self) -> bool:
+        """Let the interval's mark begin anew; whether the system let us."""
         ...
 
     def close(self) -> None:
@@ -40,6 +48,14 @@ class Sensor:
         """Read the footprint now, dated by the monotonic clock."""
         return Reading(self._source.phys(), self._source.source, time.monotonic())
 
+    def highs(self) -> Highs:
+        """Read the kernel's high-water marks, which calibrate and never judge."""
+        return self._source.highs()
+
+    def begin_interval(self) -> bool:
+        """Let the interval's high-water mark begin anew; whether the system let us."""
+        return self._source.begin_interval()
+
     def close(self) -> None:
         """Stop reading."""
         self._source.close()
@@ -50,35 +66,55 @@ def open_sensor(pid: int) -> Sensor:
     return Sensor(darwin.Footprint(pid, _system()) if sys.platform == "darwin" else linux.Statm(pid))
 
 
+def footprint(pid: int) -> int | None:
+    """Read another of our processes once, as the video worker's; None when it is gone or unreadable."""
+    sensor = open_sensor(pid)
+    try:
+        return sensor.phys().phys
+    finally:
+        sensor.close()
+
+
 class Machine(Protocol):
-    """What the cap follows from: RAM, the Metal limit (None: no Metal), and what the system can free now, in bytes."""
+    """What the cap follows from, and what the system can spare now, all read anew by each call."""
 
     @property
     def hardware(self) -> Hardware:
         """What `Hello` tells of it."""
         ...
 
-    @property
-    def metal(self) -> int | None:
-        """Metal's wired limit in bytes; None: no Metal."""
+    def bounds(self) -> Bounds:
+        """Read RAM, Metal's limit and the container's."""
         ...
 
     def reclaimable(self) -> int | None:
-        """Read what the system can free for the engine; None when it cannot be read."""
+        """Read what the system can free for the engine in bytes; None when it cannot be read."""
+        ...
+
+    def spare(self) -> Spare:
+        """Read what the system has left, for those who look."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """This Mac."""
+    """This Mac. `active_share` of its active pages counts as reclaimable. Unverified on macOS."""
 
     hardware: Hardware
-    metal: int | None
     active_share: float
+    system: darwin.System
+
+    def bounds(self) -> Bounds:
+        """Read the limit that somebody may have set just now; the RAM stays what it was."""
+        return Bounds(self.hardware.memory, self.system.wired_limit() or default_metal(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
         """Count free and inactive pages and the tier's share of active ones."""
-        return _system().reclaimable(self.active_share)
+        return self.system.reclaimable(self.active_share)
+
+    def spare(self) -> Spare:
+        """Count free and inactive pages alone."""
+        return Spare(self.system.reclaimable(0.0), self.system.pressure(), "vm_statistics64", time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +122,18 @@ class LinuxMachine:
     """This Linux machine, or the container's share of it."""
 
     hardware: Hardware
-    metal: int | None = None
+
+    def bounds(self) -> Bounds:
+        """Read the RAM and the cgroups' limits."""
+        return Bounds(linux.physical_memory() or 0, None, linux.container_limit())
 
     def reclaimable(self) -> int | None:
         """Read MemAvailable and the cgroups' room."""
         return linux.available_memory()
+
+    def spare(self) -> Spare:
+        """Read the same, and how long tasks waited for memory."""
+        return Spare(linux.available_memory(), linux.pressure(), "meminfo", time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +141,26 @@ class PretendedMachine:
     """A Mac that does not exist: nobody else uses its memory, so the dynamic term never binds."""
 
     hardware: Hardware
-    metal: int | None
+
+    def bounds(self) -> Bounds:
+        """Give its RAM and a Mac's default limit."""
+        return Bounds(self.hardware.memory, default_metal(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
         """Give all of the RAM."""
         return self.hardware.memory
 
+    def spare(self) -> Spare:
+        """Give the same."""
+        return Spare(self.hardware.memory, "normal", "pretended", time.monotonic())
+
 
 def open_machine(settings: NodeSettings) -> Machine:
     """Give the machine that the engine's memory is judged on: pretended for the scripted kind, else this one."""
     if settings.engine.kind == "scripted":
-        total = parse_size(settings.engine.scripted.memory)
-        return PretendedMachine(machine(total), default_metal(total))
+        return PretendedMachine(machine(parse_size(settings.engine.scripted.memory)))
     if sys.platform == "darwin":
-        hardware = machine()
-        metal = _system().wired_limit() or default_metal(hardware.memory)
-        return Mac(hardware, metal, TIERS[settings.memory.tier].active_share)
+        return Mac(machine(), TIERS[settings.memory.tier].active_share, _system())
     return LinuxMachine(machine())
 
 

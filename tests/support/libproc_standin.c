@@ -1,6 +1,7 @@
 /* A stand-in for the calls of libSystem that node/memory/darwin.py makes, with Apple's signatures and layouts as in
  * <sys/resource.h>, <libproc.h>, <sys/sysctl.h> and <mach/vm_statistics.h>. The footprint of a process is its resident
  * set, so that a test can compare it with another reading; the machine has 128 GiB and 16 KiB pages. */
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,6 +31,15 @@ struct vm_statistics64 {
 _Static_assert(sizeof(struct rusage_info_v4) == 296, "rusage_info_v4");
 _Static_assert(sizeof(struct vm_statistics64) == 152, "vm_statistics64");
 
+_Static_assert(offsetof(struct rusage_info_v4, ri_phys_footprint) == 72, "phys_footprint");
+_Static_assert(offsetof(struct rusage_info_v4, ri_lifetime_max_phys_footprint) == 240, "lifetime_max_phys_footprint");
+_Static_assert(offsetof(struct rusage_info_v4, ri_interval_max_phys_footprint) == 280, "interval_max_phys_footprint");
+
+/* The high-water marks are those of the last process that was asked about. */
+static uint64_t lifetime, interval;
+
+static uint64_t max(uint64_t one, uint64_t other) { return one > other ? one : other; }
+
 int proc_pid_rusage(int pid, int flavor, void *buffer) {
     char path[64];
     long pages = 0;
@@ -42,8 +52,18 @@ int proc_pid_rusage(int pid, int flavor, void *buffer) {
     struct rusage_info_v4 *usage = buffer;
     memset(usage, 0x5a, sizeof *usage);
     usage->ri_phys_footprint = (uint64_t)pages * (uint64_t)sysconf(_SC_PAGESIZE);
+    usage->ri_lifetime_max_phys_footprint = lifetime = max(lifetime, usage->ri_phys_footprint);
+    usage->ri_interval_max_phys_footprint = interval = max(interval, usage->ri_phys_footprint);
     return 0;
 }
+
+#ifndef WITHOUT_RESET
+int proc_reset_footprint_interval(int pid) {
+    if (pid <= 0) return -1;
+    interval = 0;
+    return 0;
+}
+#endif
 
 static int give(const void *value, size_t size, void *old, size_t *oldlen) {
     if (*oldlen < size) return -1;
@@ -62,6 +82,10 @@ int sysctlbyname(const char *name, void *old, size_t *oldlen, void *new_value, s
     if (strcmp(name, "iogpu.wired_limit_mb") == 0) {
         int32_t limit = wired ? atoi(wired) : 0;
         return give(&limit, sizeof limit, old, oldlen);
+    }
+    if (strcmp(name, "kern.memorystatus_vm_pressure_level") == 0 && getenv("STANDIN_PRESSURE")) {
+        int32_t level = atoi(getenv("STANDIN_PRESSURE"));
+        return give(&level, sizeof level, old, oldlen);
     }
     if (strcmp(name, "machdep.cpu.brand_string") == 0) return give("Apple M5 Max", 13, old, oldlen);
     return -1;

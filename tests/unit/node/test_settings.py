@@ -87,3 +87,28 @@ def test_a_node_is_named_after_its_host(host: str, name: str):
 
 def test_a_name_that_was_set_counts():
     assert node_name(resolved(node__name="Loft"), "studio") == "Loft"
+
+
+def test_an_explicit_cap_is_of_the_tier_custom():
+    assert resolve([("--set", {"memory.cap": "12GiB"})]).value.memory.tier == "custom"
+    assert resolve([("--set", {"memory.cap": "12GiB", "memory.tier": "custom"})]).value.memory.tier == "custom"
+    assert resolve([("--set", {"memory.tier": "safe"})]).value.memory.tier == "safe"
+    assert resolve([]).value.memory.tier == "balanced"
+
+
+@pytest.mark.parametrize("tier", ["safe", "balanced", "aggressive"])
+def test_a_cap_that_contradicts_the_tier_is_refused_and_both_are_named_with_their_origins(tier: str):
+    layers = [("config.toml", {"memory.tier": tier}), ("environment", {"memory.cap": "12GiB"})]
+    with pytest.raises(SettingsError, match=rf"memory\.tier \(config\.toml\): {tier} contradicts memory\.cap = 12GiB "
+                       r"\(environment\).*leave memory\.tier out.*or leave memory\.cap out"):  # fmt: skip
+        resolve(layers)
+
+
+def test_a_cap_set_back_to_auto_contradicts_nothing():
+    layers = [("config.toml", {"memory.cap": "12GiB"}), ("--set", {"memory.cap": "auto", "memory.tier": "safe"})]
+    assert resolve(layers).value.memory.tier == "safe"
+
+
+def test_the_tier_custom_needs_a_cap():
+    with pytest.raises(SettingsError, match=r"memory\.tier \(environment\): custom needs memory\.cap"):
+        resolve([("environment", {"memory.tier": "custom"})])

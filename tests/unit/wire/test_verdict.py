@@ -1,28 +1,33 @@
 """The one memory arithmetic: its identity, its monotony, padding, and what counts as unreadable."""
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from wire.refusals import STATUS, Code, Refused
-from wire.report import Group, Kv, Memory, Model, Transient
+from wire.report import Group, Kv, Level, Memory, Model, Transient
 from wire.units import GIB, MIB
 from wire.verdict import (
+    UNREADABLE,
     Fits,
     alone_bytes,
     can_ever_fit,
     current,
     default_margin,
+    excess,
     headroom,
     join_bytes,
     joinable,
     judge,
+    level,
     most_bytes,
     padded,
     prefill_transient,
     request_need,
     request_transient,
     row_bytes,
+    shed,
     step_transient,
 )
 
@@ -37,6 +42,57 @@ def test_fits_exactly_when_the_estimate_is_within_headroom(memory: Memory, estim
     assert room is not None
     verdict = judge(memory, estimate, unacknowledged=promised)
     assert isinstance(verdict, Fits) == (estimate <= room - promised)
+
+
+@given(MEMORY, SIZE)
+def test_the_level_is_ok_exactly_where_headroom_is_not_negative(memory: Memory, leases: int) -> None:
+    memory = replace(memory, leases=leases)
+    room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
+    assert room is not None
+    assert (level(memory) is Level.OK) == (room >= 0)
+    assert (level(memory) is Level.OK) == isinstance(judge(memory, 0), Fits), "what is over a line admits nothing"
+    if level(memory) is Level.OVER_HARD:
+        assert max(memory.active, memory.phys or 0) > max(1, memory.cap - leases)
+
+
+@pytest.mark.parametrize(
+    ("phys", "expected"),
+    [(80, Level.OK), (84, Level.OK), (86, Level.OVER_SOFT), (96, Level.OVER_SOFT), (100, Level.OVER_SOFT),
+     (101, Level.OVER_HARD)],
+)  # fmt: skip
+def test_levels_follow_from_margin_and_cap(phys: int, expected: Level) -> None:
+    memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=phys * GIB)
+    assert level(memory) is expected
+    assert level(replace(memory, phys=None)) is Level.UNKNOWN
+
+
+def test_what_was_promised_or_squeezed_or_has_passed_makes_soft_and_never_hard() -> None:
+    memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
+    for change in ({"reserved": 40 * GIB}, {"ceiling": 1}, {"recent": 120 * GIB}):
+        assert level(replace(memory, **change)) is Level.OVER_SOFT
+    assert level(replace(memory, leases=40 * GIB, ceiling=60 * GIB)) is Level.OVER_SOFT
+    assert level(replace(memory, leases=60 * GIB, ceiling=40 * GIB)) is Level.OVER_HARD
+    assert excess(replace(memory, leases=60 * GIB)) == 10 * GIB
+    assert level(replace(memory, active=101 * GIB)) is Level.OVER_HARD
+
+
+def test_a_shed_carries_numbers_that_add_up() -> None:
+    memory = Memory(cap=8 * GIB, ceiling=8 * GIB, margin=GIB, phys=9 * GIB, reserved=MIB, bound_by="setting")
+    refused = shed(memory, GIB)
+    numbers = refused.numbers
+    assert numbers is not None
+    assert numbers.current is not None
+    assert numbers.predicted == numbers.current + numbers.reserved + numbers.margin
+    assert numbers.headroom == -2 * GIB - MIB
+    assert "1.0 GiB over its cap" in refused.message
+
+
+def test_a_system_that_cannot_be_read_refuses_as_unreadable() -> None:
+    memory = Memory(cap=8 * GIB, ceiling=1, phys=GIB, bound_by=UNREADABLE)
+    refused = judge(memory, 0)
+    assert isinstance(refused, Refused)
+    assert refused.code is Code.UNREADABLE
+    assert refused.retry_after
 
 
 @given(MEMORY, SIZE, SIZE)

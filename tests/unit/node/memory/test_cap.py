@@ -3,7 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.memory.cap import (
+    CUSTOM,
     TIERS,
+    Bounds,
     Cap,
     Margin,
     ceiling,
@@ -15,7 +17,7 @@ from node.memory.cap import (
 )
 from wire.settings import SettingsError
 from wire.units import GIB, MIB
-from wire.verdict import default_margin
+from wire.verdict import UNREADABLE, default_margin
 
 SIZES = st.integers(0, 2**40)
 
@@ -38,7 +40,7 @@ SIZES = st.integers(0, 2**40)
     ],
 )
 def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int, bound_by: str):
-    cap = resolve_cap("auto", tier, ram * GIB, metal and metal * GIB)
+    cap = resolve_cap("auto", tier, Bounds(ram * GIB, metal and metal * GIB))
     assert cap.bytes == max(1, expected * GIB)
     assert cap.bound_by == bound_by
     assert cap.remedy
@@ -46,33 +48,89 @@ def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int,
 
 
 def test_the_metal_term_names_the_command_that_raises_it_and_never_more_than_95_percent_of_the_ram():
-    assert "iogpu.wired_limit_mb=118784" in resolve_cap("auto", "safe", 128 * GIB, 96 * GIB).remedy
+    assert "iogpu.wired_limit_mb=118784" in resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB)).remedy
     with pytest.raises(SettingsError, match=f"iogpu.wired_limit_mb={int(128 * GIB * 0.95) // MIB}"):
-        resolve_cap("128GiB", "safe", 128 * GIB, 96 * GIB)
+        resolve_cap("128GiB", "safe", Bounds(128 * GIB, 96 * GIB))
 
 
 def test_an_explicit_cap_above_metal_is_refused_unless_the_switch_is_on_and_then_warned_about():
     with pytest.raises(SettingsError, match=r"memory\.cap.*above the Metal limit.*memory\.above_metal"):
-        resolve_cap("100GiB", "safe", 128 * GIB, 96 * GIB)
-    cap = resolve_cap("100GiB", "safe", 128 * GIB, 96 * GIB, above_metal=True)
+        resolve_cap("100GiB", "safe", Bounds(128 * GIB, 96 * GIB))
+    cap = resolve_cap("100GiB", "safe", Bounds(128 * GIB, 96 * GIB), above_metal=True)
     assert cap.bytes == 100 * GIB
     assert "above the Metal limit" in cap.warning
-    assert not resolve_cap("96GiB", "safe", 128 * GIB, 96 * GIB, above_metal=True).warning
+    assert not resolve_cap("96GiB", "safe", Bounds(128 * GIB, 96 * GIB), above_metal=True).warning
+
+
+def test_binary_and_decimal_units_are_two_things():
+    bounds = Bounds(128 * GIB, 96 * GIB)
+    assert resolve_cap("12GB", CUSTOM, bounds).bytes == 12 * 10**9
+    assert resolve_cap("12GiB", CUSTOM, bounds).bytes == 12 * 2**30
+
+
+def test_a_metal_limit_that_falls_under_the_cap_while_we_run_counts_and_is_warned_about():
+    cap = resolve_cap("96GiB", CUSTOM, Bounds(128 * GIB, 64 * GIB), starting=False)
+    assert (cap.bytes, cap.bound_by) == (64 * GIB, "metal")
+    assert "iogpu.wired_limit_mb=98304" in cap.remedy
+    assert "96.0 GiB" in cap.warning
+    assert "64.0 GiB" in cap.warning
+
+
+def test_a_container_below_the_cap_counts_and_is_warned_about():
+    cap = resolve_cap("12GiB", CUSTOM, Bounds(64 * GIB, container=8 * GIB))
+    assert (cap.bytes, cap.bound_by) == (8 * GIB, "container")
+    assert "container" in cap.remedy
+    assert "12.0 GiB" in cap.warning
+    assert "8.0 GiB" in cap.warning
+    assert not resolve_cap("8GiB", CUSTOM, Bounds(64 * GIB, container=8 * GIB)).warning
+
+
+def test_in_a_container_shares_and_reserves_are_of_its_limit():
+    assert resolve_cap("50%", CUSTOM, Bounds(64 * GIB, container=32 * GIB)).bytes == 16 * GIB
+    cap = resolve_cap("auto", "balanced", Bounds(64 * GIB, container=32 * GIB))
+    assert (cap.bytes, cap.bound_by) == (24 * GIB, "container")
+
+
+def test_where_the_ram_cannot_be_read_only_a_size_says_anything():
+    for setting in ("auto", "80%"):
+        with pytest.raises(SettingsError, match=r"memory\.cap.*cannot be read"):
+            resolve_cap(setting, "balanced", Bounds(0))
+    cap = resolve_cap("8GiB", CUSTOM, Bounds(0))
+    assert cap.bytes == 8 * GIB
+    assert "cannot be read" in cap.warning
+
+
+@given(
+    st.sampled_from(["12GiB", "80%", "1TiB"]), st.integers(1, 2**41), st.none() | st.integers(1, 2**41),
+    st.none() | st.integers(0, 2**41), st.booleans(),
+)  # fmt: skip
+def test_whatever_the_machines_limits_become_a_set_cap_is_within_them_and_never_zero(
+    setting: str, total: int, metal: int | None, container: int | None, above: bool
+):
+    try:
+        cap = resolve_cap(setting, CUSTOM, Bounds(total, metal, container), above_metal=above, starting=False)
+    except SettingsError:
+        assert setting == "80%"
+        assert min(total, container if container is not None else total) <= 1, "a share of nothing is nothing"
+        return
+    assert 1 <= cap.bytes <= total
+    assert cap.bytes <= max(1, total if container is None else container)
+    assert above or metal is None or cap.bytes <= metal
 
 
 def test_the_switch_does_not_lift_an_automatic_cap():
-    assert resolve_cap("auto", "safe", 128 * GIB, 96 * GIB, above_metal=True).bytes == 96 * GIB
+    assert resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB), above_metal=True).bytes == 96 * GIB
 
 
 @pytest.mark.parametrize(("setting", "size"), [("50%", 64 * GIB), ("12GiB", 12 * GIB), (5 * GIB, 5 * GIB), ("7", 7)])
 def test_an_explicit_cap_is_taken_as_it_is(setting: str | int, size: int):
-    assert resolve_cap(setting, "safe", 128 * GIB, 96 * GIB) == Cap(size, "setting", "raise memory.cap")
+    assert resolve_cap(setting, "safe", Bounds(128 * GIB, 96 * GIB)) == Cap(size, "setting", "raise memory.cap")
 
 
 @pytest.mark.parametrize("setting", ["0", "0%", 0, "129GiB", "many", "101%", "", -1])
 def test_an_impossible_cap_is_refused_by_its_key(setting: str | int):
     with pytest.raises(SettingsError, match=r"memory\.cap"):
-        resolve_cap(setting, "safe", 128 * GIB, None)
+        resolve_cap(setting, "safe", Bounds(128 * GIB))
 
 
 def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
@@ -99,7 +157,7 @@ CAP = Cap(96 * GIB, "metal", "raise the limit")
         (90 * GIB, 36 * GIB, 54 * GIB, "leases"),
         (10 * GIB, 36 * GIB, 1, "dynamic"),
         (200 * GIB, 200 * GIB, 1, "leases"),
-        (None, 0, 1, "dynamic"),
+        (None, 0, 1, UNREADABLE),
     ],
 )
 def test_the_ceiling_and_its_binding_term(reach: int | None, leases: int, expected: int, bound_by: str):
@@ -116,9 +174,9 @@ def test_the_ceiling_is_never_zero_never_above_the_cap_and_falls_with_leases(cap
     assert (found.bound_by == "static") == (leases == 0 and reach >= cap)
 
 
-@given(st.integers(1, 2**41), st.sampled_from(sorted(TIERS)), st.none() | st.integers(1, 2**41))
+@given(st.integers(1, 2**41), st.sampled_from(sorted(set(TIERS) - {CUSTOM})), st.none() | st.integers(1, 2**41))
 def test_an_automatic_cap_is_within_ram_and_metal(ram: int, tier: str, metal: int | None):
-    cap = resolve_cap("auto", tier, ram, metal)
+    cap = resolve_cap("auto", tier, Bounds(ram, metal))
     assert 1 <= cap.bytes <= (ram if metal is None else min(ram, metal))
 
 

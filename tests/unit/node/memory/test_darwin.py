@@ -8,7 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from node.memory.cap import Bounds
 from node.memory.darwin import Footprint, RusageV4, System, VmStatistics64
+from node.memory.reading import Highs
+from node.memory.sensor import Mac
+from wire.report import Hardware
 from wire.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(
@@ -19,14 +23,20 @@ SOURCE = Path(__file__).parents[3] / "support" / "libproc_standin.c"
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> System:
-    library = tmp_path_factory.mktemp("standin") / "libstandin.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, SOURCE], check=True)
-    return System(str(library))
+    return System(build(tmp_path_factory.mktemp("standin")))
+
+
+def build(folder: Path, *flags: str) -> str:
+    library = folder / "libstandin.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", library, SOURCE], check=True)
+    return str(library)
 
 
 def test_the_layouts_are_apples():
     assert ctypes.sizeof(RusageV4) == 296
     assert RusageV4.phys_footprint.offset == 72
+    assert RusageV4.lifetime_max_phys_footprint.offset == 240
+    assert RusageV4.interval_max_phys_footprint.offset == 280
     assert ctypes.sizeof(VmStatistics64) == 152
 
 
@@ -44,6 +54,68 @@ def test_a_footprint_of_zero_is_unknown(system: System):
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert system.phys(child.pid) is None
     child.wait()
+
+
+def test_the_footprint_rises_by_what_is_touched(system: System):
+    source = Footprint(os.getpid(), system)
+    before = source.phys()
+    block = bytearray(os.urandom(64 * MIB)) * 4
+    after = source.phys()
+    assert before is not None
+    assert after is not None
+    assert after - before >= 200 * MIB
+    assert len(block) == 256 * MIB
+
+
+def test_high_water_marks_stay_after_the_memory_is_given_back_until_the_interval_is_begun_anew(system: System):
+    source = Footprint(os.getpid(), system)
+    block = bytearray(os.urandom(64 * MIB))
+    high = source.phys()
+    del block
+    low = source.phys()
+    assert high is not None
+    assert low is not None
+    assert low < high - 32 * MIB
+    marks = source.highs()
+    assert marks.lifetime is not None
+    assert marks.interval is not None
+    assert min(marks.lifetime, marks.interval) >= high
+    assert source.begin_interval()
+    marks = source.highs()
+    assert marks.interval is not None
+    assert marks.interval < high - 32 * MIB
+    assert marks.lifetime is not None
+    assert marks.lifetime >= high
+
+
+def test_marks_of_no_process_are_unknown_and_a_refused_reset_says_so(system: System):
+    assert Footprint(2**22 + 1, system).highs() == Highs()
+    assert not Footprint(0, system).begin_interval()
+
+
+def test_a_system_without_the_reset_reads_everything_else(tmp_path: Path):
+    other = System(build(tmp_path, "-DWITHOUT_RESET"))
+    assert not Footprint(os.getpid(), other).begin_interval()
+    assert Footprint(os.getpid(), other).highs().lifetime
+
+
+@pytest.mark.parametrize(("level", "word"), [("1", "normal"), ("2", "warn"), ("4", "critical"), ("9", "")])
+def test_the_pressure_is_the_systems_own_word(system: System, monkeypatch: pytest.MonkeyPatch, level: str, word: str):
+    assert system.pressure() == ""
+    monkeypatch.setenv("STANDIN_PRESSURE", level)
+    assert system.pressure() == word
+
+
+def test_a_mac_reads_its_limits_anew_at_each_look(system: System, monkeypatch: pytest.MonkeyPatch):
+    mac = Mac(Hardware("M5", 128 * GIB), 0.5, system)
+    assert mac.bounds() == Bounds(128 * GIB, 96 * GIB)
+    monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
+    assert mac.bounds() == Bounds(128 * GIB, 110000 * MIB)
+    spare = mac.spare()
+    assert (spare.available, spare.pressure, spare.source) == (1500 * 16384, "", "vm_statistics64")
+    assert mac.reclaimable() == 1600 * 16384
+    monkeypatch.setenv("STANDIN_STATISTICS_FAIL", "1")
+    assert mac.spare().available is None
 
 
 def test_the_machine_is_described(system: System):

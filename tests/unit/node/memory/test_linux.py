@@ -1,12 +1,23 @@
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import psutil
 import pytest
 
-from node.memory.linux import Statm, available_memory, chip_name, memory_fields, total_memory
+from node.memory.linux import (
+    Statm,
+    available_memory,
+    chip_name,
+    container_limit,
+    memory_fields,
+    physical_memory,
+    pressure,
+    total_memory,
+)
+from node.memory.reading import Highs
 from wire.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -38,6 +49,50 @@ def test_a_process_that_is_gone_is_unknown_and_so_is_a_zombie():
     assert Statm(child.pid).phys() is None
 
 
+def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
+    """In a child: what the tests before held and gave back is no part of its marks."""
+    script = """
+        import os
+        from node.memory.linux import Statm
+        source = Statm(os.getpid())
+        before = source.phys()
+        block = bytearray(os.urandom(2**26)) * 4
+        high = source.phys()
+        del block
+        low, marks = source.phys(), source.highs()
+        begun = source.begin_interval()
+        later = source.highs()
+        print(high - before, high - low, marks.lifetime - high, marks.interval - high, begun, high - later.interval,
+              later.lifetime - marks.lifetime)
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    rise, fall, lifetime, interval, begun, reset, kept = out.stdout.split()
+    assert int(rise) >= 200 * MIB
+    assert int(fall) >= 200 * MIB
+    assert int(lifetime) >= -8 * MIB
+    assert int(interval) >= -8 * MIB
+    if begun == "True":
+        assert int(reset) >= 200 * MIB, "the interval began anew"
+    assert int(kept) == 0, "the mark of all time does not"
+
+
+def test_marks_of_a_process_that_is_gone_are_unknown(tmp_path: Path):
+    gone = Statm(7, tmp_path)
+    assert gone.phys() is None
+    assert gone.highs() == Highs()
+    assert not gone.begin_interval()
+
+
+@pytest.mark.parametrize(
+    ("some", "word"), [("0.00", "normal"), ("9.99", "normal"), ("10.00", "warn"), ("60.00", "critical"), ("x", "")]
+)
+def test_pressure_is_a_word_for_how_long_tasks_waited(tmp_path: Path, some: str, word: str):
+    assert pressure(tmp_path) == ""
+    (tmp_path / "pressure").mkdir()
+    (tmp_path / "pressure" / "memory").write_text(f"some avg10={some} avg60=0.00 avg300=0.00 total=0\nfull avg10=99\n")
+    assert pressure(tmp_path) == word
+
+
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
     folder = tmp_path / "proc"
@@ -65,6 +120,7 @@ def test_meminfo_is_read_in_bytes(proc: Path):
 
 def test_without_a_cgroup_the_machine_counts(proc: Path, tmp_path: Path):
     assert total_memory(proc, tmp_path / "none") == 32 * GIB
+    assert container_limit(proc, tmp_path / "none") is None
     assert available_memory(proc, tmp_path / "none") == 16 * GIB
     assert total_memory(tmp_path, tmp_path) is None
     assert available_memory(tmp_path, tmp_path) is None
@@ -76,6 +132,8 @@ def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
     write(cgroups / "outer" / "inner", memory__max="max", memory__current=GIB)
     write(cgroups / "outer", memory__max=8 * GIB, memory__current=5 * GIB)
     assert total_memory(proc, cgroups) == 8 * GIB
+    assert container_limit(proc, cgroups) == 8 * GIB
+    assert physical_memory(proc) == 32 * GIB
     assert available_memory(proc, cgroups) == 3 * GIB
     write(cgroups / "outer", memory__stat=f"anon 1\ninactive_file {GIB}")
     assert available_memory(proc, cgroups) == 4 * GIB

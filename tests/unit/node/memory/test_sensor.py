@@ -1,9 +1,12 @@
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 
-from node.memory.sensor import machine, open_machine, open_sensor
+from node.memory.cap import Bounds
+from node.memory.sensor import footprint, machine, open_machine, open_sensor
 from node.settings import NodeSettings, resolve
 from wire.units import GIB
 
@@ -20,9 +23,30 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     settings = resolve([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
-    assert pretended.metal == 48 * GIB
+    assert pretended.bounds() == Bounds(64 * GIB, 48 * GIB)
     assert pretended.reclaimable() == 64 * GIB
+    assert pretended.spare().available == 64 * GIB
     assert open_machine(NodeSettings()).hardware == machine(), "real models are judged on the real machine"
+
+
+def test_other_processes_of_ours_are_read_by_their_id():
+    assert footprint(os.getpid()) == pytest.approx(open_sensor(os.getpid()).phys().phys, rel=0.2)
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    assert footprint(child.pid) is None
+
+
+def test_what_the_system_has_left_has_a_source_and_a_time():
+    spare = open_machine(NodeSettings()).spare()
+    assert spare.available
+    assert spare.source
+    assert spare.pressure in {"", "normal", "warn", "critical"}
+    assert 0 <= time.monotonic() - spare.at < 1
+
+
+def test_a_real_machine_bounds_a_cap_by_its_ram():
+    bounds = open_machine(NodeSettings()).bounds()
+    assert bounds.total >= bounds.ram == machine().memory
 
 
 def test_this_machine_is_described():

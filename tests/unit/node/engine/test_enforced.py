@@ -1,0 +1,197 @@
+"""The text engine with real models under the enforcer's orders: what it gives back, whom it ends, what it says."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from node.engine.recorder import Recorder
+from node.engine.text import TextEngine
+from node.library import Library
+from node.settings import EngineSettings, ModelSettings, NodeSettings
+from tests import models
+from tests.support.text_engine import ROOMY, Driver
+from wire.frames import Channel, Enforce, EngineReport, Failed, Finished, Limits, Params, Refusal
+from wire.refusals import Code
+from wire.report import Level
+from wire.units import GIB, MIB
+
+EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
+LONG = Params(temperature=0.0, max_tokens=400, logit_bias=((EOS, -100.0),))
+ANSWERS = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
+SOFT, HARD = Level.OVER_SOFT, Level.OVER_HARD
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(models.path("llama"), batch=8, chunk=256)
+
+
+def report(driver: Driver) -> EngineReport:
+    return driver.engine.report(0.0)
+
+
+def free_buffers(size: int) -> None:
+    """Let MLX keep free buffers of so many bytes."""
+    mx.set_cache_limit(2 * size)
+    held = mx.zeros((size // 4,))
+    mx.eval(held)
+    del held
+    assert mx.get_cache_memory() >= size
+
+
+def squeezed(driver: Driver, by: int) -> Limits:
+    """Limits whose ceiling is so many bytes below what the engine holds now."""
+    memory = report(driver).memory
+    assert memory.phys is not None
+    return Limits(memory.phys + GIB, max(memory.phys, memory.active) - by, 0, "dynamic")
+
+
+def loaded(driver: Driver) -> set[str]:
+    return {model.name for model in report(driver).models if model.loaded}
+
+
+def three(folder: Path) -> Driver:
+    """Three models of which the first is pinned, used in their order."""
+    for name in ("a", "b", "c"):
+        (folder / name).symlink_to(models.path("llama"))
+    driver = Driver(folder, preload=("a",))
+    for name in ("a", "b", "c"):
+        driver.end(driver.ask("Hello!", Params(max_tokens=1), model=name))
+    assert loaded(driver) == {"a", "b", "c"}
+    return driver
+
+
+def test_within_its_lines_an_order_costs_nothing(driver: Driver):
+    driver.answer(ANSWERS[0]["prompt"])
+    free_buffers(32 * MIB)
+    driver.take(Enforce(7, SOFT))
+    assert mx.get_cache_memory() >= 32 * MIB
+    assert len(loaded(driver)) == 1
+    assert report(driver).enforced == 7
+
+
+def test_over_soft_free_buffers_go_first_and_may_be_enough(driver: Driver):
+    driver.answer(ANSWERS[0]["prompt"])
+    free_buffers(64 * MIB)
+    driver.take(squeezed(driver, 16 * MIB))
+    driver.take(Enforce(1, SOFT))
+    assert mx.get_cache_memory() == 0
+    assert len(loaded(driver)) == 1
+    assert report(driver).counts.evictions == 0
+
+
+def test_over_soft_idle_models_go_least_recently_used_first_and_only_as_many_as_it_takes(tmp_path: Path):
+    driver = three(tmp_path)
+    driver.take(squeezed(driver, MIB))
+    driver.take(Enforce(1, SOFT))
+    assert loaded(driver) == {"a", "c"}, "the least recently used that is not pinned"
+    assert report(driver).counts.evictions == 1
+
+
+def test_over_soft_the_pinned_and_those_in_use_stay_whatever_is_missing(tmp_path: Path):
+    driver = three(tmp_path)
+    number = driver.ask("Hello!", LONG, model="b")
+    driver.until(lambda: driver.ids[number, 0])
+    driver.take(squeezed(driver, GIB // 8))
+    driver.take(Enforce(1, SOFT))
+    assert loaded(driver) == {"a", "b"}
+    assert driver.ended(number) is None
+    driver.take(ROOMY)
+    assert isinstance(driver.end(number), Finished)
+
+
+def test_over_hard_the_newest_that_holds_memory_ends_and_the_others_go_on(driver: Driver):
+    driver.answer(ANSWERS[0]["prompt"])
+    old = driver.ask(ANSWERS[0]["prompt"])
+    driver.until(lambda: driver.ids[old, 0])
+    new = driver.ask("word " * 20, LONG)
+    driver.until(lambda: driver.ids[new, 0])
+    waits = driver.ask(ANSWERS[1]["prompt"])
+    resident = driver.engine._shelf.residents[driver.default]
+    before = resident.ledger.written()
+    driver.take(Enforce(1, HARD, GIB))
+    end = driver.ended(new)
+    assert isinstance(end, Failed)
+    assert end.code == "memory_pressure"
+    assert "1.0 GiB over its cap" in end.message
+    assert resident.ledger.written() < before
+    for number, one in ((old, ANSWERS[0]), (waits, ANSWERS[1])):
+        assert isinstance(driver.end(number), Finished)
+        assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
+    counts = report(driver).counts
+    assert (counts.sheds, counts.failures) == (1, 0), "nothing failed"
+
+
+def test_over_hard_what_was_not_delivered_is_refused_with_numbers_and_can_be_placed_elsewhere(driver: Driver):
+    driver.answer(ANSWERS[0]["prompt"])
+    number = driver.ask("word " * 4000)
+    driver.turn()
+    assert driver.ended(number) is None
+    driver.take(Enforce(1, HARD, GIB))
+    end = driver.ended(number)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.numbers is not None
+    assert end.refused.numbers.cap == ROOMY.cap
+    assert report(driver).memory.reserved == 0
+
+
+def test_each_order_ends_one(driver: Driver):
+    numbers = [driver.ask("Hello!", LONG) for _ in range(3)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    for poll, number in enumerate(reversed(numbers), 1):
+        driver.take(Enforce(poll, HARD, GIB))
+        assert driver.ended(number)
+        assert report(driver).enforced == poll
+        assert report(driver).counts.sheds == poll
+    driver.take(Enforce(4, HARD, GIB))
+    assert report(driver).enforced == 4, "with nothing left to end it answers all the same"
+    assert report(driver).counts.sheds == 3
+
+
+def test_over_hard_nobody_is_ended_where_giving_back_was_enough(driver: Driver):
+    number = driver.ask("Hello!", LONG)
+    driver.until(lambda: driver.ids[number, 0])
+    free_buffers(64 * MIB)
+    driver.take(Enforce(1, HARD, 16 * MIB))
+    assert mx.get_cache_memory() == 0
+    assert driver.ended(number) is None
+    assert isinstance(driver.end(number), Finished)
+    assert report(driver).counts.sheds == 0
+
+
+def test_what_a_shed_gave_back_is_held_against_nobody(driver: Driver):
+    driver.answer(ANSWERS[0]["prompt"])
+    number = driver.ask("word " * 4000)
+    for _ in range(12):
+        driver.turn()
+    driver.take(Enforce(1, HARD, GIB))
+    assert driver.ended(number)
+    memory = report(driver).memory
+    assert memory.recent <= max(memory.phys or 0, memory.active)
+
+
+def test_the_report_says_which_limits_are_held_and_what_mlx_holds(driver: Driver):
+    assert report(driver).held == 0
+    driver.take(Limits(8 * GIB, 8 * GIB, 0, "static", number=5))
+    assert report(driver).held == 5
+    free_buffers(32 * MIB)
+    memory = report(driver).memory
+    assert memory.cache >= 32 * MIB
+    assert memory.peak >= 32 * MIB
+
+
+def test_metals_wired_limit_follows_the_leases_before_they_are_confirmed(monkeypatch: pytest.MonkeyPatch):
+    """On a Mac; here the three calls of MLX are stood in for."""
+    folders = ModelSettings(folders=(), hub=False)
+    engine = TextEngine(NodeSettings(engine=EngineSettings(), models=folders), Library(folders), Recorder(), 128 * GIB)
+    wired: list[tuple[int, int]] = []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 80 * GIB})
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: wired.append((limit, engine.report(0.0).memory.leases)))
+    for number, leases in enumerate((0, 0, 36 * GIB, 90 * GIB, 96 * GIB, 0), 1):
+        engine.take(Limits(90 * GIB, max(1, 90 * GIB - leases), 0, "setting", leases=leases, number=number), 0.0)
+        assert engine.report(0.0).held == number
+    assert [limit for limit, _ in wired] == [80 * GIB, 54 * GIB, 1, 80 * GIB]

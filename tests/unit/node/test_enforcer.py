@@ -1,0 +1,185 @@
+"""The enforcer as a script of readings: what it orders, and when it ends an engine."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from node.enforcer import BUSY, EMPTY, IDLE, Action, End, Seen, State, Tell, pause, step
+from node.memory.reading import PERIOD
+from wire.report import Level, Memory
+from wire.units import GIB
+from wire.verdict import headroom
+
+CAP = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
+
+
+@dataclass
+class Run:
+    """One engine after another, polled every quarter of a second."""
+
+    engine: int | None = 1
+    memory: Memory = CAP
+    answers: bool = True
+    enforced: int = 0
+    now: float = 100.0
+    state: State = field(default_factory=State)
+
+    def poll(self, gib: float | None = None) -> tuple[Action, ...]:
+        """Read so many GiB in use; the engine answers each order before the next poll, unless it does not."""
+        if gib is not None:
+            self.memory = replace(self.memory, phys=int(gib * GIB))
+        self.now += BUSY
+        self.state, actions = step(self.state, Seen(self.engine, self.memory, self.enforced), self.now)
+        for action in actions:
+            if isinstance(action, Tell) and self.answers:
+                self.enforced = action.order.poll
+        return actions
+
+    def levels(self, *readings: float) -> list[list[Level | str]]:
+        """Poll with each reading; give what was ordered at each."""
+        return [[one.order.level if isinstance(one, Tell) else "end" for one in self.poll(gib)] for gib in readings]
+
+
+SOFT, HARD = Level.OVER_SOFT, Level.OVER_HARD
+
+
+@pytest.mark.parametrize(("gib", "level", "orders"), [(80, Level.OK, []), (86, SOFT, [SOFT]), (96, SOFT, [SOFT])])
+def test_one_reading_makes_a_level_and_its_orders(gib: float, level: Level, orders: list[Level]):
+    run = Run()
+    assert run.levels(gib) == [orders]
+    assert run.state.level is level
+    assert run.state.over_caps == 0
+
+
+def test_over_soft_is_ordered_at_each_poll_until_it_is_over():
+    run = Run()
+    assert run.levels(86, 86, 80, 86) == [[SOFT], [SOFT], [], [SOFT]]
+    assert run.enforced == 4
+
+
+def test_one_reading_over_the_cap_ends_nothing_and_two_end_the_newest_and_then_one_more_at_each_poll():
+    run = Run()
+    assert run.levels(101, 90, 101, 80) == [[SOFT], [SOFT], [SOFT], []]
+    assert run.levels(101, 103, 102, 99) == [[SOFT], [HARD], [HARD], [SOFT]]
+    assert run.state.over_caps == 3
+    assert run.state.kills == 0
+
+
+def test_an_order_says_by_how_much():
+    run = Run(memory=replace(CAP, leases=20 * GIB, ceiling=80 * GIB))
+    run.poll(83)
+    (action,) = run.poll(84)
+    assert isinstance(action, Tell)
+    assert action.order.excess == 4 * GIB
+    assert action.order.poll == run.state.polls == 2
+
+
+def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_with_the_numbers():
+    run = Run(memory=replace(CAP, cap=8 * GIB, ceiling=8 * GIB), answers=False)
+    assert run.levels(9.1, 9.1) == [[SOFT], [HARD]]
+    asked = run.now
+    actions: tuple[Action, ...] = ()
+    while not actions:
+        actions = run.poll()
+    assert run.now - asked == PERIOD
+    assert actions == (End("over its cap: 9.1 GiB of 8.0 GiB on two readings, and it did not answer"),)
+    assert run.state.kills == 1
+    assert run.levels(9.1, 9.1) == [[], []], "it is ended once"
+    assert run.state.kills == 1
+
+
+def test_an_engine_that_answers_is_never_ended():
+    run = Run()
+    orders = run.levels(*[110] * 50)
+    assert ["end"] not in orders
+    assert orders[1:] == [[HARD]] * 49
+    assert run.state.over_caps == 1
+
+
+def test_a_late_answer_saves_it():
+    run = Run(answers=False)
+    run.levels(110, 110, 110)
+    run.enforced = 2
+    assert run.levels(110) == [[HARD]]
+
+
+def test_a_return_under_the_cap_is_an_answer_too():
+    run = Run(answers=False)
+    assert run.levels(110, 110, 99, 110, 110) == [[SOFT], [HARD], [SOFT], [SOFT], [HARD]]
+
+
+def test_a_new_engine_is_judged_for_itself():
+    run = Run(answers=False)
+    run.levels(110, 110)
+    run.engine = 2
+    assert run.levels(110, 110) == [[SOFT], [HARD]]
+    assert run.state.kills == 0
+
+
+def test_an_unreadable_footprint_neither_counts_nor_pardons():
+    run = Run(answers=False)
+    run.levels(110, 110)
+    run.memory = replace(run.memory, phys=None)
+    for _ in range(20):
+        assert run.poll() == ()
+    assert run.state.level is Level.UNKNOWN
+    assert run.levels(110) == [["end"]]
+
+
+def test_without_an_engine_there_is_nothing_to_do():
+    run = Run(engine=None)
+    assert run.levels(110, 110, 110) == [[], [], []]
+    assert run.state.level is Level.UNKNOWN
+
+
+def test_with_the_guard_off_by_name_it_only_counts():
+    run = Run(memory=replace(CAP, guard=False), answers=False)
+    assert run.levels(86, *[110] * 20) == [[]] * 21
+    assert run.state.level is HARD
+    assert run.state.over_caps == 1
+
+
+def test_polls_are_quick_where_it_matters():
+    assert pause(State(), busy=False, loaded=False) == EMPTY
+    assert pause(State(), busy=False, loaded=True) == IDLE
+    assert pause(State(), busy=True, loaded=False) == BUSY
+    assert pause(State(over=1), busy=False, loaded=False) == BUSY
+
+
+SIZES = st.integers(0, 2**40)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(Memory, cap=SIZES, ceiling=SIZES, margin=SIZES, phys=st.none() | SIZES, active=SIZES,
+                      recent=SIZES, reserved=SIZES, leases=SIZES),
+            st.booleans(), st.floats(0, 3),
+        ), max_size=30,
+    )
+)  # fmt: skip
+def test_ok_means_headroom_and_only_silence_over_the_cap_ends(polls: list[tuple[Memory, bool, float]]):
+    state, now, enforced, over, unanswered = State(), 0.0, 0, 0, None
+    for memory, answers, passed in polls:
+        now += passed
+        state, actions = step(state, Seen(1, memory, enforced), now)
+        known = memory.phys is not None
+        room = headroom(memory.ceiling, memory.margin, max(memory.active, memory.phys or 0, memory.recent), 0)
+        assert room is not None
+        assert (state.level is Level.OK) == (known and room >= memory.reserved)
+        over = over if not known else over + 1 if state.level is Level.OVER_HARD else 0
+        for action in actions:
+            if isinstance(action, End):
+                assert over >= 2
+                assert unanswered is not None
+                assert now - unanswered >= PERIOD
+            else:
+                assert (action.order.level is Level.OVER_HARD) == (over >= 2)
+                if answers:
+                    enforced = action.order.poll
+                    unanswered = None
+                elif action.order.level is Level.OVER_HARD:
+                    unanswered = now

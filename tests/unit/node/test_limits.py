@@ -1,0 +1,171 @@
+"""The limiter over a machine whose every reading a test can set."""
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import structlog
+
+from node.limits import STEP, Limiter
+from node.memory.cap import Bounds
+from node.memory.reading import Spare
+from node.settings import resolve
+from wire.frames import Limits
+from wire.report import Hardware
+from wire.settings import SettingsError
+from wire.units import GIB, MIB
+from wire.verdict import UNREADABLE
+
+
+@dataclass
+class SetMachine:
+    """A machine of 128 GiB that reads what it is told to."""
+
+    total: int = 128 * GIB
+    metal: int | None = 96 * GIB
+    container: int | None = None
+    free: int | None = 128 * GIB
+    hardware: Hardware = field(default_factory=lambda: Hardware("M5", 128 * GIB))
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.total, self.metal, self.container)
+
+    def reclaimable(self) -> int | None:
+        return self.free
+
+    def spare(self) -> Spare:
+        return Spare(self.free, "", "set", time.monotonic())
+
+
+def limiter(machine: SetMachine, **memory: object) -> Limiter:
+    resolved = resolve([("--set", {f"memory.{key}": value for key, value in memory.items()})])
+    return Limiter(resolved.value, machine, resolved.origins)
+
+
+def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_comes_from():
+    with structlog.testing.capture_logs() as logs:
+        limiter(SetMachine(), cap="64GiB", margin="2GiB")
+    (line,) = logs
+    assert line["event"] == "guard resolved"
+    assert (line["cap"], line["bound_by"], line["margin"], line["guard"]) == ("64.0 GiB", "setting", "2.0 GiB", "on")
+    assert line["tier"] == "custom"
+    assert line["remedy"]
+    assert line["sources"] == {"memory.cap": "--set", "memory.margin": "--set"}
+    with structlog.testing.capture_logs() as logs:
+        limiter(SetMachine())
+    assert logs[0]["sources"] == "defaults"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"margin": "0"}, "memory.margin is 0"),
+        ({"guard": "off"}, "memory.guard is off"),
+        ({"cap": "100GiB", "above_metal": True}, "above the Metal limit"),
+        ({"cap": "8GiB", "margin": "8GiB"}, "leaves nothing of the cap of 8.0 GiB"),
+        ({"cap": "8GiB", "margin": "9GiB"}, "leaves nothing of the cap of 8.0 GiB"),
+    ],
+)
+def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, object], words: str):
+    with structlog.testing.capture_logs() as logs:
+        one = limiter(SetMachine(), **settings)
+        one.warn()
+    warnings = [line["warning"] for line in logs if line["event"] == "guard weakened"]
+    assert len(warnings) == 2
+    assert all(words in warning for warning in warnings)
+
+
+def test_metals_limit_is_read_anew_at_each_look():
+    machine = SetMachine()
+    one = limiter(machine, margin="auto")
+    before = one.now(GIB)
+    machine.metal = 48 * GIB
+    after = one.now(GIB)
+    assert (before.cap, after.cap, after.ceiling) == (96 * GIB, 48 * GIB, 48 * GIB)
+    assert after.bound_by == "metal"
+    assert after.margin < before.margin, "a margin that follows the cap follows it down"
+    machine.metal = 96 * GIB
+    assert one.now(GIB) == before
+
+
+def test_a_containers_limit_that_falls_while_we_run_counts_at_once():
+    machine = SetMachine(metal=None)
+    one = limiter(machine, cap="64GiB")
+    assert one.now(GIB).ceiling == 64 * GIB
+    machine.container = 16 * GIB
+    assert one.now(GIB).ceiling == 16 * GIB
+    assert one.warnings()
+
+
+def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_error():
+    machine = SetMachine()
+    one = limiter(machine)
+    machine.total, machine.metal = 0, None
+    assert one.now(GIB).cap == 96 * GIB
+    with pytest.raises(SettingsError, match="cannot be read"):
+        limiter(machine)
+
+
+def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_that_name():
+    machine = SetMachine()
+    one = limiter(machine)
+    machine.free = None
+    found = one.now(GIB)
+    assert (found.cap, found.ceiling, found.bound_by) == (96 * GIB, 1, UNREADABLE)
+    assert one.standing.remedy
+
+
+def told(one: Limiter, phys: int | None = 0) -> list[Limits]:
+    """Poll once; give what was told."""
+    frames: list[Limits] = []
+    one.poll(phys, frames.append)
+    return frames
+
+
+def test_a_quiet_machine_tells_nothing_and_a_ceiling_that_moved_by_a_step_is_told():
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine)
+    assert len(told(one)) == 1
+    machine.free = 32 * GIB - STEP + 1
+    assert told(one) == []
+    machine.free = 32 * GIB - STEP
+    assert [frame.ceiling for frame in told(one)] == [32 * GIB - STEP]
+
+
+def test_under_a_small_cap_a_step_is_small():
+    machine = SetMachine(free=180 * MIB)
+    one = limiter(machine, cap="200MiB", margin="8MiB")
+    told(one)
+    machine.free = 178 * MIB
+    assert [frame.ceiling for frame in told(one)] == [178 * MIB]
+
+
+def test_a_lease_is_told_at_once_however_small():
+    one = limiter(SetMachine())
+    told(one)
+    one.leases = MIB
+    (frame,) = told(one)
+    assert (frame.leases, frame.ceiling, frame.bound_by) == (MIB, 96 * GIB - MIB, "leases")
+    one.leases = 0
+    (frame,) = told(one)
+    assert (frame.leases, frame.ceiling) == (0, 96 * GIB)
+
+
+def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
+    import os
+
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine)
+    one.leases = GIB
+    without = one.now(0).ceiling
+    one.worker = os.getpid()
+    assert one.worker_phys() > 0
+    assert one.now(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+
+
+def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    one = limiter(SetMachine(free=32 * GIB))
+    told(one)
+    for jump in (-1e9, 1e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        assert told(one) == []

@@ -1,0 +1,287 @@
+"""The poll with real engine processes, read from outside as the agent reads them, under limits that a test sets."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import structlog
+
+from node.limits import Limiter
+from node.poll import WARN_EVERY, Poll
+from node.settings import resolve
+from node.supervise import LOST, Patience, Supervisor
+from tests.unit.node.test_limits import SetMachine
+from wire.codec import decode, encode
+from wire.frames import Deltas, Failed, Finished, Frame, Generate, Message, Params, Refusal
+from wire.refusals import Code
+from wire.report import Hardware, Level
+from wire.units import GIB, MIB
+
+WAIT = 20.0
+AT_ONCE = Patience(first=0.01, longest=0.01)
+
+
+class SeenPoll(Poll):
+    """A poll whose looks a test can wait for."""
+
+    looked: Callable[[], None]
+
+    def look(self) -> None:
+        try:
+            super().look()
+        finally:
+            self.looked()
+
+
+class Node:
+    """What the composition root makes, without a link: machine, limiter, supervisor, poll."""
+
+    def __init__(self, folder: Path, memory: dict[str, object], **scripted: object) -> None:
+        flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in scripted.items()}
+        resolved = resolve([("test", flat | {f"memory.{key}": value for key, value in memory.items()})])
+        self.machine = SetMachine(hardware=Hardware("M5", 128 * GIB))
+        self.limiter = Limiter(resolved.value, self.machine, resolved.origins)
+        self.frames: list[tuple[Frame, int]] = []
+        self._changed = asyncio.Event()
+        self.supervisor = Supervisor(
+            resolved.value, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
+            scratch=folder / "scratch", patience=AT_ONCE,
+        )  # fmt: skip
+        self.poll = SeenPoll(self.limiter, self.machine, self.supervisor)
+        self.poll.looked = self._changed.set
+
+    def _frame(self, tag: int, encoded: bytes, request: int) -> None:
+        self.frames.append((decode(tag, encoded[5:]), request))
+        self._changed.set()
+
+    def _change(self) -> None:
+        self.poll.changed()
+        self._changed.set()
+
+    async def until(self, wanted: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT):
+            while not wanted():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def started(self) -> None:
+        self.poll.start()
+        await self.supervisor.start()
+        await self.until(lambda: self.supervisor.ready and self.poll.state.engine == self.supervisor.ready)
+
+    def generate(self, number: int, content: str = "hi", tokens: int = 20_000) -> None:
+        message = Message("user", content)
+        frame = Generate(number, number, "r", "scripted-1", (message,), Params(max_tokens=tokens), 0, tokens)
+        self.supervisor.send(encode(frame), Generate, number)
+
+    def ends(self, number: int) -> list[Frame]:
+        kinds = (Finished, Refusal, Failed)
+        return [frame for frame, request in self.frames if request == number and isinstance(frame, kinds)]
+
+    async def end(self, number: int) -> Frame:
+        await self.until(lambda: self.ends(number))
+        (end,) = self.ends(number)
+        return end
+
+    def speaks(self, number: int) -> bool:
+        deltas = (delta for frame, _ in self.frames if isinstance(frame, Deltas) for delta in frame.deltas)
+        return any(delta.request == number for delta in deltas)
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
+    made: list[Node] = []
+
+    async def start(memory: dict[str, object] | None = None, **scripted: object) -> Node:
+        made.append(Node(tmp_path, memory or {"cap": "90GiB", "margin": "1GiB"}, **scripted))
+        await made[-1].started()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.poll.stop()
+        await one.supervisor.stop()
+
+
+@pytest.mark.slow
+async def test_a_new_engine_is_covered_within_a_poll_and_so_is_the_one_after_a_death(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make()
+    first = node.supervisor.ready
+    assert first is not None
+    assert node.poll.state.level is Level.OK
+    assert node.supervisor.held == 1
+    report = node.supervisor.report
+    assert report is not None
+    assert report.memory.armed
+    os.kill(first, signal.SIGKILL)
+    await node.until(lambda: node.supervisor.ready not in (None, first))
+    begun = time.monotonic()
+    await node.until(lambda: node.poll.state.engine == node.supervisor.ready)
+    assert time.monotonic() - begun < 0.25
+    report = node.supervisor.report
+    assert report is not None
+    assert (report.memory.cap, report.memory.armed, report.held) == (90 * GIB, True, 1)
+
+
+@pytest.mark.slow
+async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls_and_replaced(
+    make: Callable[..., Awaitable[Node]],
+):
+    """Judged by the resident set of a real process: the engine says nothing of it, and cannot."""
+    node = await make()
+    pid = node.supervisor.ready
+    assert pid is not None
+    node.generate(1)
+    await node.until(lambda: node.speaks(1))
+    os.kill(pid, signal.SIGSTOP)
+    phys = node.supervisor.phys().phys
+    assert phys is not None
+    node.machine.container = phys // 2
+    begun = time.monotonic()
+    end = await node.end(1)
+    assert time.monotonic() - begun < 3.0
+    assert isinstance(end, Failed)
+    assert end.code == LOST
+    assert "over its cap: " in end.message
+    assert "on two readings, and it did not answer" in end.message
+    assert node.poll.state.kills == 1
+    assert node.poll.enforcement().kills == 1
+    node.machine.container = None
+    await node.until(lambda: node.supervisor.ready not in (None, pid) and node.poll.state.level is Level.OK)
+    node.generate(2, tokens=4)
+    assert isinstance(await node.end(2), Finished)
+    assert node.supervisor.state.restarts == 1
+
+
+@pytest.mark.slow
+async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_and_the_others_finish(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make(kv_per_token=2**20, step_ms=50, context=4096)
+    for number in (1, 2, 3, 4):
+        node.generate(number, "word " * 1000, tokens=100)
+        await node.until(lambda number=number: node.speaks(number))
+    node.limiter.leases = 90 * GIB - (4 * GIB + 2560 * MIB)
+    for number in (4, 3):
+        end = await node.end(number)
+        assert isinstance(end, Failed)
+        assert end.code == "memory_pressure"
+        assert "over its cap" in end.message
+    assert not node.ends(1)
+    assert not node.ends(2)
+    node.limiter.leases = 0
+    for number in (1, 2):
+        assert isinstance(await node.end(number), Finished)
+    assert node.poll.state.kills == 0
+    assert node.poll.enforcement().over_caps == 1
+    assert node.supervisor.state.counts.sheds == 2
+
+
+@pytest.mark.slow
+async def test_over_soft_nobody_is_admitted_and_the_report_says_so(make: Callable[..., Awaitable[Node]]):
+    node = await make()
+    node.machine.free = 2 * GIB
+    await node.until(lambda: node.supervisor.report and (node.supervisor.report.memory.headroom or 0) < 0)
+    assert node.poll.state.level is Level.OVER_SOFT
+    node.generate(1)
+    end = await node.end(1)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NO_ROOM
+    assert node.poll.enforcement().remedy.startswith("close other programs")
+
+
+@pytest.mark.slow
+async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitable[Node]]):
+    node = await make()
+    numbers = []
+    for leases in (36 * GIB, 0, 36 * GIB):
+        node.limiter.leases = leases
+        node.poll.look()
+        numbers.append(node.supervisor._numbered)
+    assert numbers == [2, 3, 4], "each was told at once"
+    await node.until(lambda: node.supervisor.held == 4)
+    assert node.supervisor.report
+    assert node.supervisor.report.memory.leases == 36 * GIB
+    assert node.supervisor.report.memory.ceiling == 54 * GIB
+
+
+@pytest.mark.slow
+async def test_a_clock_that_jumps_ends_nothing_and_unarms_nothing(
+    make: Callable[..., Awaitable[Node]], monkeypatch: pytest.MonkeyPatch
+):
+    node = await make(step_ms=2)
+    for jump in (-1e9, 1e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        polls = node.poll.state.polls
+        node.poll.look()
+        assert node.poll.state.polls == polls + 1
+        assert node.poll.state.level is Level.OK
+        assert 0 <= node.poll.system().age < 1
+    node.generate(1, tokens=4)
+    assert isinstance(await node.end(1), Finished)
+
+
+@pytest.mark.slow
+async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callable[..., Awaitable[Node]]):
+    node = await make()
+    system, enforcement = node.poll.system(), node.poll.enforcement()
+    assert (system.available, system.source) == (128 * GIB, "set")
+    assert enforcement.level is Level.OK
+    assert enforcement.phys is not None
+    assert 8 * MIB < enforcement.phys < 200 * MIB
+    assert enforcement.highest is not None
+    assert enforcement.highest >= enforcement.phys
+    assert (enforcement.cap_bound_by, enforcement.tier) == ("setting", "custom")
+    assert enforcement.polls == node.poll.state.polls > 0
+
+
+class Later:
+    """A monotonic clock that a test sets forward."""
+
+    def __init__(self, by: float) -> None:
+        self._monotonic, self._by = time.monotonic, by
+
+    def __call__(self) -> float:
+        return self._monotonic() + self._by
+
+
+async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node = Node(tmp_path, {"cap": "90GiB", "margin": "0", "guard": "off"})
+    monkeypatch.setattr(time, "monotonic", Later(0.0))
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            monkeypatch.setattr(time, "monotonic", Later(WARN_EVERY))
+            node.poll.look()
+            node.poll.look()
+    node.poll.stop()
+    warnings = [line["warning"] for line in logs if line["event"] == "guard weakened"]
+    assert len(warnings) == 6
+    assert len(set(warnings)) == 2
+    assert set(node.poll.enforcement().warnings) == set(warnings)
+
+
+async def test_a_look_that_fails_does_not_end_the_polling(tmp_path: Path):
+    node = Node(tmp_path, {"cap": "90GiB"})
+    broken = node.machine.spare
+    looked = asyncio.Event()
+
+    def fail() -> None:
+        raise OSError("the sensor broke")
+
+    node.machine.spare = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(OSError, match="the sensor broke"):
+        node.poll.start()
+
+    def heal() -> object:
+        looked.set()
+        return broken()
+
+    node.machine.spare = heal  # type: ignore[method-assign, assignment]
+    await asyncio.wait_for(looked.wait(), 10)
+    node.poll.stop()
