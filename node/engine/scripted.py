@@ -172,7 +172,7 @@ class Scripted:
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
             Counts(self.gate.checks.total(), self.gate.refusals.total(), sheds=self._sheds),
-            self.gate.held, self._enforced,
+            held=self.gate.held, enforced=self._enforced,
         )  # fmt: skip
 
     # requests

@@ -46,9 +46,32 @@ def tokens_of(driver: Driver, content: str) -> int:
 
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    made = Driver(models.path("llama"), batch=8)
+    made = Driver(models.path("llama"), batch=8, prefix_cache="off")
     made.answer("Hello!")
     return made
+
+
+@pytest.mark.parametrize("room", [-4 * MIB, -2 * MIB, -1 * MIB, 0, 1 * MIB])
+@pytest.mark.parametrize("words", [1, 100, 400, 900])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room: int, words: int, choices: int):
+    """The report says how much of the reading is given back at once; what the router sends then is admitted."""
+    driver = Driver(models.path("llama"), batch=8)
+    for number in range(12):
+        driver.answer(f"{number} " + "word " * 120, Params(temperature=0.0, max_tokens=1))
+    clear_pool()
+    report = driver.engine.report(time.monotonic())
+    assert report.memory.current is not None
+    assert report.memory.reusable > 5 * MIB
+    driver.engine.gate.hold(Limits(2**33, report.memory.current + room, 0, "dynamic"))
+    params = Params(temperature=0.0, max_tokens=30, n=choices)
+    content = "fresh " * words
+    verdict = placed(driver, tokens_of(driver, content), params)
+    if isinstance(verdict, Placement):
+        number = driver.ask(content, params, expected=verdict.chosen.output_tokens)
+        assert isinstance(driver.said[number][0], Admitted), driver.said[number][0]
+    else:
+        assert room < 1 * MIB or words > 1, "with all of the cache it fits"
 
 
 @pytest.mark.parametrize("room", [256 * KIB, 1 * MIB, 2 * MIB, 3 * MIB, 5 * MIB, 8 * MIB])

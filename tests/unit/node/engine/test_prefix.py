@@ -1,0 +1,150 @@
+"""What is kept, found and given back, without any cache of a model: values are texts here."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.prefix import BLOCK, LEAST, Entry, PrefixCache, hash_of
+from node.engine.reuse import OPENING, limit_of, stops
+from node.engine.trie import pack
+
+START = list(range(LEAST))
+
+
+def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> Entry[str]:
+    key = pack([*START, *more])
+    return Entry(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
+
+
+def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
+    kept: PrefixCache[str] = PrefixCache()
+    one = entry(1, 2, 3)
+    kept.store(one)
+    found = kept.find("m", pack([*START, 1, 9, 9]), cut=True)
+    assert (found.entry, found.length, found.shared) == (one, LEAST + 1, LEAST + 1)
+    assert kept.find("other", pack([*START, 1, 9]), cut=True).entry is None
+
+
+def test_a_cache_that_cannot_be_cut_serves_only_whole():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(entry(1, 2, 3))
+    found = kept.find("m", pack([*START, 1, 9, 9]), cut=False)
+    assert (found.entry, found.length, found.shared) == (None, 0, LEAST + 1)
+    short = entry(1)
+    kept.store(short)
+    found = kept.find("m", pack([*START, 1, 9, 9]), cut=False)
+    assert (found.entry, found.length) == (short, LEAST + 1)
+
+
+def test_one_token_is_always_left_to_compute():
+    kept: PrefixCache[str] = PrefixCache()
+    whole = entry(1, 2)
+    kept.store(whole)
+    assert kept.find("m", whole.key, cut=True).length == whole.length - 1
+    assert kept.find("m", whole.key, cut=False).entry is None
+    kept.store(entry(1))
+    assert kept.find("m", whole.key, cut=False).length == whole.length - 1
+
+
+def test_templates_alone_are_no_beginning():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(entry(1))
+    assert kept.find("m", pack([*START[:-1], 99, 98]), cut=True).entry is None
+
+
+def test_the_least_recently_used_goes_first_and_only_as_much_as_is_asked():
+    kept: PrefixCache[str] = PrefixCache()
+    entries = [entry(number, nbytes=10 + number) for number in range(4)]
+    for one in entries:
+        kept.store(one)
+    kept.find("m", pack([*START, 0, 9]), cut=True)
+    assert kept.evict(12) == 11 + 12
+    assert [one.alive for one in entries] == [True, False, False, True]
+    state = kept.state()
+    assert (state.nbytes, state.entries, state.stores, state.evictions) == (23, 2, 4, 2)
+    assert state.evicted == (entries[1].prompt_hash, entries[2].prompt_hash)
+    assert kept.evict(2**60) == 23
+    assert (len(kept), kept.nbytes) == (0, 0)
+
+
+def test_what_was_given_back_holds_nothing():
+    kept: PrefixCache[str] = PrefixCache()
+    one = entry(1)
+    kept.store(one)
+    found = kept.find("m", pack([*START, 1, 2]), cut=True)
+    kept.evict(1)
+    assert found.entry is not None
+    assert not found.entry.alive
+    assert found.entry.value is None, "who has found it must not keep its memory"
+
+
+def test_a_model_that_leaves_takes_its_own_with_it():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(entry(1))
+    kept.store(entry(1, model="other"))
+    kept.drop("m")
+    kept.drop("nobody")
+    assert kept.find("m", pack([*START, 1, 2]), cut=True).entry is None
+    assert kept.find("other", pack([*START, 1, 2]), cut=True).entry is not None
+
+
+def test_a_longer_sequence_makes_its_beginnings_needless():
+    kept: PrefixCache[str] = PrefixCache()
+    short, other = entry(1), entry(2)
+    kept.store(short)
+    kept.store(other)
+    longer = entry(1, 2, 3)
+    assert kept.replaced("m", longer.key) == [short]
+    assert not kept.covers("m", longer.key, cut=True)
+    kept.discard([short])
+    kept.discard([short])
+    kept.store(longer)
+    assert kept.covers("m", short.key, cut=True)
+    assert not kept.covers("m", short.key, cut=False)
+    assert kept.covers("m", longer.key, cut=False)
+    assert kept.state().evictions == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("sefd"), st.lists(st.integers(0, 3), max_size=4), st.integers(1, 50))))
+def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int]]):
+    kept: PrefixCache[str] = PrefixCache()
+    stored: list[Entry[str]] = []
+    for doing, ids, size in doings:
+        if doing == "s":
+            stored.append(entry(*ids, nbytes=size))
+            kept.store(stored[-1])
+        elif doing == "e":
+            kept.evict(size)
+        elif doing == "f":
+            found = kept.find("m", pack([*START, *ids, 9]), cut=bool(size % 2))
+            assert found.entry is None or found.entry.alive
+        else:
+            kept.discard(kept.replaced("m", pack([*START, *ids])))
+        alive = [one for one in stored if one.alive]
+        assert kept.nbytes == sum(one.nbytes for one in alive)
+        assert len(kept) == len(alive) == len({one.key for one in alive})
+
+
+def test_a_hash_names_the_ids_the_model_and_every_block_before():
+    ids = list(range(2 * BLOCK + 7))
+    assert hash_of("a", pack(ids)) == hash_of("a", pack(ids))
+    assert len({hash_of("a", pack(ids)), hash_of("b", pack(ids)), hash_of("a", pack([9, *ids[1:]])),
+                hash_of("a", pack(ids[:-1]))}) == 4  # fmt: skip
+    assert len(hash_of("a", pack(ids))) == 16
+
+
+def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
+    prompt = [5] * 40 + [2, 7] + [5] * 100 + [2, 8, 9, 9]
+    assert stops(prompt, {2}, 0, 0) == [143]
+    assert stops(prompt, {2}, 0, 80) == [80, 143]
+    assert stops(prompt, {2}, 50, 80) == [143], "too little more than what is there"
+    assert stops(prompt, {2}, 143, 143) == []
+    assert stops(prompt, {1}, 0, 0) == [len(prompt) - 1 - OPENING], "no token ends a turn"
+    assert stops(prompt, {2}, 0, len(prompt)) == [143, len(prompt) - 1], "one token is left to compute"
+    assert stops([5] * 10, {2}, 0, 0) == []
+
+
+def test_how_much_may_be_kept():
+    assert limit_of("auto", 1000, 200) == 120
+    assert limit_of("auto", 1000, 2000) == 0
+    assert limit_of("2KiB", 1000, 200) == 2048
+    assert limit_of("off", 1000, 0) == limit_of(0, 1000, 0) == limit_of("0", 1000, 0) == 0
