@@ -152,7 +152,9 @@ class Kv(msgspec.Struct, frozen=True, gc=False):
 class Counts(Part, frozen=True, gc=False):
     """What the engine's gate was asked and said, and what was done, since that process started: `forwards` are prefills
     and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine, `sheds` those
-    that it ended because the agent found it over its cap, `evictions` idle models that made room."""
+    that it ended because the agent found it over its cap, `evictions` idle models that made room, `shrinks` chunks that
+    were made smaller to fit, `preemptions` requests that gave way to older ones and came back, `overs` forwards after
+    which it found itself over its cap."""
 
     checks: int = 0
     refusals: int = 0
@@ -161,6 +163,9 @@ class Counts(Part, frozen=True, gc=False):
     failures: int = 0
     sheds: int = 0
     evictions: int = 0
+    shrinks: int = 0
+    preemptions: int = 0
+    overs: int = 0
 
 
 class CacheState(Part, frozen=True, gc=False):

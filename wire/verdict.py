@@ -113,9 +113,7 @@ def shed(memory: Memory, over: int) -> Refused:
         None if now is None else now + memory.reserved + memory.margin, memory.ceiling, now, memory.reserved, 0,
         memory.margin, memory.cap, room, memory.bound_by,
     )  # fmt: skip
-    message = (
-        f"the node stood {show_size(over)} over its cap less leases, so it ended its newest request; send it again"
-    )
+    message = f"the node stood {show_size(over)} over its cap less leases, so it ended this request; send it again"
     return Refused(Code.NO_ROOM, message, numbers)
 
 

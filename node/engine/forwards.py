@@ -5,14 +5,15 @@ so that a test, or a person, can see from outside that nothing ran.
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
-from node.engine.footprint import Footprint
+from node.engine.footprint import Footprint, clear_pool
 from node.engine.gate import Gate, Site
 from node.engine.kinds import Call, Doing, Recording
 from wire.refusals import Code, Refused
 from wire.report import Counts, Memory
+from wire.verdict import excess, shed
 
 
 class Forwards:
@@ -24,7 +25,7 @@ class Forwards:
     ) -> None:
         self.gate = Gate()
         self.call: Call | None = None
-        self.failures = self.sheds = 0
+        self.failures = self.sheds = self.shrinks = self.preemptions = self.overs = 0
         self._recorder = recorder
         self._footprint = footprint
         self._reserved = reserved
@@ -37,10 +38,42 @@ class Forwards:
 
     def ask(self, site: Site, estimate: int) -> Refused | None:
         """Ask the gate on a reading of this moment; before a no, give back what can be given, and ask once more."""
+        answer = self._check(site, estimate)
+        if answer is not None and answer.code is Code.NO_ROOM and self._make_room(estimate):
+            return self._check(site, estimate)
+        return answer
+
+    def ask_shrinking(self, site: Site, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
+        """Give the first of `sizes` whose estimate passes. Before a smaller one is tried only the pool is emptied; for
+        the last of them all is given back that can be."""
+        *larger, last = sizes
+        for size in larger:
+            if self._passes(site, estimate(size)):
+                return size
+            self.shrinks += 1
+        return self.ask(site, estimate(last)) or last
+
+    def _passes(self, site: Site, estimate: int) -> bool:
+        if self._check(site, estimate) is None:
+            return True
+        clear_pool()
+        return self._check(site, estimate) is None
+
+    def _check(self, site: Site, estimate: int) -> Refused | None:
         answer = self.gate.check(site, self.memory(time.monotonic()), estimate)
-        if isinstance(answer, Refused) and answer.code is Code.NO_ROOM and self._make_room(estimate):
-            answer = self.gate.check(site, self.memory(time.monotonic()), estimate)
         return answer if isinstance(answer, Refused) else None
+
+    def over(self) -> Refused | None:
+        """After a forward: say by how much the engine is over its cap, if the forecast was wrong; else None."""
+        memory = self.memory(time.monotonic())
+        if not memory.guard or excess(memory) <= 0:
+            return None
+        self.overs += 1
+        return shed(memory, excess(memory))
+
+    def falls_at(self) -> float | None:
+        """Say when the recent height falls, if it still stands over the present reading."""
+        return self._footprint.falls_at(time.monotonic())
 
     @contextmanager
     def native(self, doing: Doing, model: str, request: int, expected: float) -> Generator[Call]:
@@ -59,5 +92,6 @@ class Forwards:
     def counts(self) -> Counts:
         """Say what was asked, refused and done so far."""
         return Counts(
-            self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures, self.sheds
-        )
+            self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures,
+            sheds=self.sheds, shrinks=self.shrinks, preemptions=self.preemptions, overs=self.overs,
+        )  # fmt: skip

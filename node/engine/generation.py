@@ -1,11 +1,18 @@
 """Rows from prompt to last token: written chunk by chunk, joined, decoded together, rebuilt when a batch breaks.
 
     begin ─► prefill, chunk by chunk ─► join ─► decode, all rows at once ─► Finished
-                └ Refusal                └ Refusal   └ Failed
+                └──── waits ◄─────────────┘        │
+                          ▲ └ gives way: Refusal   │ gives way
+                          └────── preempted ◄──────┘
 
 Rules
 - The gate is asked before every prefill forward, before every join (which copies a batch) and before a row grows over
-  its promise. A refusal takes back all that the request took; nobody else notices.
+  its promise. A chunk is made smaller before it is refused.
+- What does not fit waits as long as somebody else may end, and keeps newcomers out meanwhile (`wanted`). When all wait
+  for each other, or a row has to grow, the newest request gives way: refused if nothing of it was heard (the router
+  places it anew), else preempted: its memory is given back, and it is written anew from its ids once there is room.
+  Alone and still without room it fails, with the numbers.
+- After every forward the engine looks whether the forecast held. Over its cap, that request gives way at once.
 - An exception out of a decode batch costs the batch object, not its rows: they are written anew from their ids. The
   second time it fails a row for good.
 - A request leaves by one door, `release` (or `_gone` when its last row ended): prefills, batches, ledger and all.
@@ -17,6 +24,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import structlog
+from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
 from node.engine.cache import Layers
@@ -24,20 +32,23 @@ from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
 from node.engine.gate import Site
 from node.engine.kinds import Doing
+from node.engine.ledger import Commitment
 from node.engine.logprobs import logprob_of
 from node.engine.resident import FIRST_SPEED, Resident, forward
 from node.engine.reuse import Past, Reuse
 from node.engine.sampling import processors_of, sampler_of
-from node.engine.schedule import budget, chunk_tokens, next_prefill
+from node.engine.schedule import budget, chunk_tokens, next_prefill, shrunk
 from node.engine.sequence import Row, Sequence
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
-from wire.refusals import Refused
+from wire.refusals import Code, Refused
 
 GROWTH = 64
 """Tokens promised at a time to an answer that outgrows what was expected."""
 GATHERING = 0.5
 """Seconds for which tokens of a request that is not streamed are gathered."""
 MOST_REBUILDS = 1
+RETRY = 0.1
+"""Seconds until the gate is asked again for what waits for memory."""
 JOIN_EXPECTED = 10.0
 """Seconds that a first join may take: kernels are compiled."""
 
@@ -56,6 +67,7 @@ class Prefill:
     cache: Layers | None = None
     logits: mx.array | None = None
     written: int = 0
+    retry_at: float = 0.0
     past: Past | None = None
 
     @property
@@ -77,7 +89,8 @@ class Out:
 
 
 class Generation:
-    """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward."""
+    """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward, `floor`: those
+    of the smallest into which the gate may shrink one."""
 
     def __init__(
         self,
@@ -86,14 +99,18 @@ class Generation:
         reuse: Reuse,
         batch: int,
         chunk: int,
+        floor: int,
     ) -> None:
         self._forwards = forwards
         self._reuse = reuse
         self._residents = residents
         self._batch = batch
         self._chunk_most = chunk
+        self._floor = min(floor, chunk)
         self._live: dict[int, Sequence] = {}
         self._prefills: list[Prefill] = []
+        self._preempted: list[Sequence] = []
+        self._return_at = 0.0
         self._turn = 0
         self._out = Out()
 
@@ -123,22 +140,27 @@ class Generation:
 
     def shed(self, refused: Refused) -> bool:
         """End the newest request that holds memory, for this reason; whether there was one. What waits holds none."""
-        holding = [one for one in self._live.values() if any(row.commitment.written for row in one.writing())]
-        if not holding:
+        newest = self._newest()
+        if newest is None:
             return False
-        newest = max(holding, key=lambda one: (one.arrived, one.number))
-        self._release(newest)
         self._forwards.sheds += 1
-        log.warning("shed", request=newest.number, left=len(self._live))
-        if newest.delivered:
-            self._out.ends.append(Failed(newest.number, "memory_pressure", refused.message))
-        else:
-            self._out.ends.append(Refusal(newest.number, refused, newest.shape.prompt))
+        self._end(newest, refused, "memory_pressure")
         return True
 
-    def busy(self) -> bool:
-        """Whether a step has something to do or to say."""
-        return self._decoding() or bool(self._choices()) or bool(self._out.ends)
+    def due(self, now: float) -> float | None:
+        """Say when the next step is due: at once while there is something to do or to say, later while all that is
+        left waits for memory, else never."""
+        if self._decoding() or self._choices(now) or self._out.ends:
+            return now
+        waiting = [one.retry_at for one in self._prefills]
+        return min([*waiting, self._return_at] if self._preempted else waiting, default=None)
+
+    def wanted(self) -> int:
+        """Give the bytes that those who wait for memory need first, before anybody new is let in."""
+        waiting = [
+            one.resident.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
+        ]
+        return max(waiting, default=0) + sum(self._returning(one) for one in self._preempted[:1])
 
     def said(self) -> list[Frame]:
         """Give what there is to say since the last time."""
@@ -147,7 +169,8 @@ class Generation:
 
     def load(self) -> tuple[int, int, int]:
         """Count the rows that decode, the prefills, and the prompt tokens that these have still to write."""
-        return self._rows(), len(self._prefills), sum(prefill.left for prefill in self._prefills)
+        waiting = len(self._prefills) + len(self._preempted)
+        return self._rows(), waiting, sum(prefill.left for prefill in self._prefills)
 
     def decode(self) -> None:
         """Give every row of every batch one token."""
@@ -157,7 +180,10 @@ class Generation:
 
     def prefill(self) -> None:
         """Write one chunk of one prompt; after its last, let it join."""
-        waiting = self._choices()
+        now = time.monotonic()
+        if self._preempted and now >= self._return_at:
+            self._return(self._preempted[0], now)
+        waiting = self._choices(now)
         if waiting:
             self._turn += 1
             chosen = next_prefill([(one.left, one.sequence.arrived) for one in waiting], self._turn)
@@ -165,9 +191,9 @@ class Generation:
 
     # prefill
 
-    def _choices(self) -> list[Prefill]:
+    def _choices(self, now: float) -> list[Prefill]:
         """List the prefills that may go on: those begun, and of the others the first, while the batch has room; who
-        needs much room is not passed over for ever."""
+        needs much room is not passed over for ever. Those that wait for memory may not yet."""
         found = [one for one in self._prefills if one.cache is not None]
         room = self._batch - self._rows() - sum(len(one.rows) for one in found)
         for one in self._prefills:
@@ -176,7 +202,7 @@ class Generation:
                 if room < 0:
                     break
                 found.append(one)
-        return found
+        return [one for one in found if one.retry_at <= now]
 
     def _advance(self, prefill: Prefill) -> None:
         """Write one chunk; after the last, join."""
@@ -192,25 +218,39 @@ class Generation:
             self._reuse.distrust(prefill.resident.name)
             self._fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
             return
+        over = self._forwards.over() if refused is None else None
         if refused is not None:
-            self._release(sequence)
-            if any(row.ids for row in sequence.rows):
-                self._out.ends.append(Failed(sequence.number, "no_headroom", refused.message))
-            else:
-                self._out.ends.append(Refusal(sequence.number, refused, sequence.shape.prompt))
+            self._held_up(prefill, refused)
+        elif over is not None and sequence.number in self._live:
+            self._give_way(sequence, over)
+
+    def _held_up(self, prefill: Prefill, refused: Refused) -> None:
+        """Let a prefill wait that does not fit now, unless all wait for each other: then the newest gives way."""
+        now = time.monotonic()
+        prefill.retry_at = now + RETRY
+        if refused.code is Code.NO_ROOM and (self._moving(now) or self._forwards.falls_at() is not None):
+            return
+        waiting = (one.sequence for one in self._prefills if one.retry_at > now)
+        self._give_way(max(waiting, key=_age), refused)
+
+    def _moving(self, now: float) -> bool:
+        """Whether anybody goes on, who will end and give its memory back."""
+        return self._decoding() or bool(self._choices(now))
 
     def _chunk(self, prefill: Prefill) -> Refused | None:
         resident = prefill.resident
         self._reuse.find(prefill)
         count = self._reuse.until(prefill, self._chunk_tokens(prefill))
-        last = count == prefill.left
-        transient = resident.estimator.chunk(count, prefill.written, last=last)
-        refused = self._forwards.ask(Site.PREFILL, transient)
-        if refused is not None:
-            return refused
         self._wait()
-        if prefill.sequence.number not in self._live:  # another of its rows was in a batch that just broke
+        if prefill not in self._prefills:  # another of its rows was in a batch that just broke
             return None
+        count = self._forwards.ask_shrinking(
+            Site.PREFILL, shrunk(count, self._floor),
+            lambda tokens: resident.estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
+        )  # fmt: skip
+        if isinstance(count, Refused):
+            return count
+        prefill.retry_at, last = 0.0, count == prefill.left
         if prefill.cache is None and not self._reuse.restore(prefill):
             return self._chunk(prefill)
         assert prefill.cache is not None  # noqa: S101  it was just given one
@@ -267,6 +307,7 @@ class Generation:
             tokens += self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
             for row in rows:
                 row.commitment.written, row.commitment.joined = written, True
+        prefill.retry_at = 0.0
         self._prefills.remove(prefill)
         if not sequence.joined:
             sequence.joined = sequence.told = time.monotonic()
@@ -297,7 +338,7 @@ class Generation:
         """Give every row of a batch one token."""
         batch = resident.batches[number]
         self._grow(resident, batch)
-        if not len(batch):
+        if resident.batches.get(number) is not batch:
             return
         try:
             with self._forwards.native(Doing.DECODE, resident.name, 0, resident.step_seconds) as call:
@@ -311,6 +352,9 @@ class Generation:
             resident.stepped(batch.called)
         batch.called = now - call.since
         self._take(resident, tokens)
+        over, newest = self._forwards.over(), self._newest()
+        if over is not None and newest is not None:
+            self._give_way(newest, over)
 
     def _take(self, resident: Resident, tokens: list[Token[Row]]) -> None:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
@@ -324,18 +368,23 @@ class Generation:
         self._end_rows(resident, [token.row for token in tokens], now)
 
     def _grow(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
-        """Promise GROWTH tokens more to each row that has written all that it had, or end its request."""
+        """Promise GROWTH tokens more to each row that has written all that it had."""
         for row in batch.rows():
             commitment, shape = row.commitment, row.sequence.shape
-            if commitment.written < commitment.promised or row.reason:
-                continue
-            more = max(1, min(GROWTH, shape.prompt + shape.limit - commitment.promised))
-            refused = self._forwards.ask(Site.GROW, resident.ledger.extension(commitment, more))
+            if commitment.written >= commitment.promised:
+                self._extend(resident, row, max(1, min(GROWTH, shape.prompt + shape.limit - commitment.promised)))
+
+    def _extend(self, resident: Resident, row: Row, more: int) -> None:
+        """Promise `more` tokens to a row. Until they fit, the newest request gives way, which may be its own."""
+        while row.commitment.joined and not row.reason:
+            length = row.commitment.promised + more
+            step = resident.estimator.step(self._rows(), length)
+            refused = self._forwards.ask(Site.GROW, resident.ledger.extension(row.commitment, more) + step)
             if refused is None:
-                resident.ledger.extend(commitment, more)
-            else:
-                message = f"the answer outgrew what was expected: {refused.message}"
-                self._fail(row.sequence, "no_headroom", message)
+                resident.ledger.extend(row.commitment, more)
+                return
+            message = f"the answer outgrew what was expected: {refused.message}"
+            self._give_way(self._newest() or row.sequence, replace(refused, message=message))
 
     def _token(self, token: Token[Row], now: float) -> None:
         """Take one token into its row's text."""
@@ -416,6 +465,65 @@ class Generation:
                 self._prefills.insert(0, Prefill(resident, row.sequence, [row], row.known()))
         give_back()
 
+    # giving way
+
+    def _newest(self) -> Sequence | None:
+        """Give the newest of the requests that hold memory."""
+        holding = (one for one in self._live.values() if any(row.commitment.written for row in one.writing()))
+        return max(holding, key=_age, default=None)
+
+    def _give_way(self, sequence: Sequence, refused: Refused) -> None:
+        """Give a request's memory back: it is placed anew by whoever sent it, or comes back here by itself."""
+        if sequence.delivered and (len(self._live) > 1 or self._forwards.falls_at() is not None):
+            self._preempt(sequence)
+        else:
+            self._end(sequence, refused, "no_headroom")
+
+    def _end(self, sequence: Sequence, refused: Refused, code: str) -> None:
+        """End a request for want of memory: refused, if nothing of it was heard."""
+        delivered = sequence.delivered
+        self._release(sequence)
+        log.warning("ended", request=sequence.number, code=code, left=len(self._live))
+        if delivered:
+            self._out.ends.append(Failed(sequence.number, code, refused.message))
+        else:
+            self._out.ends.append(Refusal(sequence.number, refused, sequence.shape.prompt))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        rows = list(sequence.writing())
+        self._prefills = [prefill for prefill in self._prefills if prefill.sequence is not sequence]
+        self._drop(self._residents()[sequence.request.model], rows)
+        for row in rows:
+            row.commitment = Commitment(0)
+        self._preempted.append(sequence)
+        self._forwards.preemptions += 1
+        log.warning("preempted", request=sequence.number, left=len(self._live))
+        give_back()
+
+    def _return(self, sequence: Sequence, now: float) -> None:
+        """Write a preempted request anew, if there is room by now; fail it if there never will be."""
+        self._return_at = now + RETRY
+        resident = self._residents()[sequence.request.model]
+        refused = self._forwards.ask(Site.PREFLIGHT, self._returning(sequence))
+        if refused is None:
+            self._preempted.remove(sequence)
+            for row in sequence.writing():
+                (row.commitment,) = resident.ledger.commit(self._length(row), 1)
+                self._prefills.append(Prefill(resident, sequence, [row], row.known()))
+        elif not (len(self._live) > len(self._preempted) or self._forwards.falls_at() is not None):
+            self._end(sequence, refused, "no_headroom")
+
+    def _returning(self, sequence: Sequence) -> int:
+        """Give the bytes that a preempted request takes when it comes back: each row by itself, and a forward."""
+        resident = self._residents()[sequence.request.model]
+        lengths = [self._length(row) for row in sequence.writing()]
+        forward = max(resident.estimator.chunk(self._floor, length) for length in lengths)
+        return sum(resident.ledger.cost(length, 1) for length in lengths) + forward
+
+    def _length(self, row: Row) -> int:
+        shape, known = row.sequence.shape, len(row.known())
+        return max(known, min(known + GROWTH, shape.prompt + shape.limit))
+
     # the way out
 
     def _release(self, sequence: Sequence) -> None:
@@ -423,7 +531,10 @@ class Generation:
         resident = self._residents()[sequence.request.model]
         writing = list(sequence.writing())
         self._prefills = [prefill for prefill in self._prefills if prefill.sequence is not sequence]
-        self._drop(resident, writing)
+        if sequence in self._preempted:
+            self._preempted.remove(sequence)
+        else:
+            self._drop(resident, writing)
         for row in writing:
             row.reason = "released"
         self._gone(resident, sequence)
@@ -459,6 +570,11 @@ class Generation:
         self._release(sequence)
         self._forwards.failures += 1
         self._out.ends.append(Failed(sequence.number, code, message))
+
+
+def _age(sequence: Sequence) -> tuple[float, int]:
+    """Order requests, the newest last."""
+    return sequence.arrived, sequence.number
 
 
 def _by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:

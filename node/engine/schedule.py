@@ -9,7 +9,7 @@ sized by time, from what chunks have cost: a fixed part (the weights are read on
 - A prompt that takes BURST seconds in all is written at once: one gap for each new chat, as everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 STEPS = 1.6
 """1 + 1.6 leaves room below 3 for noise."""
@@ -35,3 +35,14 @@ def budget(step: float, whole: float) -> float:
 def chunk_tokens(seconds: float, fixed: float, each: float, most: int) -> int:
     """Give the tokens that fit into `seconds`, where a chunk costs `fixed` and `each` token more."""
     return max(LEAST, min(most, int((seconds - fixed) / max(each, 1e-9))))
+
+
+def shrunk(tokens: int, floor: int) -> Iterator[int]:
+    """Give the sizes to try for a chunk that does not fit: as wanted, then the powers of two below, `floor` at last."""
+    yield tokens
+    size = 1 << (max(1, tokens - 1).bit_length() - 1)
+    while size > floor:
+        yield size
+        size //= 2
+    if floor < tokens:
+        yield floor

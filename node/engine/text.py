@@ -75,7 +75,12 @@ class TextEngine:
         pinned = frozenset(settings.models.preload)
         self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse)
         self._generation = Generation(
-            self._forwards, lambda: self._shelf.residents, self._reuse, self._settings.batch, self._settings.chunk
+            self._forwards,
+            lambda: self._shelf.residents,
+            self._reuse,
+            self._settings.batch,
+            self._settings.chunk,
+            self._settings.chunk_floor,
         )
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
@@ -126,10 +131,12 @@ class TextEngine:
         return []
 
     def due(self, now: float) -> float | None:
-        """Say when the next step is due: at once while there is work, else when the recent height falls."""
-        if self._generation.busy() or self._may_load():
+        """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
+        or when the recent height falls."""
+        if self._may_load():
             return now
-        return self._footprint.falls_at(now)
+        times = (self._generation.due(now), self._footprint.falls_at(now))
+        return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
         """Decode, read a piece of a load, write one chunk of a prompt."""
@@ -137,7 +144,7 @@ class TextEngine:
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
         said = self._generation.said()
-        if not self._generation.busy():
+        if self._generation.due(now) is None:
             clear_pool()
         return [*loaded, *said]
 
@@ -146,7 +153,7 @@ class TextEngine:
         running, waiting, queued = self._generation.load()
         queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
         models = tuple(self._model(found, now) for found in self._library.known().values())
-        memory = replace(self._forwards.memory(now), reusable=self._reuse.reusable)
+        memory = replace(self._offered(now), reusable=self._reuse.reusable)
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
             replace(self._forwards.counts(), evictions=self._shelf.evictions), self._reuse.state(), self.gate.held,
@@ -251,9 +258,10 @@ class TextEngine:
             return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
         cost = resident.ledger.cost(shape.length, shape.choices)
         cost += request_transient(model, shape.prompt, shape.promised, shape.choices)
-        answer = preflight.admit(shape, self._forwards.memory(now), model, cost, self.gate)
-        if answer is not None and answer.code is Code.NO_ROOM and self._shelf.make_room(cost):
-            return preflight.admit(shape, self._forwards.memory(now), model, cost, self.gate)
+        answer = preflight.admit(shape, self._offered(now), model, cost, self.gate)
+        wanted = cost + self._generation.wanted()
+        if answer is not None and answer.code is Code.NO_ROOM and self._shelf.make_room(wanted):
+            return preflight.admit(shape, self._offered(now), model, cost, self.gate)
         return answer
 
     def _cancel(self, number: int) -> None:
@@ -333,6 +341,12 @@ class TextEngine:
 
     def _memory(self) -> Memory:
         return self._forwards.memory(time.monotonic())
+
+    def _offered(self, now: float) -> Memory:
+        """Read the memory as it is for newcomers: those that wait for some come first."""
+        memory, wanted = self._forwards.memory(now), self._generation.wanted()
+        room = None if memory.headroom is None else memory.headroom - wanted
+        return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
     def _reserved(self) -> int:
         """Sum up what is promised: rows, weights on their way, and the rows that wait for these."""
