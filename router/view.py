@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import Counts, EngineState, Group, Memory, Model
+from wire.report import Counts, Enforcement, EngineState, Group, Level, Memory, Model, System
 
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
@@ -30,6 +30,7 @@ MOST_EXPECTED = 32_768
 MOST_MODELS = 512
 """Models of one node that are looked at."""
 LONGEST_TEXT = 300
+MOST_WARNINGS = 8
 MOST_STEP = 65_536
 _RATIOS = (0.25, 64.0)
 
@@ -49,6 +50,8 @@ class NodeView:
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     acked_seq: int = 0
     draining: bool = False
+    system: System = field(default_factory=System)
+    enforcement: Enforcement = field(default_factory=Enforcement)
 
     def reads(self, model: Model) -> bool:
         """Whether this node is reading a model in, so that its report counts the weights. Loads go one by one: of
@@ -98,6 +101,8 @@ def view_of(
         models=_honest_models(report.models),
         acked_seq=max(0, report.acked_seq),
         draining=report.draining,
+        system=_honest_system(report.system),
+        enforcement=_honest_enforcement(report.enforcement),
     )
 
 
@@ -117,6 +122,8 @@ def honest_memory(memory: Memory) -> Memory:
         age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
         total=max(0, memory.total),
         base=max(0, memory.base),
+        cache=max(0, memory.cache),
+        peak=max(0, memory.peak),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )
@@ -134,6 +141,26 @@ def _honest_engine(engine: EngineState) -> EngineState:
         queued_tokens=max(0, engine.queued_tokens),
         counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
     )
+
+
+def _honest_system(system: System) -> System:
+    return System(
+        _size(system.available), _printable(system.pressure), _printable(system.source),
+        _bounded(system.age, 0.0, LONGEST_LOAD, 0.0), max(0, system.worker),
+    )  # fmt: skip
+
+
+def _honest_enforcement(one: Enforcement) -> Enforcement:
+    return Enforcement(
+        one.level if one.level in tuple(Level) else Level.UNKNOWN, _size(one.phys), _size(one.highest),
+        _size(one.interval), _printable(one.cap_bound_by), _printable(one.remedy), _printable(one.tier),
+        tuple(_printable(text) for text in one.warnings[:MOST_WARNINGS]), max(0, one.polls), max(0, one.over_caps),
+        max(0, one.kills),
+    )  # fmt: skip
+
+
+def _size(size: int | None) -> int | None:
+    return None if size is None or size < 0 else size
 
 
 def _printable(text: str) -> str:
