@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from node.enforcer import State
 from node.limits import Limiter
 from node.poll import WARN_EVERY, Poll
 from node.settings import resolve
@@ -127,6 +128,23 @@ async def test_a_new_engine_is_covered_within_a_poll_and_so_is_the_one_after_a_d
     report = node.supervisor.report
     assert report is not None
     assert (report.memory.cap, report.memory.armed, report.held) == (90 * GIB, True, 1)
+
+
+@pytest.mark.slow
+async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_the_next_poll(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make()
+    node.poll.look()
+    node.poll.changed()
+    looked = node.poll.state.polls
+    await asyncio.sleep(0.1)
+    assert node.poll.state.polls == looked, "for one that was seen the next poll is soon enough"
+    node.poll.state = State()
+    begun = time.monotonic()
+    node.poll.changed()
+    await node.until(lambda: node.poll.state.engine == node.supervisor.ready)
+    assert time.monotonic() - begun < 0.5
 
 
 @pytest.mark.slow
