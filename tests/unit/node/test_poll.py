@@ -151,8 +151,8 @@ async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_t
 async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls_and_replaced(
     make: Callable[..., Awaitable[Node]],
 ):
-    """Judged by the resident set of a real process: the engine says nothing of it, and cannot."""
-    node = await make()
+    """Judged by the resident set of a real process: the engine says that it has 1 MiB, and then nothing more."""
+    node = await make(weights="1MiB", kv_per_token=1)
     pid = node.supervisor.ready
     assert pid is not None
     node.generate(1)
