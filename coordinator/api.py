@@ -233,6 +233,7 @@ class Api:
             "queued": self._traffic.waiting(),
             "self_suspect": self._registry.pool.self_suspect,
             "warnings": self._registry.warnings(),
+            "dangers": self._registry.dangers(),
         }
 
     async def version(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from wire.advert import plain
 from wire.certificate import read_certificate
 from wire.frames import Denied, Frame, Goodbye, Hello, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
-from wire.report import Model
+from wire.report import Enforcement, Level, Model
+from wire.units import show_size
+from wire.verdict import most_bytes
 
 log = structlog.get_logger("coordinator.registry")
 
@@ -310,22 +312,28 @@ class Registry:
         return counts
 
     def warnings(self) -> list[str]:
-        """Say what needs a person, with the next step."""
-        found: list[str] = []
+        """Say what needs a person, with the next step; what is dangerous first."""
+        found = self.dangers()
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
         for node in self._reports:
             view = self._node_view(node)
-            name, memory, engine = view.name, view.memory, view.engine
-            if not memory.guard:
-                found.append(f"{name}: memory.guard is off, so nothing keeps it under its cap")
-            elif memory.margin == 0:
-                found.append(f"{name}: memory.margin is 0, so no room is kept for spikes")
-            elif not memory.armed and view.state == State.READY:
-                found.append(f"{name}: its gate is not armed, so it refuses everything ({engine.state})")
+            memory, engine = view.memory, view.engine
+            if memory.guard and not memory.armed and view.state == State.READY:
+                found.append(f"{view.name}: its gate is not armed, so it refuses everything ({engine.state})")
+            if memory.guard and memory.cap and most_bytes(memory) <= 0:
+                found.append(
+                    f"{view.name}: its cap of {show_size(memory.cap)} leaves nothing beside the engine itself and the "
+                    f"margin of {show_size(memory.margin)}: raise memory.cap or lower memory.margin"
+                )
             if engine.state in ("failed", "restarting", "hung"):
-                found.append(f"{name}: its engine is {engine.state}: {engine.cause}")
+                found.append(f"{view.name}: its engine is {engine.state}: {engine.cause}")
         return found
+
+    def dangers(self) -> list[str]:
+        """Say which nodes are less safe than they could be, or stand over their cap, and why: these last for ever."""
+        views = [self._node_view(node) for node in self._reports]
+        return [f"{view.name}: {text}" for view in views for text in _dangers(view)]
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Give one node as the API shows it; sizes in bytes, None where nothing is known."""
@@ -359,6 +367,15 @@ class Registry:
             "gate_armed": memory.armed and memory.guard,
             "guard": memory.guard,
             "source": memory.source,
+            "age": memory.age,
+            "base": memory.base,
+            "cache": memory.cache,
+            "peak": memory.peak,
+            "cap_bound_by": view.enforcement.cap_bound_by,
+            "remedy": view.enforcement.remedy,
+            "tier": view.enforcement.tier,
+            "system_memory": asdict(view.system),
+            "enforcement": _enforcement(view.enforcement),
             "in_flight": in_flight,
             "running": view.engine.running,
             "waiting": view.engine.waiting,
@@ -377,6 +394,25 @@ class Registry:
                 for m in view.models.values()
             ],
         }
+
+
+def _enforcement(one: Enforcement) -> dict[str, Any]:
+    return {
+        "level": Level(one.level).name.lower(), "phys": one.phys, "highest": one.highest, "interval": one.interval,
+        "polls": one.polls, "over_caps": one.over_caps, "kills": one.kills, "warnings": list(one.warnings),
+    }  # fmt: skip
+
+
+def _dangers(view: NodeView) -> list[str]:
+    """The node's own words, and in any case the facts of its report."""
+    memory, found = view.memory, list(view.enforcement.warnings)
+    if not memory.guard and not any("memory.guard is off" in text for text in found):
+        found.append("memory.guard is off, so nothing keeps it under its cap")
+    if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in found):
+        found.append("memory.margin is 0, so no room is kept for spikes")
+    if view.enforcement.level == Level.OVER_HARD:
+        found.append(f"it stands over its cap of {show_size(memory.cap)} less leases")
+    return found
 
 
 def standing(model: Model) -> dict[str, str]:

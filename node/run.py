@@ -128,12 +128,11 @@ async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) ->
     state: Path = options.state
     open_journal(state / "logs" / "node.log", settings.node.log_level)
     machine = open_machine(settings)
-    hardware = machine.hardware
+    hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins)
     try:
         identity = await _identity(options, settings, hardware)
     except (EnrolError, IdentityError) as error:
         raise Failure(_code(error), str(error)) from None
-    limiter = Limiter(settings, machine, resolved.origins)
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
         settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import CacheState, Counts, EngineState, Group, Memory, Model
+from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, System
 
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
@@ -34,6 +34,7 @@ MOST_BYTES = 2**60
 """A sum of a few sizes must stay an integer of 64 bits."""
 MOST_EVICTED, MOST_HASH = 64, 32
 """Evictions of a node's prefix cache that are looked at, and bytes of the hash of each."""
+MOST_WARNINGS = 8
 MOST_STEP = 65_536
 _RATIOS = (0.25, 64.0)
 
@@ -53,6 +54,8 @@ class NodeView:
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     acked_seq: int = 0
     draining: bool = False
+    system: System = field(default_factory=System)
+    enforcement: Enforcement = field(default_factory=Enforcement)
 
     def reads(self, model: Model) -> bool:
         """Whether this node is reading a model in, so that its report counts the weights. Loads go one by one: of
@@ -102,6 +105,8 @@ def view_of(
         models=_honest_models(report.models),
         acked_seq=max(0, report.acked_seq),
         draining=report.draining,
+        system=_honest_system(report.system),
+        enforcement=_honest_enforcement(report.enforcement),
     )
 
 
@@ -122,6 +127,8 @@ def honest_memory(memory: Memory) -> Memory:
         total=max(0, memory.total),
         base=max(0, memory.base),
         reusable=max(0, min(memory.reusable, memory.active)),
+        cache=max(0, memory.cache),
+        peak=max(0, memory.peak),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )
@@ -153,6 +160,26 @@ def _honest_cache(cache: CacheState) -> CacheState:
         evictions=max(0, cache.evictions),
         evicted=evicted,
     )
+
+
+def _honest_system(system: System) -> System:
+    return System(
+        _size(system.available), _printable(system.pressure), _printable(system.source),
+        _bounded(system.age, 0.0, LONGEST_LOAD, 0.0), max(0, system.worker),
+    )  # fmt: skip
+
+
+def _honest_enforcement(one: Enforcement) -> Enforcement:
+    return Enforcement(
+        one.level if one.level in tuple(Level) else Level.UNKNOWN, _size(one.phys), _size(one.highest),
+        _size(one.interval), _printable(one.cap_bound_by), _printable(one.remedy), _printable(one.tier),
+        tuple(_printable(text) for text in one.warnings[:MOST_WARNINGS]), max(0, one.polls), max(0, one.over_caps),
+        max(0, one.kills),
+    )  # fmt: skip
+
+
+def _size(size: int | None) -> int | None:
+    return None if size is None or size < 0 else size
 
 
 def _printable(text: str) -> str:

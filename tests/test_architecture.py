@@ -44,7 +44,6 @@ PERIODIC_SLEEPS = {
     "coordinator/run.py": "the next look at our certificate",
     "machine/announce.py": "looks at our own addresses, which nobody announces",
     "node/bonjour.py": "the time in which a second cluster may answer",
-    "node/run.py": "the period of memory readings",
     "node/supervise.py": "the period of pings to a busy engine",
 }
 """Files that may sleep: a clock, not an event, is what they wait for."""

@@ -216,7 +216,7 @@ class Enforcement(Part, frozen=True, array_like=True, gc=False):
     `warnings` what makes this node less safe than it could be. Counts are the agent's, and outlive the engine:
     `over_caps` times that it was found over its cap, `kills` that it was ended for it."""
 
-    level: Level = Level.UNKNOWN
+    level: int = Level.UNKNOWN
     phys: int | None = None
     highest: int | None = None
     interval: int | None = None

@@ -6,19 +6,10 @@ from typing import Any, cast
 import click
 
 from coordinator.cli.access import moment
+from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, guard_of
 from coordinator.cli.models import standing
 from coordinator.cli.session import Session, options, raise_for, table
 from wire.units import show_size
-
-
-def ago(seconds: float | None) -> str:
-    """Write how long ago something was."""
-    if seconds is None:
-        return "-"
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
 
 
 @click.command()
@@ -35,8 +26,9 @@ def _print_status(answer: dict[str, Any]) -> None:
     click.echo(f"nodes     {states}")
     click.echo(f"models    {', '.join(answer['models']) or 'none'}")
     click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
+    dangers = answer.get("dangers", [])
     for warning in answer["warnings"]:
-        click.secho(f"warning   {warning}", fg="yellow")
+        click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")
 
 
 @click.group(invoke_without_command=True)
@@ -49,18 +41,22 @@ def nodes(session: Session) -> None:
 
 def _print_nodes(answer: dict[str, Any]) -> None:
     columns = (
-        "NAME", "STATE", "CHIP", "CAP", "PHYS", "MARGIN", "HEADROOM", "IN FLIGHT", "MODELS", "HEARD", "VERSION",
+        "NAME", "STATE", "CHIP", "CAP", "BOUND BY", "PHYS", "MARGIN", "HEADROOM", "GUARD", "IN FLIGHT", "MODELS",
+        "HEARD", "VERSION",
     )  # fmt: skip
-    table(columns, [_row(node) for node in answer["nodes"]])
+    table(columns, [_row(node) for node in answer["nodes"]], alarming=ALARMING)
+    for node in answer["nodes"]:
+        if node["bound_by"] and node.get("remedy"):
+            click.echo(f"{node['name']}: {node['bound_by']} decides; {node['remedy']}")
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
-    sizes = [show_size(node[name] or None) for name in ("cap", "phys", "margin")]
+    cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
     state = node["state"] + (" cordoned" if node["cordoned"] else "")
     models = ", ".join(standing(m["name"], m) for m in node["models"]) or "-"
     return (
-        node["name"], state, node["chip"], *sizes, show_size(node["headroom"]), str(node["in_flight"]), models,
-        ago(node["heard_seconds"]), node["version"],
+        node["name"], state, node["chip"], cap, node["bound_by"] or "-", phys, margin, show_size(node["headroom"]),
+        guard_of(node), str(node["in_flight"]), models, ago(node["heard_seconds"]), node["version"],
     )  # fmt: skip
 
 
@@ -68,8 +64,17 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
 @click.argument("node")
 @options
 def inspect(session: Session, node: str) -> None:
-    """Show everything that is known of one node."""
-    session.show(session.call("GET", f"/api/v1/nodes/{node}"), lambda answer: _print_tree(answer["node"]))
+    """Show everything that is known of one node, its memory as the sum that its gate makes now."""
+    session.show(session.call("GET", f"/api/v1/nodes/{node}"), lambda answer: _print_node(answer["node"]))
+
+
+def _print_node(node: dict[str, Any]) -> None:
+    for line in arithmetic(node):
+        click.echo(line)
+    for danger in node["enforcement"]["warnings"]:
+        click.secho(f"warning   {danger}", fg="red")
+    click.echo()
+    _print_tree(node)
 
 
 def _print_tree(value: dict[str, Any], indent: str = "") -> None:
@@ -86,7 +91,8 @@ def _print_tree(value: dict[str, Any], indent: str = "") -> None:
 
 def _shown(name: str, item: object) -> str:
     sizes = {"cap", "ceiling", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "leases",
-             "weights", "total", "memory", "unacknowledged"}  # fmt: skip
+             "weights", "total", "memory", "unacknowledged", "base", "cache", "peak", "available", "worker", "highest",
+             "interval"}  # fmt: skip
     if name == "joined" and isinstance(item, float):
         return moment(item)
     if name in sizes and (item is None or isinstance(item, int)):

@@ -3,7 +3,7 @@
 import http.client
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -164,8 +164,8 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
     return update_wrapper(wrapped, command)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; plain text when the output is no terminal."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = ()) -> None:
+    """Print a table; plain text when the output is no terminal. Cells with one of the `alarming` texts are red."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -175,5 +175,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for column in columns:
         grid.add_column(column, no_wrap=True)
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))  # never markup: names come from other machines
+        grid.add_row(
+            *(Text(cell, "bold red" if cell in alarming else "") for cell in row)
+        )  # never markup: names come from other machines
     console.print(grid)

@@ -114,7 +114,8 @@ def resolve_cap(
     if setting == "auto":
         return _automatic_cap(tier, bounds)
     size = _explicit(setting, bounds, starting=starting)
-    if bounds.container is not None and size > bounds.container:
+    metal_first = bounds.metal is not None and not above_metal and bounds.metal < (bounds.container or 0)
+    if bounds.container is not None and size > bounds.container and not metal_first:
         return Cap(max(1, bounds.container), "container", _CONTAINER, (
             f"memory.cap is {show_size(size)}, the container's limit {show_size(bounds.container)}: the lower counts"
         ))  # fmt: skip

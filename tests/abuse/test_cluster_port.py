@@ -326,7 +326,7 @@ def _printed(answers: dict[str, object], capsys: pytest.CaptureFixture[str]) -> 
     """Give what `cluster nodes` and `cluster nodes inspect` print of these answers."""
     verbs._print_status(answers["/api/v1/status"])
     verbs._print_nodes(answers["/api/v1/nodes"])
-    verbs._print_tree(answers["/api/v1/nodes/liar"]["node"])
+    verbs._print_node(answers["/api/v1/nodes/liar"]["node"])
     return capsys.readouterr().out
 
 

@@ -77,9 +77,18 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     assert node["gate_armed"] is True
     assert node["headroom"] == node["ceiling"] - node["margin"] - node["current"] - node["reserved"]
     inspected = cluster_pool.cli("nodes", "inspect", "studio")["node"]
-    assert inspected["bound_by"] == "setting"
+    assert (inspected["bound_by"], inspected["cap_bound_by"], inspected["tier"]) == ("setting", "setting", "custom")
+    assert inspected["remedy"] == "raise memory.cap"
+    assert inspected["enforcement"]["level"] == "ok"
+    assert inspected["enforcement"]["polls"] > 0
+    assert inspected["enforcement"]["phys"] > 0
+    assert inspected["system_memory"]["available"] > 0
+    shown = cluster_pool.run("nodes", "inspect", "studio", "--state", str(cluster_pool.state)).stdout
+    for line in ("cap       64.0 GiB, decided by setting, tier custom", "headroom  ", "guard     armed; level ok",
+                 "remedy    raise memory.cap", "counts    "):  # fmt: skip
+        assert line in shown
     table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
-    assert "studio" in table
+    assert "studio: setting decides; raise memory.cap" in table
     assert "64.0 GiB" in table
 
 
@@ -529,5 +538,8 @@ def test_guard_off_is_said_everywhere(cluster_pool: Pool) -> None:
     cluster_pool.join("bold", "memory.guard=off")
     until(lambda: cluster_pool.node("bold").get("guard") is False, what="reported")
     assert cluster_pool.node("bold")["gate_armed"] is False
-    assert any("memory.guard is off" in warning for warning in cluster_pool.cli("status")["warnings"])
+    status = cluster_pool.cli("status")
+    assert any("memory.guard is off" in warning for warning in status["warnings"])
+    assert [danger for danger in status["dangers"] if "memory.guard is off" in danger] == status["dangers"]
+    assert "OFF" in cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
     assert "memory.guard is off" in cluster_pool.nodes["bold"].log.read_text()

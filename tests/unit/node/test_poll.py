@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from node.enforcer import State
 from node.limits import Limiter
 from node.poll import WARN_EVERY, Poll
 from node.settings import resolve
@@ -130,11 +131,28 @@ async def test_a_new_engine_is_covered_within_a_poll_and_so_is_the_one_after_a_d
 
 
 @pytest.mark.slow
+async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_the_next_poll(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make()
+    node.poll.look()
+    node.poll.changed()
+    looked = node.poll.state.polls
+    await asyncio.sleep(0.1)
+    assert node.poll.state.polls == looked, "for one that was seen the next poll is soon enough"
+    node.poll.state = State()
+    begun = time.monotonic()
+    node.poll.changed()
+    await node.until(lambda: node.poll.state.engine == node.supervisor.ready)
+    assert time.monotonic() - begun < 0.5
+
+
+@pytest.mark.slow
 async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls_and_replaced(
     make: Callable[..., Awaitable[Node]],
 ):
-    """Judged by the resident set of a real process: the engine says nothing of it, and cannot."""
-    node = await make()
+    """Judged by the resident set of a real process: the engine says that it has 1 MiB, and then nothing more."""
+    node = await make(weights="1MiB", kv_per_token=1)
     pid = node.supervisor.ready
     assert pid is not None
     node.generate(1)

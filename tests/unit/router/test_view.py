@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from router.view import UNMEASURED_PREFILL, view_of
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import EngineState, Group, Memory, Model
+from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System
 from wire.verdict import Fits, judge, request_need
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
@@ -25,6 +25,12 @@ models = st.builds(
 reports = st.builds(
     Report, sequence=wild_ints, memory=memories, acked_seq=wild_ints, models=st.lists(models, max_size=4).map(tuple),
     engine=st.builds(EngineState, running=wild_ints, waiting=wild_ints, queued_tokens=wild_ints),
+    system=st.builds(System, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()),
+    enforcement=st.builds(
+        Enforcement, level=wild_ints, phys=st.none() | wild_ints, highest=wild_ints, interval=wild_ints,
+        over_caps=wild_ints, kills=wild_ints, polls=wild_ints, remedy=st.text(), cap_bound_by=st.text(),
+        warnings=st.lists(st.text(), max_size=20).map(tuple),
+    ),
 )  # fmt: skip
 
 
@@ -39,6 +45,14 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
     assert min(memory.cap, memory.ceiling, memory.margin, memory.active, memory.recent, memory.reserved) >= 0
     assert memory.phys is None or memory.phys >= 0
     assert min(view.engine.running, view.engine.waiting, view.engine.queued_tokens, view.acked_seq) >= 0
+    system, held = view.system, view.enforcement
+    assert min(system.worker, held.polls, held.over_caps, held.kills, memory.cache, memory.peak) >= 0
+    assert all(size is None or size >= 0 for size in (system.available, held.phys, held.highest, held.interval))
+    assert math.isfinite(system.age)
+    assert held.level in tuple(Level)
+    texts = (system.source, held.remedy, held.cap_bound_by, *held.warnings)
+    assert all(text.isprintable() and len(text) <= 300 for text in texts)
+    assert len(held.warnings) <= 8
     for model in view.models.values():
         assert model.name
         assert min(model.weights, model.kv_per_token, model.transient, model.context) >= 0

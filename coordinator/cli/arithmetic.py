@@ -1,0 +1,56 @@
+"""A node's memory in words: the sum that its gate makes, term by term, as the API gives it."""
+
+from typing import Any
+
+from wire.units import show_size
+
+OFF, NO_MARGIN, UNARMED = "OFF", "no margin", "not armed"
+ALARMING = frozenset({OFF, NO_MARGIN})
+"""What a guard may be that must not be overlooked."""
+
+
+def ago(seconds: float | None) -> str:
+    """Write how long ago something was."""
+    if seconds is None:
+        return "-"
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def guard_of(node: dict[str, Any]) -> str:
+    """Say in a word how a node is guarded."""
+    if not node["cap"]:
+        return "-"
+    if not node["guard"]:
+        return OFF
+    if not node["margin"]:
+        return NO_MARGIN
+    return "armed" if node["gate_armed"] else UNARMED
+
+
+def arithmetic(node: dict[str, Any]) -> list[str]:
+    """Give the lines: what decides the cap and the ceiling, the sum that gives headroom, readings, counts."""
+    counts, held, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
+    size = {name: show_size(node[name]) for name in (
+        "cap", "ceiling", "leases", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "base",
+        "cache", "peak",
+    )}  # fmt: skip
+    return [
+        f"cap       {size['cap']}, decided by {node['cap_bound_by'] or '-'}, tier {node['tier'] or '-'}",
+        f"ceiling   {size['ceiling']}, decided by {node['bound_by'] or '-'}; leases {size['leases']}",
+        f"remedy    {node['remedy'] or '-'}",
+        f"current   {size['current']} = highest of phys {size['phys']}, active {size['active']}, recent "
+        f"{size['recent']}; {node['source'] or 'no source'}, {node['age']:.1f} s old",
+        f"headroom  {size['headroom']} = ceiling {size['ceiling']} − margin {size['margin']} − current "
+        f"{size['current']} − reserved {size['reserved']}",
+        f"guard     {guard_of(node)}; level {held['level'].replace('_', ' ')}; "
+        f"engine from outside {show_size(held['phys'])}, at most {show_size(held['highest'])} ever",
+        f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}",
+        f"system    available {show_size(system['available'])}, pressure {system['pressure'] or 'unknown'}, video "
+        f"worker {show_size(system['worker'])}; {system['source'] or 'no source'}, {system['age']:.1f} s old",
+        f"counts    {counts['checks']} checks, {counts['refusals']} refusals, {counts['sheds']} sheds, "
+        f"{counts['evictions']} evictions, {held['over_caps']} times over the cap, {held['kills']} engine kills, "
+        f"{node['engine']['restarts']} restarts",
+    ]  # fmt: skip
