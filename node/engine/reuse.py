@@ -108,6 +108,12 @@ class Reuse:
         of it would not do. Say whether they fit."""
         return _fits(self._memory(), need - self.nbytes) and self.give(need)
 
+    def relieve(self) -> None:
+        """Give back what stands over the ceiling, as far as there is anything."""
+        headroom = self._memory().headroom
+        if headroom is not None and headroom < 0:
+            self.give(0)
+
     def give(self, need: int) -> bool:
         """Give back what was least recently used until `need` bytes fit or nothing is left; say whether they fit."""
         memory = self._memory()
@@ -184,7 +190,7 @@ class Reuse:
         key = past.key[: prefill.written * WIDTH]
         size = nbytes_of(cache)
         if not self._kept.covers(prefill.resident.name, key, cut=False) and self._room(size):
-            self._keep(prefill.resident, key, [owned(layer) for layer in cache], past.prompt_hash, snapshot=True)
+            self._keep(prefill.resident, key, owned(cache), past.prompt_hash, snapshot=True)
 
     def prompt_written(self, prefill: "Prefill", transient: int) -> None:
         """Keep the state of a whole prompt while its rows decode, where it can be cut: the next prompt may begin like
@@ -205,7 +211,7 @@ class Reuse:
         key = past.key[: past.took * WIDTH]
         layers = copied(cache, past.took)
         if self._manner(prefill.resident) is Manner.CUT and self._room(nbytes_of(layers)):
-            self._keep(prefill.resident, key, [owned(layer) for layer in layers], past.prompt_hash)
+            self._keep(prefill.resident, key, owned(layers), past.prompt_hash)
 
     # an answer
 

@@ -151,7 +151,7 @@ class TextEngine:
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; a new cap is also how much Metal may keep wired."""
         self.gate.hold(limits)
-        self._reuse.make_room(0)
+        self._reuse.relieve()
         if limits.cap and limits.cap != self._wired_for:
             self._wired_for = limits.cap
             limit_pool(limits.cap)
