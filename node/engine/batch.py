@@ -178,10 +178,10 @@ class DecodeBatch(Generic[K]):
         return list(self._batch.tokens[self._place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Copy a row's cache out, layer by layer, without padding, evaluated: it holds what `ids` says."""
+        """Copy a row's cache out, without padding, evaluated: it holds what `ids` says."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._place(row)
-        return [owned(layer.extract(place)) for layer in self._batch.prompt_cache]
+        return owned(layer.extract(place) for layer in self._batch.prompt_cache)
 
     def _place(self, row: K) -> int:
         assert self._batch is not None  # noqa: S101  the callers have one

@@ -114,13 +114,13 @@ def _manner(layer: object) -> Manner:
     return Manner.NEVER
 
 
-def owned(layer: Layer) -> Layer:
-    """Copy a row's layer into arrays of its own, no longer than what it holds, and evaluate them: a lazy copy, or a
+def owned(layers: Iterable[Layer]) -> Layers:
+    """Copy a row's caches into arrays of their own, no longer than what they hold, and evaluate them: a lazy copy, or a
     view, would keep the arrays that it was taken from, a whole batch perhaps."""
-    mine = deepcopy(layer)
-    for one in _leaves([mine]):
-        _shrink(one)
-    evaluate(mine.state)
+    mine = [deepcopy(layer) for layer in layers]
+    for layer in _leaves(mine):
+        _shrink(layer)
+    evaluate([layer.state for layer in mine])
     return mine
 
 

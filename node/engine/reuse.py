@@ -192,7 +192,7 @@ class Reuse:
         key = past.key[: prefill.written * WIDTH]
         size = nbytes_of(cache)
         if not self._kept.covers(prefill.resident.name, key, cut=False) and self._room(size):
-            self._keep(prefill.resident, key, [owned(layer) for layer in cache], past.prompt_hash, snapshot=True)
+            self._keep(prefill.resident, key, owned(cache), past.prompt_hash, snapshot=True)
 
     def prompt_written(self, prefill: "Prefill", transient: int) -> None:
         """Keep the state of a whole prompt while its rows decode, where it can be cut: the next prompt may begin like
@@ -213,7 +213,7 @@ class Reuse:
         key = past.key[: past.took * WIDTH]
         layers = copied(cache, past.took)
         if self._manner(prefill.resident) is Manner.CUT and self._room(nbytes_of(layers)):
-            self._keep(prefill.resident, key, [owned(layer) for layer in layers], past.prompt_hash)
+            self._keep(prefill.resident, key, owned(layers), past.prompt_hash)
 
     # an answer
 

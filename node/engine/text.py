@@ -163,7 +163,7 @@ class TextEngine:
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""
         self.gate.hold(limits)
-        self._reuse.make_room(0)
+        self._reuse.relieve(lambda: (self._memory().headroom or 0) >= 0)
         ours = max(1, limits.cap - limits.leases)
         if limits.cap and ours != self._wired_for:
             self._wired_for = ours

@@ -31,6 +31,7 @@ ROWS = 8
 PROMPT_WORDS = 98
 """With the template around it 108 tokens."""
 LONG_WORDS = 5990
+TURN_WORDS = 1490
 ALONE_WORDS = 1990
 """A prompt that is alone: its first 2,000 tokens are what a client that hangs up early sees of a long one."""
 DECODE_TOKENS = 80
@@ -321,10 +322,47 @@ def bench_gate(_: Path) -> list[Row]:
     return [Row(name, target, figure, cost <= 30, commit())]
 
 
+# prefix cache
+
+
+def bench_prefix(folder: Path) -> list[Row]:
+    """The second turn of a chat whose first had 1,500 tokens: its first token, with what was kept and without."""
+    name, peer = "first token of a second turn, 1,500 tokens before it", "a chat that nobody has begun"
+    if missing():
+        return [not_measured(name, f"<= 0.35 x {peer}", missing())]
+    rows: list[Row] = []
+    with one_node(folder) as (_, ours), mlx_server(folder, model()) as started:
+        theirs = Server(started.base, "none", str(model()))
+        pairs = in_turn(_second_turn(ours, "ours", known=True), _second_turn(ours, "ours", known=False), ROUNDS)
+        hit, cold, ratio, ratios = ratio_of(pairs)
+        figure = f"({hit * 1000:.0f} against {cold * 1000:.0f} ms; by round {spread(ratios)})"
+        rows.append(at_most(name, 0.35, ratio, figure, peer))
+        pairs = in_turn(_second_turn(ours, "beside", known=True), _second_turn(theirs, "beside", known=True), ROUNDS)
+        mine, other, ratio, ratios = ratio_of(pairs)
+        figure = f"({mine * 1000:.0f} against {other * 1000:.0f} ms; by round {spread(ratios)})"
+        rows.append(at_most(name, 1.0, ratio, figure, "mlx_lm.server"))
+    return rows
+
+
+def _second_turn(server: Server, seed: str, *, known: bool) -> Callable[[int], float]:
+    """Give the seconds to the first token of a second turn; not `known`: of one whose first turn was another's."""
+
+    def run(number: int) -> float:
+        first, other, second = prompts(f"prefix {seed} {known} {number}", 3, TURN_WORDS)
+        asked = [{"role": "user", "content": first}]
+        asyncio.run(server.chat(first if known else other, ANSWER_TOKENS))
+        told = [*asked, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": second[:100]}]
+        whole = body(server.model, "", ANSWER_TOKENS) | {"messages": told}
+        return asyncio.run(chat(server.base, server.key, whole)).first
+
+    return run
+
+
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "decode": bench_decode,
     "server": bench_server,
     "itl": bench_itl,
     "cancel": bench_cancel,
     "gate": bench_gate,
+    "prefix": bench_prefix,
 }

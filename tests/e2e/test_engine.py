@@ -227,6 +227,27 @@ def test_usage_is_exact_and_the_same_streamed(client: OpenAI) -> None:
     assert counted == {(usage.prompt_tokens, 5, usage.prompt_tokens + 5)}
 
 
+def test_a_second_turn_is_billed_with_what_was_cached(zoo: Pool, client: OpenAI) -> None:
+    """On one node; the first turn leaves its rows, the second begins with them, streamed or not."""
+    with cordoned(zoo, "macbook"):
+        first = client.chat.completions.create(model="lfm2", messages=said("Count to thirty."))
+        assert first.usage is not None
+        told = [*said("Count to thirty."), first.choices[0].message.to_dict(), *said(HELLO)]
+        ask: Any = {"model": "lfm2", "messages": told, "max_tokens": 5}
+        usage = client.chat.completions.create(**ask).usage
+        *_, last = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    for one in (usage, last.usage):
+        assert one is not None
+        assert one.prompt_tokens_details is not None
+        cached = one.prompt_tokens_details.cached_tokens
+        assert cached is not None
+        assert first.usage.prompt_tokens < cached < one.prompt_tokens
+    until(lambda: zoo.node("studio")["engine"]["cache"]["hits"] >= 2, 5, "the hits in the report")
+    cache = zoo.node("studio")["engine"]["cache"]
+    assert cache["hit_tokens"] >= 2 * first.usage.prompt_tokens
+    assert zoo.node("studio")["reusable"] > 0
+
+
 # bad input
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.prefix import BLOCK, LEAST, Entry, PrefixCache, hash_of
+from node.engine.prefix import BLOCK, LEAST, Entry, PrefixCache, PrefixStore, hash_of
 from node.engine.reuse import OPENING, limit_of, stops
 from node.engine.trie import pack
 
@@ -49,6 +49,18 @@ def test_templates_alone_are_no_beginning():
     kept: PrefixCache[str] = PrefixCache()
     kept.store(entry(1))
     assert kept.find("m", pack([*START[:-1], 99, 98]), cut=True).entry is None
+
+
+def test_a_cache_is_a_store():
+    """What holds for every place of sequences: a first, empty `find`, then what was stored, until it is evicted."""
+    store: PrefixStore[str] = PrefixCache()
+    asked = pack([*START, 1, 2])
+    assert store.find("m", asked, cut=True).entry is None
+    one = entry(1)
+    store.store(one)
+    assert store.find("m", asked, cut=True).entry is one
+    assert store.evict(1) == one.nbytes
+    assert store.find("m", asked, cut=True).entry is None
 
 
 def test_the_least_recently_used_goes_first_and_only_as_much_as_is_asked():
