@@ -13,6 +13,8 @@ from pathlib import Path
 from machine.private import private_folder
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+PROFILES = "MACPOOL_PROFILES"
+"""The variable that says in which folder profiles are kept."""
 OPENBLAS = (
     "/usr/lib/x86_64-linux-gnu/libopenblas.so.0", "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
     "/usr/lib64/libopenblas.so.0", "/usr/lib/libopenblas.so.0",
@@ -23,6 +25,7 @@ OPENBLAS = (
 def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
     """Give the environment of an engine whose temporary files lie in `scratch`; `blas` is engine.mlx.blas."""
     environment = {**inherited, "TMPDIR": str(private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
+    environment[PROFILES] = str(scratch.parent / "profiles")
     environment |= {"TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not sys.platform.startswith("linux"):
         return environment

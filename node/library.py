@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import structlog
+
 from node.engine.found import Found
 from node.settings import ModelSettings
 from wire.identity import valid_model
@@ -39,12 +41,15 @@ EMBEDDED = Path(__file__).parent / "models" / "macpool-tiny"
 _IDENTITY = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
+_NESTED = ("text_config", "language_config", "llm_config")
+_OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _FUSED = frozenset({64, 72, 80, 96, 128})
 """Head sizes for which Metal has attention that writes no scores (read in MLX)."""
 _STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 
 Config = Mapping[str, Any]
+log = structlog.get_logger("node.library")
 
 
 class Digest(Protocol):
@@ -206,6 +211,9 @@ def describe(name: str, folder: Path) -> Found | None:
     if config.get("model_file") is not None:
         return Found(name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run")
     weights = read_weights(folder, digest)
+    missing = unknown(config)
+    if missing:
+        log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
     context = _context(config)
     return Found(
         name, folder, digest.hexdigest()[:32], weights.size, context, foresee(config, weights.float_size),
@@ -292,8 +300,27 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _text_config(config: Config) -> Config:
-    inner = config.get("text_config")
-    return {**config, **cast("Config", inner)} if isinstance(inner, dict) else config
+    """Give the part of a config that is about text, with older names beside today's. What is nested counts even where
+    the top says a number of layers, too: that may be those of an encoder of pictures."""
+    inner = next((found for key in _NESTED if _counts_layers(found := config.get(key))), None)
+    text = {**config, **cast("Config", inner)} if inner is not None else config
+    return {**{today: text[old] for old, today in _OLDER.items() if old in text}, **text}
+
+
+def _counts_layers(found: object) -> bool:
+    return isinstance(found, dict) and ("num_hidden_layers" in found or "n_layer" in found)
+
+
+def unknown(config: Config) -> tuple[str, ...]:
+    """Name what a config does not say and the bytes of a row follow from; no such byte is foreseen, and the gate asked
+    all the same."""
+    text = _text_config(config)
+    said = {
+        "num_hidden_layers": _whole(text.get("num_hidden_layers")),
+        "num_attention_heads": _whole(text.get("num_attention_heads")),
+        "head_dim or hidden_size": _head_size(text),
+    }
+    return tuple(name for name, value in said.items() if not value)
 
 
 def _context(config: Config) -> int:
@@ -335,7 +362,7 @@ def forecast(config: Config, float_size: int) -> Transient:
     window = _whole(text.get("sliding_window")) if windowed and not full else 0
     return Transient(
         token=4.0 * numbers, pair=pair, seen=seen, logits=logits, step_row=4.0 * numbers + logits,
-        step_seen=4.0 * heads + seen, window=window,
+        step_seen=4.0 * heads, window=window,
     )  # fmt: skip
 
 
@@ -351,7 +378,7 @@ def _head_size(text: Config) -> int:
 
 def _layers(text: Config) -> tuple[int, int, int]:
     """Count the layers with full attention, with a window, and with a state."""
-    count = _whole(text.get("num_hidden_layers")) or _whole(text.get("n_layer"))
+    count = _whole(text.get("num_hidden_layers"))
     kinds = text.get("layer_types")
     if isinstance(kinds, Iterable) and not isinstance(kinds, str):
         names = [str(kind) for kind in cast("Iterable[object]", kinds)]

@@ -81,6 +81,9 @@ class MlxSettings(Section, frozen=True):
     chunk_floor: Annotated[int, Meta(ge=4, le=8192, description=(
         "Prompt tokens of the smallest forward that a prompt is cut into for want of memory; a request is admitted "
         "where a forward of this size fits at the end of its prompt."))] = 256  # fmt: skip
+    context: Annotated[int, Meta(ge=0, le=2**24, description=(
+        "Most tokens of prompt and answer together; 0: what the model takes."
+        ))] = 0  # fmt: skip
     max_tokens: Annotated[int, Meta(ge=1, le=2**20, description=(
         "Most tokens of an answer whose request sets no max_tokens; the context limits it too."))] = 4096  # fmt: skip
     prefix_cache: Annotated[Size, Meta(description=(
@@ -106,6 +109,9 @@ class ModelSettings(Section, frozen=True):
     folders: Annotated[tuple[str, ...], Meta(description=(
         "Folders to look for models in, three levels deep; `--models DIR` adds to them."))] = ()  # fmt: skip
     hub: Annotated[bool, Meta(description="Serve what is in the local Hugging Face cache, too.")] = True
+    profile: Annotated[str, Meta(description=(
+        '"auto": measure a model when it is loaded for the first time on this machine, 10 s at most, and keep what was '
+        'measured; "off": start from what its config says.'))] = "auto"  # fmt: skip
     preload: Annotated[tuple[str, ...], Meta(description=(
         "Names of models to load at start, in this order, and never to unload for another."))] = ()  # fmt: skip
 
@@ -142,6 +148,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "memory.tier": tuple(TIERS),
     "engine.kind": tuple(kinds.KINDS),
     "engine.mlx.blas": ("auto", "bundled"),
+    "models.profile": ("auto", "off"),
     "engine.scripted.text": ("words", "echo", "clock"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }

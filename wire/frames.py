@@ -346,7 +346,8 @@ class Failed(Frame, frozen=True, array_like=True, gc=False):
 
 class Limits(Frame, frozen=True, array_like=True, gc=False):
     """agent → engine: the cap and ceiling in force, and the margin. `number` grows with every one, so that the engine
-    can say which it holds."""
+    can say which it holds. `margin_auto`: nobody set the margin, so that a profile of what is loaded may say a better
+    one."""
 
     cap: int
     ceiling: int
@@ -355,6 +356,7 @@ class Limits(Frame, frozen=True, array_like=True, gc=False):
     guard: bool = True
     leases: int = 0
     number: int = 0
+    margin_auto: bool = False
 
 
 class Enforce(Frame, frozen=True, array_like=True, gc=False):

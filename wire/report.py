@@ -79,9 +79,10 @@ class Transient(Part, frozen=True, array_like=True, gc=False):
     """What a forward takes for a moment beside the rows that it writes, fitted to what forwards have taken.
 
     All in bytes (`wire.verdict.prefill_transient`, `step_transient`). A prefill of some tokens: `fixed`, `token` for
-    each, `pair` for each and each token that it sees, `seen` for each token seen; or `least` for each token where
-    layers without attention take more; `logits` for each token of a forward whose logits are wanted. A decode step:
-    `step_fixed`, `step_row` for each row, `step_seen` for each row and each token of the longest.
+    each, `pair` for each and each token that it sees; or `least` for each token where layers without attention take
+    more; `seen` for each token seen where the caches have to grow, which copies them layer by layer; `logits` for each
+    token of a forward whose logits are wanted. A decode step: `step_fixed`, `step_row` for each row, `step_seen` (and
+    `seen`) for each row and each token of the longest.
 
     A model all of whose layers have a `window` sees no more than that. `floor` is the smallest chunk in tokens that the
     engine cuts for want of memory.
@@ -106,6 +107,9 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     `transient` is what the smallest prefill chunk adds for a moment at the start of a prompt (`forward` says it of
     every forward), `bytes_per_token` the measured ratio of request text to prompt tokens, `features` what a request may
     ask for beyond plain sampling, `cause` why it cannot be loaded now.
+
+    `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
+    `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, in bytes.
 
     A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
     `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
@@ -132,6 +136,10 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     loading: bool = False
     cause: str = ""
     forward: Transient = Transient()
+    profiled: bool = False
+    max_context: int = 0
+    max_batch: int = 0
+    observed: int = 0
 
     @property
     def kv(self) -> "Kv":

@@ -17,7 +17,7 @@ mixture of experts under a 107.52 GiB cap; 12 / 107.52 = 11.2 %).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -30,8 +30,13 @@ MARGIN_MOST = 12 * GIB
 MARGIN_LEAST = 512 * MIB
 UNREADABLE = "unreadable"
 """The term that binds where the system's own memory cannot be read: the ceiling is 1 byte then."""
+RESIDUAL_FACTOR = 12 / 10.6
+"""The margin of the project's first case over the spike that was measured there: 1.13."""
+PROFILED_LEAST = 0.02
 WASTE_SHARE = 0.25
 WASTE_BYTES = 256 * MIB
+USUAL_LENGTH = 2048
+"""Tokens of a row by which `max_batch` is counted."""
 LOGITS_BYTES = 16 * MIB
 """What the logits of a prompt's last forward may take: with more tokens the last one has a forward of its own."""
 
@@ -39,6 +44,12 @@ LOGITS_BYTES = 16 * MIB
 def default_margin(cap: int) -> int:
     """Give the margin in bytes for a cap without a measured profile: 11.2 % of it, 512 MiB to 12 GiB."""
     return max(MARGIN_LEAST, min(MARGIN_MOST, int(cap * MARGIN_SHARE)))
+
+
+def profiled_margin(cap: int, residual: int) -> int:
+    """Give the margin in bytes where every loaded model has a profile: 1.13 × the worst residual of a forward (by which
+    it went above what it wrote and its estimate), at least 2 % of the cap."""
+    return max(int(residual * RESIDUAL_FACTOR), int(cap * PROFILED_LEAST))
 
 
 def current(active: int, phys: int | None, recent: int) -> int | None:
@@ -154,21 +165,23 @@ def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None,
     return (None, row_bytes(kv, length)) if best is None else (best, least)
 
 
-def prefill_transient(transient: Transient, tokens: int, past: int, *, last: bool = False) -> int:
+def prefill_transient(transient: Transient, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
     """Give what a prefill of `tokens` behind `past` written ones takes for a moment, in bytes, beside what it writes.
-    With `last` the logits of all of them are computed."""
+    With `last` the logits of all of them are computed; without `grows` there is room for them in the caches."""
     seen = tokens + (min(past, transient.window) if transient.window else past)
-    attention = transient.token * tokens + transient.pair * tokens * seen + transient.seen * seen
-    layers = max(transient.fixed + attention, transient.least * tokens)
+    attention = transient.token * tokens + transient.pair * tokens * seen + grows * transient.seen * seen
+    layers = transient.fixed + max(attention, transient.least * tokens)
     return math.ceil(max(layers, transient.fixed + transient.logits * tokens) if last else layers)
 
 
-def step_transient(transient: Transient, rows: int, longest: int) -> int:
-    """Give what a decode step of a padded batch takes for a moment, in bytes."""
+def step_transient(transient: Transient, rows: int, longest: int, *, grows: bool = True) -> int:
+    """Give what a decode step of a padded batch takes for a moment, in bytes. Without `grows` there is room for its
+    tokens in the caches, as in all but one of many steps."""
     if not rows:
         return 0
-    seen = min(longest, transient.window) if transient.window else longest
-    return math.ceil(transient.step_fixed + rows * (transient.step_row + transient.step_seen * seen))
+    seen = rows * (min(longest, transient.window) if transient.window else longest)
+    each = transient.step_seen + grows * transient.seen
+    return math.ceil(transient.step_fixed + rows * transient.step_row + seen * each)
 
 
 def tail(transient: Transient) -> int:
@@ -226,3 +239,23 @@ def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: i
     alone = replace(model, groups=()) if model.groups else model
     rows = row_bytes(model.kv, prompt_tokens + output_tokens) * choices
     return rows + request_transient(alone, prompt_tokens, output_tokens, choices) + model.weights
+
+
+def max_context(memory: Memory, model: Model) -> int:
+    """Give the most tokens of one row, prompt and answer, that fit where nothing else runs; 0 when none does."""
+    return _most(model.context, lambda tokens: alone_bytes(model, tokens - 1, 1) <= most_bytes(memory))
+
+
+def max_batch(memory: Memory, model: Model, most: int) -> int:
+    """Give how many rows of usual length fit where nothing else runs, `most` at most."""
+    length = min(USUAL_LENGTH, model.context)
+    return _most(most, lambda rows: alone_bytes(model, length - 1, 1, rows) <= most_bytes(memory))
+
+
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """Give the largest number up to `most` that fits, by halving; 0 when none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

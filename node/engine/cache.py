@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, cast
 
@@ -59,6 +60,29 @@ def new_cache(model: TextModel) -> Layers:
 def nbytes_of(layers: Iterable[Layer]) -> int:
     """Give the bytes of all layers."""
     return sum(layer.nbytes for layer in layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a row's cache takes of its promise in bytes (a window holds more than it shows, for a chunk), and the tokens
+    that its growing layers have room for."""
+
+    size: int
+    room: int
+
+
+def extent_of(layers: Iterable[Layer]) -> Extent:
+    """Measure a cache, between two forwards."""
+    size = room = 0
+    for layer in _leaves(layers):
+        keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
+        held = 0 if keys is None else keys.shape[2]
+        if window is not None and held > window:
+            size += layer.nbytes * window // held
+            continue
+        size += layer.nbytes
+        room += held if window is None else 0
+    return Extent(size, room)
 
 
 def kv_of(layers: Iterable[Layer]) -> Kv:

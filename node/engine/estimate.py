@@ -6,58 +6,78 @@ The form is `wire.report.Transient`, the arithmetic over it `wire.verdict`'s; he
   is measured.
 - With a few it is that formula, scaled up to the highest of them.
 - With samples of several shapes, some far into a prompt, it is a fit: non-negative least squares of relative errors
-  (relative, because a small chunk must be as well foreseen as a large one), scaled up until no sample lies above it.
+  (relative, because a small chunk must be as well foreseen as a large one), raised until no sample lies above it.
 
-A sample above the estimate counts at once. The samples are bounded: of each shape the highest, of many shapes those
-that are farthest apart.
+A sample above the estimate counts at once; one far below it does when it is the first of its kind. The samples are
+bounded: one of each kind of shape, and of many kinds those that are far apart.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
+from operator import mul
 
 from msgspec.structs import replace
 
 from wire.report import Transient
 from wire.verdict import prefill_transient, step_transient
 
-MOST_SAMPLES = 48
-"""Shapes that are remembered of each kind of forward."""
-ROOM = 1.04
-"""The same forward takes up to this much more another time (measured: the order of frees varies)."""
-REFIT = 8
-"""New shapes that may come before the fit is made anew, where none of them lies above it."""
+MOST_SAMPLES = 32
+"""Kinds of shapes that are remembered of each kind of forward."""
+ROOM = 1.08
+"""The same forward takes up to this much more another time: the order of frees varies (measured: 6 %)."""
+NOISE = 0.006
+"""Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
+LARGE = 0.2
+"""Share of the largest sample from which one counts as large."""
+LOOSE = 1.2
+"""An estimate this far above a sample is worth a new fit."""
 RICH = 4
-"""Shapes that a fit takes: fewer do not tell its terms apart."""
+"""Samples that a fit takes: fewer do not tell its terms apart."""
+PRIOR_WEIGHT = 0.3
+"""What the formula for the scores weighs in a fit, beside 1 for a sample: it holds where the samples see too little."""
+MOST_LINES = 4
+ROUNDS, ABOVE = 5, 20.0
+"""Rounds of a fit, and what a sample above it weighs in the next one."""
 
-Shape = tuple[int, int]
+Shape = tuple[int, int, bool]
 Sample = tuple[Shape, float]
-Point = tuple[tuple[float, ...], float]
+Point = tuple[tuple[float, ...], float, float]
 
 
 class Samples:
-    """Of each shape `(tokens, past)` or `(rows, longest)` the highest transient seen, in bytes."""
+    """Of shapes `(tokens, past, grew)` or `(rows, longest, grew)` that are about the same the one that was hardest to
+    foresee, with the bytes that it took. `grew`: its caches did."""
 
     def __init__(self) -> None:
-        self.highest: dict[Shape, float] = {}
-        self.unfitted = 0
+        self._held: dict[Shape, Sample] = {}
+        self.unfitted = False
 
-    def add(self, shape: Shape, taken: float) -> None:
-        """Keep a sample."""
-        if shape not in self.highest:
-            self.unfitted += 1
-            if len(self.highest) >= MOST_SAMPLES:
-                del self.highest[self._closest()]
-        self.highest[shape] = max(taken, self.highest.get(shape, 0.0))
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self._held.values())
 
-    def _closest(self) -> Shape:
-        """Choose whom to forget: the shape whose neighbour, in the order of sizes, is nearest and takes as much."""
-        order = sorted(self.highest)
-        near = min(pairwise(order), key=lambda pair: _apart(pair[0], pair[1]))
-        return min(near, key=lambda shape: self.highest[shape])
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
+        """Keep a sample, and whether it is worth a new fit: it lies above its estimate, or is the first far below."""
+        kind, foreseen = _kind(shape), estimate(shape)
+        kept = self._held.get(kind)
+        if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
+            self._held[kind] = (shape, taken)
+        if len(self._held) > MOST_SAMPLES:
+            del self._held[self._superfluous()]
+        self.unfitted |= taken > foreseen or (kept is None and foreseen > LOOSE * taken)
+
+    def _superfluous(self) -> Shape:
+        """Choose whom to forget: of the two kinds that are nearest to each other the one that took less."""
+        near = min(pairwise(sorted(self._held)), key=lambda pair: math.dist(*pair))
+        return min(near, key=lambda kind: self._held[kind][1])
 
 
-def _apart(one: Shape, other: Shape) -> float:
-    return sum(abs(a - b) / (1 + max(a, b)) for a, b in zip(one, other, strict=True))
+def _kind(shape: Shape) -> Shape:
+    """Give thirds of powers of two: shapes within 26 % of each other."""
+    return round(3 * math.log2(shape[0])), round(3 * math.log2(shape[1] + 64)), shape[2]
 
 
 class Estimator:
@@ -71,142 +91,178 @@ class Estimator:
         self._chunks = Samples()
         self._steps = Samples()
 
-    def chunk(self, tokens: int, past: int, *, last: bool = False) -> int:
+    def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Give what a prefill of `tokens` behind `past` written ones will take for a moment, in bytes."""
-        return prefill_transient(self.transient, tokens, past, last=last)
+        return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
-    def step(self, rows: int, longest: int) -> int:
+    def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
         """Give what a decode step of a padded batch will take for a moment, in bytes."""
-        return step_transient(self.transient, rows, longest)
+        return step_transient(self.transient, rows, longest, grows=grows)
 
     def join(self, grown: int, layers: int) -> int:
         """Give what a join takes for a moment: it copies a batch, which then has `grown` bytes, layer by layer."""
         return grown // max(1, layers)
 
-    def observe(self, tokens: int, past: int, taken: int, *, last: bool = False) -> None:
+    def observe(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
         """Learn from a prefill that took `taken` bytes beside what it wrote."""
+        taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        if last and taken > self.chunk(tokens, past):
-            if taken > self.chunk(tokens, past, last=True):
-                self._raise_logits(tokens, taken)
-            return
-        self._chunks.add((tokens, past), taken)
-        if taken > self.chunk(tokens, past) or self._chunks.unfitted >= REFIT:
+        if not last:
+            self._chunks.add((tokens, past, grew), taken, self._foreseen)
+        elif taken > self.chunk(tokens, past, last=True, grows=grew):
+            logits = (taken * ROOM - self.transient.fixed) / tokens
+            self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
+        if self._chunks.unfitted:
             self._fit_chunks()
 
-    def observe_step(self, rows: int, longest: int, taken: int) -> None:
+    def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
         """Learn from a decode step that took `taken` bytes beside what it wrote."""
+        taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        self._steps.add((rows, longest), taken)
-        if taken > self.step(rows, longest) or self._steps.unfitted >= REFIT:
+        self._steps.add((rows, longest, grew), taken, self._foreseen_step)
+        if self._steps.unfitted:
             self._fit_steps()
+
+    def _foreseen(self, shape: Shape) -> int:
+        return prefill_transient(self.transient, shape[0], shape[1], grows=shape[2])
+
+    def _foreseen_step(self, shape: Shape) -> int:
+        return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
+
+    def adopt(self, transient: Transient, highest: int) -> None:
+        """Start from what was fitted before: it stands until there are samples enough for another fit."""
+        self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
+        self.highest = max(self.highest, highest)
 
     def settle(self) -> None:
         """Fit to all that was observed so far."""
-        if self._chunks.highest:
+        if len(self._chunks):
             self._fit_chunks()
-        if self._steps.highest:
+        if len(self._steps):
             self._fit_steps()
 
-    def _raise_logits(self, tokens: int, taken: float) -> None:
-        logits = (taken * ROOM - self.transient.fixed) / tokens
-        self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
-
     def _fit_chunks(self) -> None:
-        self._chunks.unfitted = 0
-        samples = list(self._chunks.highest.items())
-        window = self._prior.window
-        fitted = _fit_rich(samples, window) if _tells_apart(samples) else self._prior
-        kept = replace(
-            self.transient, fixed=fitted.fixed, token=fitted.token, pair=fitted.pair, seen=fitted.seen,
-            least=fitted.least,
-        )  # fmt: skip
-        up = _highest_ratio(samples, lambda shape: prefill_transient(kept, *shape))
-        self.transient = replace(
-            kept, fixed=up * kept.fixed, token=up * kept.token, pair=up * kept.pair, seen=up * kept.seen,
-            least=up * kept.least,
-        )  # fmt: skip
+        samples = list(self._chunks)
+        rich = _tells_apart(samples)
+        fitted = _fit_rich(samples, self._prior) if rich else self._prior
+        self.transient = replace(self.transient, **{name: getattr(fitted, name) for name in _CHUNK})
+        self._raise(_CHUNK, samples, self._foreseen, 0.0 if rich else 1.0)
+        self._chunks.unfitted = False
 
     def _fit_steps(self) -> None:
-        self._steps.unfitted = 0
-        samples, prior = list(self._steps.highest.items()), self._prior
+        samples, prior = list(self._steps), self._prior
         terms = prior.step_fixed, prior.step_row, prior.step_seen
-        if _tells_apart(samples):
-            terms = _least_squares([((1.0, rows, rows * longest), taken) for (rows, longest), taken in samples])
-        kept = replace(self.transient, step_fixed=terms[0], step_row=terms[1], step_seen=terms[2])
-        up = _highest_ratio(samples, lambda shape: step_transient(kept, *shape))
-        self.transient = replace(kept, step_fixed=up * terms[0], step_row=up * terms[1], step_seen=up * terms[2])
+        rich = _tells_apart(samples)
+        if rich:
+            copied = self.transient.seen
+            terms = _least_squares([
+                ((1.0, rows, rows * longest), max(1.0, taken - grew * copied * rows * longest), 1.0)
+                for (rows, longest, grew), taken in samples
+            ])  # fmt: skip
+        self.transient = replace(self.transient, **dict(zip(_STEP, terms, strict=True)))
+        self._raise(_STEP, samples, self._foreseen_step, 0.0 if rich else 1.0)
+        self._steps.unfitted = False
+
+    def _raise(
+        self, names: Sequence[str], samples: Sequence[Sample], estimate: Callable[[Shape], int], least: float
+    ) -> None:
+        """Raise an estimate above all samples: by a factor (`least` at least) for the large ones, by what is still
+        missing, which is few bytes, for the small ones; and both by what the same forward may take another time."""
+        most = max(taken for _, taken in samples)
+        large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE * most]
+        self.transient = _scaled(self.transient, names, max(least, *large))
+        missing = max(0.0, *(taken - estimate(shape) for shape, taken in samples)) + NOISE * most
+        fixed = getattr(self.transient, names[0])
+        self.transient = replace(self.transient, **{names[0]: fixed + missing})
+        self.transient = _scaled(self.transient, names, ROOM)
+
+
+_CHUNK = ("fixed", "token", "pair", "seen", "least")
+_STEP = ("step_fixed", "step_row", "step_seen")
+
+
+def _scaled(transient: Transient, names: Iterable[str], by: float) -> Transient:
+    return replace(transient, **{name: by * getattr(transient, name) for name in names})
 
 
 def _tells_apart(samples: Sequence[Sample]) -> bool:
     """Say whether samples are enough for a fit: several sizes, at several places, some behind more than they are."""
     shapes = [shape for shape, _ in samples]
     sizes, places = {shape[0] for shape in shapes}, {shape[1] for shape in shapes}
-    return len(shapes) >= RICH and len(sizes) > 1 and len(places) > 1 and any(past > size for size, past in shapes)
+    return len(shapes) >= RICH and len(sizes) > 1 and len(places) > 1 and any(past > size for size, past, _ in shapes)
 
 
-def _highest_ratio(samples: Iterable[Sample], estimate: Callable[[Shape], int]) -> float:
-    return ROOM * max(taken / max(1, estimate(shape)) for shape, taken in samples)
-
-
-def _fit_rich(samples: Sequence[Sample], window: int) -> Transient:
+def _fit_rich(samples: Sequence[Sample], prior: Transient) -> Transient:
     """Fit a prefill's terms. Where layers without attention are the higher ones, as in hybrids where a prompt begins,
     the samples lie on another line, `least` for each token: of the lines that the samples offer the best is taken."""
-    lines = {0.0, *(taken / shape[0] for shape, taken in samples if shape[1] <= shape[0])}
-    return min((_above(samples, line, window) for line in lines), key=lambda found: _error(samples, found))
+    lines = sorted({taken / shape[0] for shape, taken in samples if shape[1] <= shape[0]})[:MOST_LINES]
+    return min((_above(samples, line, prior) for line in (0.0, *lines)), key=lambda found: _error(samples, found))
 
 
-def _above(samples: Sequence[Sample], least: float, window: int) -> Transient:
+def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transient:
+    window = prior.window
     points: list[Point] = []
-    for (tokens, past), taken in samples:
-        if taken > 1.02 * least * tokens:
+    for (tokens, past, grew), taken in samples:
+        if taken > ROOM * least * tokens:
             seen = tokens + (min(past, window) if window else past)
-            points.append(((1.0, tokens, tokens * seen, seen), taken))
+            points.append(((1.0, tokens, tokens * seen, grew * seen), taken, 1.0))
+    if points and prior.pair:
+        points.append(((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
     fixed, token, pair, held = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
     return Transient(fixed, token, pair, held, least, window=window)
 
 
 def _error(samples: Sequence[Sample], found: Transient) -> float:
     """Give how far apart the ratios of estimate and sample are: scaling mends what they have in common."""
-    ratios = [prefill_transient(found, *shape) / taken for shape, taken in samples if taken > 0]
+    ratios = [prefill_transient(found, tokens, past, grows=grew) / taken
+              for (tokens, past, grew), taken in samples if taken > 0]  # fmt: skip
     return sum(ratios) / len(ratios) / max(min(ratios), 1e-9) if ratios else 0.0
 
 
 def _least_squares(points: Sequence[Point]) -> tuple[float, ...]:
-    """Fit non-negative terms to `(features, value)`, by relative error: of all subsets of the features the best whose
-    terms come out positive."""
-    width = len(points[0][0])
-    scaled = [([one / value for one in features], value) for features, value in points if value > 0]
-    best, least = (0.0,) * width, float("inf")
+    """Fit non-negative terms to `(features, value, weight)`, by relative error. What lies above the fit weighs more in
+    the next round, so that the fit comes to lie above nearly all."""
+    rows = [(tuple(one / value for one in features), weight) for features, value, weight in points if value > 0]
+    weights = [weight for _, weight in rows]
+    terms: tuple[float, ...] = (0.0,) * len(points[0][0])
+    for _ in range(ROUNDS):
+        terms = _positive([row for row, _ in rows], weights)
+        above = [sum(map(mul, terms, row)) < 1 for row, _ in rows]
+        weights = [weight * (ABOVE if high else 1) for (_, weight), high in zip(rows, above, strict=True)]
+    return terms
+
+
+def _positive(rows: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, ...]:
+    """Solve weighted least squares for `row · terms = 1`: of all subsets of the terms the best that is positive."""
+    width = len(rows[0])
+    both = list(zip(rows, weights, strict=True))
+    gram = [[sum(w * row[i] * row[j] for row, w in both) for j in range(width)] for i in range(width)]
+    goal = [sum(w * row[i] for row, w in both) for i in range(width)]
+    best, most = (0.0,) * width, 0.0
     for count in range(1, width + 1):
         for chosen in combinations(range(width), count):
-            terms = _solve([[row[place] for place in chosen] for row, _ in scaled])
-            if terms is None or min(terms) < 0:
+            found = _solve([[gram[i][j] for j in chosen] for i in chosen], [goal[i] for i in chosen])
+            if found is None or min(found) < 0:
                 continue
-            error = sum((1 - sum(t * row[place] for t, place in zip(terms, chosen, strict=True))) ** 2
-                        for row, _ in scaled)  # fmt: skip
-            if error < least - 1e-12:
-                whole = dict(zip(chosen, terms, strict=True))
-                best, least = tuple(whole.get(place, 0.0) for place in range(width)), error
+            explained = sum(term * goal[place] for term, place in zip(found, chosen, strict=True))
+            if explained > most * (1 + 1e-9):
+                whole = dict(zip(chosen, found, strict=True))
+                best, most = tuple(whole.get(place, 0.0) for place in range(width)), explained
     return best
 
 
-def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Solve least squares for `row · terms = 1` by the normal equations; None when the columns are not independent."""
-    width = len(rows[0]) if rows else 0
-    sizes = [max((abs(row[place]) for row in rows), default=0.0) or 1.0 for place in range(width)]
-    matrix = [
-        [sum(row[i] / sizes[i] * row[j] / sizes[j] for row in rows) for j in range(width)]
-        + [sum(row[i] / sizes[i] for row in rows)]
-        for i in range(width)
-    ]
+def _solve(matrix: list[list[float]], goal: list[float]) -> list[float] | None:
+    """Solve a small symmetric system; None when its columns depend on each other."""
+    width = len(goal)
+    sizes = [math.sqrt(matrix[i][i]) or 1.0 for i in range(width)]
+    rows = [[matrix[i][j] / sizes[i] / sizes[j] for j in range(width)] + [goal[i] / sizes[i]] for i in range(width)]
     for i in range(width):
-        pivot = max(range(i, width), key=lambda place: abs(matrix[place][i]))
-        if abs(matrix[pivot][i]) < 1e-9:
+        pivot = max(range(i, width), key=lambda place: abs(rows[place][i]))
+        if abs(rows[pivot][i]) < 1e-9:
             return None
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        rows[i], rows[pivot] = rows[pivot], rows[i]
         for j in range(width):
             if j != i:
-                factor = matrix[j][i] / matrix[i][i]
-                matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
-    return [matrix[i][width] / matrix[i][i] / sizes[i] for i in range(width)] if width else None
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [rows[i][width] / rows[i][i] / sizes[i] for i in range(width)]

@@ -25,7 +25,7 @@ class Footprint:
     read then is the engine's own base."""
 
     def __init__(self, total: int) -> None:
-        self._sensor = open_sensor(os.getpid())
+        self.sensor = self._sensor = open_sensor(os.getpid())
         self._recent = Recent()
         self._total = total
         self._base = self._sensor.phys().phys or 0
@@ -48,6 +48,34 @@ class Footprint:
         self._recent = Recent()
 
 
+class Height:
+    """MLX's peak from one mark to the next, and ever. MLX keeps one for the process, so nobody else sets it back."""
+
+    def __init__(self) -> None:
+        self._ever = self._from = 0
+
+    def mark(self) -> None:
+        """Measure from here: what is active now is the ground."""
+        self._ever = self.ever()
+        mx.reset_peak_memory()
+        self._from = mx.get_active_memory()
+
+    def ever(self) -> int:
+        """Give the highest that was ever active, in bytes."""
+        return max(self._ever, self._top())
+
+    def above(self) -> int:
+        """Give how far above the ground it went since the mark, in bytes."""
+        return self._top() - self._from
+
+    def sunk(self) -> int:
+        """Give how far it has come down from its highest since the mark, in bytes."""
+        return self._top() - mx.get_active_memory()
+
+    def _top(self) -> int:
+        return max(mx.get_peak_memory(), mx.get_active_memory())  # a peak that was set back is 0, not what is active
+
+
 def wire(cap: int) -> int:
     """Let Metal keep up to `cap` bytes wired, never more than it recommends (as mlx-lm does): without it, large models
     are paged. Gives the limit in bytes, 0 where there is no Metal. Unverified on macOS."""
@@ -65,8 +93,9 @@ def limit_pool(cap: int) -> None:
 
 
 def clear_pool() -> None:
-    """Give MLX's free buffers back."""
+    """Give MLX's free buffers back, and on Linux what malloc kept of those who made them."""
     mx.clear_cache()
+    trim()
 
 
 def give_back() -> None:

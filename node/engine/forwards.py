@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
-from node.engine.footprint import Footprint, clear_pool
+from node.engine.footprint import Footprint, Height, clear_pool
 from node.engine.gate import Gate, Site
 from node.engine.kinds import Call, Doing, Recording
 from wire.refusals import Code, Refused
@@ -21,11 +21,17 @@ class Forwards:
     that was enough."""
 
     def __init__(
-        self, recorder: Recording, footprint: Footprint, reserved: Callable[[], int], make_room: Callable[[int], bool]
+        self,
+        recorder: Recording,
+        footprint: Footprint,
+        reserved: Callable[[], int],
+        make_room: Callable[[int], bool],
+        residual: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.gate = Gate()
+        self.gate = Gate(residual)
         self.call: Call | None = None
         self.failures = self.sheds = self.shrinks = self.preemptions = self.overs = 0
+        self.height = Height()
         self._recorder = recorder
         self._footprint = footprint
         self._reserved = reserved
@@ -82,6 +88,7 @@ class Forwards:
         self._forwards += doing in (Doing.PREFILL, Doing.JOIN)
         self._steps += doing is Doing.DECODE
         self._recorder.begin(doing, model, request)
+        self.height.mark()
         self.call = call
         try:
             yield call

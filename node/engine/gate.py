@@ -6,6 +6,7 @@ It fails closed: before the first limits, with a cap of 0 or without a reading, 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,6 +29,7 @@ class Site(StrEnum):
     JOIN = "join"
     GROW = "grow"
     LOAD = "load"
+    PROBE = "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,11 @@ class Use:
 
 
 class Gate:
-    """Limits in force, and every check against them."""
+    """Limits in force, and every check against them. `residual()` is what the profiles say that no estimate sees, in
+    bytes; None where a loaded model has none. An automatic margin follows from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
+        self._residual = residual
         self.checks: Counter[Site] = Counter()
         self.refusals: Counter[Site] = Counter()
         self._limits: Limits | None = None
@@ -68,15 +72,19 @@ class Gate:
         """Put one consistent reading and the limits in force into the form that is judged and reported."""
         limits = self._limits or Limits(0, 0, 0, "")
         phys = reading.phys if reading.live(now) else None
-        current = verdict.current(use.active, phys, use.recent)
+        margin, current = self._margin(limits), verdict.current(use.active, phys, use.recent)
         return Memory(
-            cap=limits.cap, ceiling=limits.ceiling, margin=limits.margin, phys=phys, active=use.active,
+            cap=limits.cap, ceiling=limits.ceiling, margin=margin, phys=phys, active=use.active,
             recent=use.recent, current=current, reserved=use.reserved,
-            headroom=verdict.headroom(limits.ceiling, limits.margin, current, use.reserved),
+            headroom=verdict.headroom(limits.ceiling, margin, current, use.reserved),
             leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard, armed=self.armed(reading, now),
             source=reading.source, age=max(0.0, now - reading.at), total=total, base=base,
             cache=use.cache, peak=use.peak,
         )  # fmt: skip
+
+    def _margin(self, limits: Limits) -> int:
+        residual = self._residual() if limits.margin_auto else None
+        return limits.margin if residual is None else verdict.profiled_margin(limits.cap, residual)
 
     def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:
         """Say whether `estimate` more bytes may be written under this reading."""
@@ -103,4 +111,4 @@ class Gate:
         limits = self._limits
         if limits is None:
             return {"state": "closed"}
-        return {"state": "on" if limits.guard else "OFF", "cap": limits.cap, "margin": limits.margin}
+        return {"state": "on" if limits.guard else "OFF", "cap": limits.cap, "margin": self._margin(limits)}

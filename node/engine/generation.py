@@ -27,7 +27,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
-from node.engine.cache import Layers
+from node.engine.cache import Layers, extent_of
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
 from node.engine.gate import Site
@@ -256,9 +256,13 @@ class Generation:
         assert prefill.cache is not None  # noqa: S101  it was just given one
         piece = prefill.ids[prefill.written : prefill.written + count]
         speed = resident.prefill_speed or FIRST_SPEED
+        before = extent_of(prefill.cache)
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
             prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
         resident.prefilled(count, time.monotonic() - call.since)
+        after = extent_of(prefill.cache)
+        taken = self._forwards.height.above() - (after.size - before.size)
+        resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
         prefill.rows[0].commitment.written = prefill.written
         self._reuse.reached(prefill)
@@ -277,6 +281,7 @@ class Generation:
     def _wait(self) -> None:
         """Wait for the steps launched before. MLX does one thing after the other, so nothing is lost by it, and both
         their time and the chunk's are known."""
+        alone = sum(len(one.batches) for one in self._residents().values()) == 1
         for resident in self._residents().values():
             for number, batch in list(resident.batches.items()):
                 begun = time.monotonic()
@@ -287,7 +292,14 @@ class Generation:
                     self._rebuild(resident, number, error)
                 else:
                     resident.stepped((batch.called or 0.0) + time.monotonic() - begun)
+                    if alone and batch.called is not None:
+                        self._measure(resident, batch)
                     batch.called = None
+
+    def _measure(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
+        """Learn from a step that has just ended, and that no other batch's step overlapped."""
+        longest = max((row.commitment.written for row in batch.rows()), default=0)
+        resident.estimator.observe_step(len(batch), longest, self._forwards.height.sunk())
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer."""

@@ -71,6 +71,7 @@ class Shelf:
     released: Callable[[], None]
     pinned: frozenset[str]
     kept: Reuse
+    pieces: Callable[[Found], Iterator[int | Resident]] = load
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
@@ -198,7 +199,7 @@ class Shelf:
         memory = self.memory()
         answer = self.gate.check(Site.LOAD, memory, need)
         if not isinstance(answer, Refused):
-            self._reading = Reading(found, load(found), found.weights, now)
+            self._reading = Reading(found, self.pieces(found), found.weights, now)
             return None
         if answer.code is Code.NO_ROOM and need > most_bytes(memory):
             answer = Refused(Code.TOO_LARGE, (

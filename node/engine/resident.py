@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx import utils as mlx_utils
@@ -26,6 +26,9 @@ from node.engine.sequence import Row
 from wire.report import Kv
 from wire.units import MIB
 from wire.verdict import tail
+
+if TYPE_CHECKING:
+    from node.engine.profile import Profile
 
 TICK = 256 * MIB
 """Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
@@ -62,6 +65,7 @@ class Resident:
     bytes_per_token: float = 0.0
     used_at: float = 0.0
     users: int = 0
+    profile: "Profile | None" = None
 
     @property
     def name(self) -> str:

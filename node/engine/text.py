@@ -11,6 +11,8 @@ exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing m
 import gc
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TypedDict
 
 import structlog
@@ -21,14 +23,17 @@ from node.engine.door import Door
 from node.engine.footprint import Footprint, clear_pool, limit_pool, wire
 from node.engine.forwards import Forwards
 from node.engine.found import Found
+from node.engine.gate import Site
 from node.engine.generation import Generation
 from node.engine.kinds import Call, Doing, Recording, Work
 from node.engine.loading import Loaded, Outcome, Shelf
+from node.engine.profile import Profiler, Profiles, Spike
 from node.engine.prompt import Prepared
-from node.engine.resident import LOAD_SPEED, TICK, Resident
+from node.engine.resident import LOAD_SPEED, TICK, Resident, load
 from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
+from node.engine_environment import PROFILES
 from node.library import Library
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings
@@ -48,9 +53,19 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code, Refused
-from wire.report import Level, Memory, Model, Transient
+from wire.report import Hardware, Level, Memory, Model, Transient
 from wire.units import show_size
-from wire.verdict import excess, level, prefill_transient, request_transient, row_bytes, shed
+from wire.verdict import (
+    Fits,
+    excess,
+    level,
+    max_batch,
+    max_context,
+    prefill_transient,
+    request_transient,
+    row_bytes,
+    shed,
+)
 
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
@@ -62,18 +77,26 @@ log = structlog.get_logger("engine.text")
 
 
 class TextEngine:
-    """See the module's text. `total` is the machine's RAM in bytes."""
+    """See the module's text. In the folder `profiles` measurements are kept; None: nowhere."""
 
-    def __init__(self, settings: NodeSettings, library: Library, recorder: Recording, total: int) -> None:
+    def __init__(
+        self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware, profiles: Path | None
+    ) -> None:
         self._settings = settings.engine.mlx
         self._library = library
         self._door = Door(library)
-        self._footprint = Footprint(total)
-        self._forwards = Forwards(recorder, self._footprint, self._reserved, lambda need: self._shelf.make_room(need))
+        self._footprint = Footprint(hardware.memory)
+        self._forwards = Forwards(
+            recorder, self._footprint, self._reserved, lambda need: self._shelf.make_room(need), self._residual
+        )
         self.gate = self._forwards.gate
         self._reuse = Reuse(self._forwards, self._kept_most, self._footprint.forget)
         pinned = frozenset(settings.models.preload)
-        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse)
+        self._profiler = Profiler(
+            Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
+            chunk=self._settings.chunk, batch=self._settings.batch, on=settings.models.profile == "auto",
+        )  # fmt: skip
+        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces)
         self._generation = Generation(
             self._forwards,
             lambda: self._shelf.residents,
@@ -152,8 +175,8 @@ class TextEngine:
         """Give the snapshot."""
         running, waiting, queued = self._generation.load()
         queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
-        models = tuple(self._model(found, now) for found in self._library.known().values())
         memory = replace(self._offered(now), reusable=self._reuse.reusable)
+        models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
             replace(self._forwards.counts(), evictions=self._shelf.evictions), self._reuse.state(), self.gate.held,
@@ -210,7 +233,7 @@ class TextEngine:
         found = self._library.find(request.model)
         if found is None:
             return [Refusal(request.request, Refused(Code.NO_MODEL, f"this node has no model {request.model}"))]
-        shape = self._shape(prepared, found.context)
+        shape = self._shape(prepared, found)
         cause = self._shelf.cause(found, now)
         refused = preflight.impossible(request, shape, self._model(found, now), self._settings.batch)
         if cause:
@@ -223,13 +246,18 @@ class TextEngine:
         self._shelf.ask(found)
         return []
 
-    def _shape(self, prepared: Prepared, context: int) -> preflight.Shape:
+    def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
+        context = self._context(found)
         return preflight.shape_of(prepared.request, len(prepared.ids), self._settings.max_tokens, context)
+
+    def _context(self, found: Found) -> int:
+        """Give the most tokens of a row: what the model takes, or fewer by setting."""
+        return min(found.context, self._settings.context or found.context)
 
     def _admit(self, resident: Resident, prepared: Prepared, arrived: float, now: float) -> list[Frame]:
         """Judge a request against the memory of this moment, promise it what it needs, and line it up."""
         request = prepared.request
-        shape = self._shape(prepared, resident.found.context)
+        shape = self._shape(prepared, resident.found)
         refused = self._refused(resident, prepared, shape, now)
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
@@ -354,7 +382,7 @@ class TextEngine:
         for prepared, _ in self._pending.values():
             found = self._library.find(prepared.request.model)
             if found is not None:
-                shape = self._shape(prepared, found.context)
+                shape = self._shape(prepared, found)
                 reserved += row_bytes(found.kv, shape.length) * shape.choices
         return reserved
 
@@ -362,7 +390,7 @@ class TextEngine:
         resident = self._shelf.residents.get(found.name)
         if resident is None:
             return Model(
-                found.name, found.fingerprint, False, found.weights, found.kv.per_token, context=found.context,
+                found.name, found.fingerprint, False, found.weights, found.kv.per_token, context=self._context(found),
                 load_seconds=found.weights / LOAD_SPEED, features=FEATURES, kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
@@ -370,13 +398,39 @@ class TextEngine:
             )  # fmt: skip
         kv = resident.kv
         return Model(
-            found.name, found.fingerprint, True, resident.weights, kv.per_token, context=found.context,
+            found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
             load_seconds=resident.load_seconds, prefill_speed=resident.prefill_speed,
             decode_speed=1 / resident.step_seconds if resident.step_seconds else 0.0,
             bytes_per_token=resident.bytes_per_token or 4.0, features=FEATURES, groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
             **self._transients(resident.estimator.transient),
         )  # fmt: skip
+
+    def _reported(self, found: Found, memory: Memory, now: float) -> Model:
+        resident, model = self._shelf.residents.get(found.name), self._model(found, now)
+        return model if resident is None else self._measured(model, resident, memory)
+
+    def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
+        """Add what follows from the measurements under the cap in force."""
+        return replace(
+            model, profiled=resident.profile is not None, max_context=max_context(memory, model),
+            max_batch=max_batch(memory, model, self._settings.batch), observed=resident.estimator.highest,
+        )  # fmt: skip
+
+    def _pieces(self, found: Found) -> Iterator[int | Resident]:
+        """Load a model and give it its profile, piece by piece."""
+        for piece in load(found):
+            if isinstance(piece, Resident):
+                yield from (0 for _ in self._profiler.probe(piece))
+            yield piece
+
+    def _ask(self, need: int) -> bool:
+        return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
+
+    def _residual(self) -> int | None:
+        """Give the worst residual of all that is loaded; None where nothing is, or one has not been measured."""
+        profiles = [one.profile for one in self._shelf.residents.values()]
+        return None if not profiles or None in profiles else max(one.residual for one in profiles if one is not None)
 
     def _transients(self, transient: Transient) -> "_Transients":
         """Say what a model's forwards take for a moment, with the smallest chunk that is cut here."""
@@ -398,4 +452,5 @@ def build(settings: NodeSettings, recorder: Recording) -> TextEngine:
     library = Library(settings.models)
     library.scan()
     gc.freeze()
-    return TextEngine(settings, library, recorder, open_machine(settings).hardware.memory)
+    folder = os.environ.get(PROFILES)
+    return TextEngine(settings, library, recorder, open_machine(settings).hardware, Path(folder) if folder else None)

@@ -87,6 +87,7 @@ class Margin:
 
     bytes: int
     warning: str = ""
+    automatic: bool = False
 
 
 def reserve(tier: str, total: int) -> int:
@@ -172,7 +173,7 @@ def _sysctl(wanted: int, total: int) -> str:
 def resolve_margin(setting: str | int, cap: int) -> Margin:
     """Give the margin for a cap in bytes; an explicit one is taken as it is. SettingsError when it is no size."""
     if setting == "auto":
-        return Margin(default_margin(cap))
+        return Margin(default_margin(cap), automatic=True)
     try:
         size = parse_size(setting)
     except ValueError as error:
@@ -212,4 +213,6 @@ def ceiling(cap: Cap, reach: int | None, leases: int = 0) -> Ceiling:
 
 def limits(cap: Cap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> Limits:
     """Put the limits in force into the frame that the engine judges by."""
-    return Limits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases)
+    return Limits(
+        cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic
+    )  # fmt: skip

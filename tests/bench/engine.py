@@ -358,6 +358,24 @@ def _second_turn(server: Server, seed: str, *, known: bool) -> Callable[[int], f
     return run
 
 
+def bench_estimate(_: Path) -> list[Row]:
+    """The fitted estimate against MLX's peak, on six architectures, at chunks that the probe did not see."""
+    name, target = "estimate / measured peak on six architectures", "1.00 to 1.25"
+    if missing():
+        return [not_measured(name, target, missing())]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.estimate"], capture_output=True, text=True, cwd=ROOT, timeout=600,
+        env=environment(**models.fast_blas()),
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    found: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
+    spans = {arch: (min(peak for peak, _ in pairs), max(peak for peak, _ in pairs)) for arch, pairs in found.items()}
+    low, high = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
+    each = ", ".join(f"{arch} {least:.2f} to {most:.2f}" for arch, (least, most) in spans.items())
+    return [Row(name, target, f"{low:.3f} to {high:.3f} ({each})", low >= 1.0 and high <= 1.25, commit())]
+
+
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "decode": bench_decode,
     "server": bench_server,
@@ -365,4 +383,5 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "cancel": bench_cancel,
     "gate": bench_gate,
     "prefix": bench_prefix,
+    "estimate": bench_estimate,
 }

@@ -24,6 +24,7 @@ from wire.frames import (
     Params,
     Refusal,
 )
+from wire.report import Hardware
 from wire.units import GIB, MIB
 
 ROOMY = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
@@ -35,14 +36,20 @@ class Driver:
     """An engine over the models in some folders, and what it said by request."""
 
     def __init__(
-        self, *folders: Path, limits: Limits | None = ROOMY, preload: tuple[str, ...] = (), **mlx: int | str
+        self,
+        *folders: Path,
+        limits: Limits | None = ROOMY,
+        preload: tuple[str, ...] = (),
+        profile: str = "off",
+        profiles: Path | None = None,
+        **mlx: int | str,
     ) -> None:
-        models = ModelSettings(folders=tuple(map(str, folders)), hub=False, preload=preload)
+        models = ModelSettings(folders=tuple(map(str, folders)), hub=False, preload=preload, profile=profile)
         settings = NodeSettings(engine=EngineSettings(kind="mlx", mlx=MlxSettings(**mlx)), models=models)  # type: ignore[arg-type]
         library = Library(models)
         library.scan()
         self.recorder = Recorder()
-        self.engine = TextEngine(settings, library, self.recorder, 16 * GIB)
+        self.engine = TextEngine(settings, library, self.recorder, Hardware("test", 16 * GIB), profiles)
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int, int], str] = defaultdict(str)
         self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)

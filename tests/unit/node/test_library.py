@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 import tempfile
 from pathlib import Path
@@ -10,10 +11,24 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from node.library import DEPTH, EMBEDDED, Library, describe, foresee, hub_folder, roots, snapshots
+from node.library import (
+    DEPTH,
+    EMBEDDED,
+    Library,
+    describe,
+    forecast,
+    foresee,
+    hub_folder,
+    roots,
+    snapshots,
+    unknown,
+)
 from node.settings import ModelSettings
 from wire.report import Kv
+from wire.units import GIB
+from wire.verdict import prefill_transient
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
@@ -235,3 +250,51 @@ def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
 )
 def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: Kv):
     assert foresee({**LLAMA, **config}, 2) == kv
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": LLAMA},
+        {"language_config": LLAMA},
+        {"llm_config": LLAMA, "num_hidden_layers": 99, "vision_config": {"num_hidden_layers": 27}},
+        {"n_layer": 4, "n_head": 4, "n_embd": 128, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128},
+    ],
+)
+def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
+    whole = {**LLAMA, "num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
+    inner = {key: whole if value is LLAMA else value for key, value in config.items()}
+    assert foresee(inner, 2) == foresee(whole, 2)
+    assert unknown(inner) == ()
+
+
+def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
+    """110,000 tokens in chunks of 2,048, 10 of 40 layers with attention, 16 heads over 2, heads of 256: 15.557 GiB."""
+    config = {
+        "num_hidden_layers": 40, "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    kv, forward = foresee(config, 2), forecast(config, 2)
+    written = kv.per_token * 110_000
+    scores = prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
+    assert round((written + scores) / GIB, 3) == 15.557
+
+
+def test_quantized_keys_are_foreseen_at_the_size_of_the_base_type():
+    assert foresee({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == foresee(LLAMA, 2)
+
+
+def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Path):
+    folder = tmp_path / "odd"
+    shutil.copytree(EMBEDDED, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd", "architectures": ["OddForCausalLM"]}))
+    library = Library(ModelSettings(folders=(str(tmp_path),), hub=False))
+    with capture_logs() as logs:
+        library.scan()
+        library.scan()
+    (line,) = [one for one in logs if one["event"] == "dimensions unknown"]
+    assert line["model"] == "odd"
+    assert "num_hidden_layers" in line["missing"]
+    found = library.find("odd")
+    assert found is not None
+    assert (found.kv.per_token, prefill_transient(found.forward, 256, 10_000)) == (0, 0)

@@ -134,7 +134,7 @@ def test_an_impossible_cap_is_refused_by_its_key(setting: str | int):
 
 
 def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
-    assert resolve_margin("auto", 96 * GIB) == Margin(default_margin(96 * GIB))
+    assert resolve_margin("auto", 96 * GIB) == Margin(default_margin(96 * GIB), automatic=True)
     assert resolve_margin("3GiB", 96 * GIB) == Margin(3 * GIB)
     assert resolve_margin("0", 96 * GIB).warning
     assert resolve_margin(0, 96 * GIB).bytes == 0

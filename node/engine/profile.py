@@ -1,0 +1,343 @@
+"""What a model takes on this machine, measured by a short probe when it is loaded for the first time.
+
+The probe runs the engine's own forwards over real text, from small to large, and asks the gate before each: what the
+gate refuses ends it. There is no blind stress; an out-of-memory of Metal ends the process and can not be caught. Each
+forward is a sample of the estimator, as every later one is, so the probe only makes sure that there are samples of many
+shapes from the start. What no fit can see is the residual: by how much a forward, read by the kernel's high-water mark
+where there is one, went above the bytes that it wrote and the estimate. The margin follows from it.
+
+What was measured is kept by the model's fingerprint, the machine and the versions of what ran (`Profiles`). A file that
+can not be read or is of something else is ignored, said in the log, and written anew.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+import structlog
+from tokenizers import Tokenizer
+
+from node.engine.batch import DecodeBatch, Guard, Joining
+from node.engine.cache import Layers, extent_of, new_cache
+from node.engine.footprint import Height, clear_pool, give_back
+from node.engine.resident import Resident, forward
+from node.engine.sampling import greedy
+from node.memory.sensor import Sensor
+from wire.report import Hardware, Kv, Transient
+from wire.units import show_size
+from wire.verdict import row_bytes
+
+PROBE_SECONDS = 10.0
+"""Most seconds of the probe at a load."""
+FIRST = (8, 32, 64, 128, 256, 512)
+"""Tokens of the first forwards, each of a row of its own."""
+WALK = (512, 64, 256, 32, 128)
+"""Tokens of those that follow one upon the other, in turn."""
+REACH = 3072
+"""Tokens of the row that the probe at a load writes."""
+ROWS = (1, 2, 4, 8)
+DECODE_TOKENS = 512
+STEPS = 3
+
+log = structlog.get_logger("engine.profile")
+Ask = Callable[[int], bool]
+
+
+class Key(msgspec.Struct, frozen=True):
+    """Of what a profile is: another model, machine or version takes other bytes."""
+
+    fingerprint: str
+    chip: str
+    memory: int
+    device: str
+    mlx: str
+    mlx_lm: str
+    macpool: str
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32] + ".json"
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What was measured. `residual`: the most by which a forward went above what it wrote and its estimate, in bytes;
+    `chunk`, `reach` and `rows`: how far was measured."""
+
+    key: Key
+    transient: Transient
+    kv: Kv
+    residual: int
+    highest: int
+    chunk: int
+    reach: int
+    rows: int
+    seconds: float
+
+
+def key_of(fingerprint: str, hardware: Hardware) -> Key:
+    """Give the key of a model on this machine, as it is installed now."""
+    device = "metal" if mx.metal.is_available() else "cpu"
+    names = ("mlx", "mlx-lm", "macpool")
+    return Key(fingerprint, hardware.chip, hardware.memory, device, *(_version(name) for name in names))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+class Profiles:
+    """The profiles on disk; without a folder there are none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def read(self, key: Key) -> Profile | None:
+        """Give the profile of this key, if it was measured before and can be read."""
+        if self._folder is None:
+            return None
+        path = self._folder / key.file
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=Profile)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+            log.warning("profile unreadable", file=path.name, error=str(error)[:200])
+            return None
+        if found.key != key or not _sane(found):
+            log.warning("profile foreign", file=path.name)
+            return None
+        return found
+
+    def write(self, profile: Profile) -> None:
+        """Keep a profile; a disk that is full costs the next load a probe, nothing else."""
+        if self._folder is None:
+            return
+        path = self._folder / profile.key.file
+        part = path.with_suffix(f".{os.getpid()}")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(profile))
+            part.replace(path)
+        except OSError as error:
+            log.warning("profile not kept", file=path.name, error=str(error)[:200])
+
+
+def _sane(profile: Profile) -> bool:
+    """Say whether all numbers are such as can be measured."""
+    numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest)
+    return all(0 <= number < 2**60 for number in numbers)
+
+
+@dataclass(slots=True, eq=False)
+class Spike:
+    """How high a forward goes: by MLX's peak, and by the kernel's where it tells one."""
+
+    height: Height
+    sensor: Sensor
+    _phys: int | None = None
+
+    def mark(self) -> None:
+        """Measure from here."""
+        self.height.mark()
+        self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
+
+    def charged(self) -> int:
+        """Give what the process was charged above the mark in bytes; what MLX had active where nobody tells."""
+        highest = self.sensor.highs().interval
+        return self.height.above() if self._phys is None or highest is None else highest - self._phys
+
+
+@dataclass(slots=True)
+class Taken:
+    """One forward of the probe: its shape, the bytes that it wrote, and those that the process was charged."""
+
+    tokens: int
+    past: int
+    grew: bool
+    wrote: int
+    charged: int
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """See the module. `ask(bytes)` asks the gate; `ids` is text of the model's own tokens; `chunk` and `batch` are the
+    most that the engine runs, `reach` the tokens to write."""
+
+    resident: Resident
+    ids: Sequence[int]
+    ask: Ask
+    spike: Spike
+    chunk: int
+    batch: int
+    reach: int
+    seconds: float
+    taken: list[Taken] = field(default_factory=list[Taken])
+    rows: int = 0
+    _ends: float = 0.0
+
+    def run(self) -> Iterator[None]:
+        """Measure, one forward at a step; what it took is given back at the end, however it ends."""
+        self._ends = time.monotonic() + self.seconds
+        try:
+            yield from self._run()
+        finally:
+            self.resident.estimator.settle()
+            give_back()
+
+    def _run(self) -> Iterator[None]:
+        for tokens in self._sizes(FIRST):
+            cache = new_cache(self.resident.model)
+            if not self._chunk(cache, tokens, 0):
+                break
+            yield
+            del cache
+        yield from self._walk()
+        yield from self._decode()
+
+    def _sizes(self, wanted: Sequence[int]) -> list[int]:
+        return sorted({min(tokens, self.chunk) for tokens in wanted})
+
+    def _walk(self) -> Iterator[None]:
+        """Write one long row."""
+        cache, past = new_cache(self.resident.model), 0
+        for tokens in cycle(min(tokens, self.chunk) for tokens in WALK):
+            if past + tokens > self.reach or not self._chunk(cache, tokens, past):
+                return
+            past += tokens
+            yield
+
+    def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
+        """Run one forward if there are time and room for it; whether it ran."""
+        resident, estimator = self.resident, self.resident.estimator
+        expected = resident.fixed_seconds + tokens * resident.token_seconds
+        if time.monotonic() + expected > self._ends:
+            return False
+        needed = row_bytes(resident.kv, past + tokens) - row_bytes(resident.kv, past)
+        if not self.ask(needed + estimator.chunk(tokens, past)):
+            return False
+        before = extent_of(cache)
+        clear_pool()
+        self.spike.mark()
+        forward(resident.model, islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens), cache,
+                last=False)  # fmt: skip
+        after = extent_of(cache)
+        wrote, grew = after.size - before.size, after.room > before.room
+        estimator.observe(tokens, past, self.spike.height.above() - wrote, grew=grew)
+        self.taken.append(Taken(tokens, past, grew, wrote, self.spike.charged()))
+        return True
+
+    def _decode(self) -> Iterator[None]:
+        """Let batches of more and more rows take a few steps."""
+        for tokens in self._sizes((64, DECODE_TOKENS)):
+            for rows in [rows for rows in ROWS if rows <= self.batch]:
+                if not self._steps(rows, tokens):
+                    break
+                self.rows = max(self.rows, rows)
+                yield
+
+    def _steps(self, rows: int, tokens: int) -> bool:
+        resident, estimator = self.resident, self.resident.estimator
+        expected = resident.fixed_seconds + tokens * resident.token_seconds + STEPS * resident.step_seconds * rows
+        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS + 1)
+        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS))
+        if time.monotonic() + expected > self._ends or not self.ask(needed + most):
+            return False
+        ids = list(islice(cycle(self.ids), tokens))
+        cache = new_cache(resident.model)
+        forward(resident.model, ids[:-1], cache, last=False)
+        logits = forward(resident.model, ids[-1:], cache, last=True)
+        assert logits is not None  # noqa: S101  the last were asked for
+        batch: DecodeBatch[int] = DecodeBatch(resident.model)
+        batch.join([Joining(row, Guard(greedy, ())) for row in range(rows)], ids, cache, logits)
+        for step in range(STEPS):
+            before = batch.nbytes()
+            self.spike.height.mark()
+            batch.step()
+            batch.wait()
+            grown = batch.nbytes() - before
+            estimator.observe_step(rows, tokens + step + 1, self.spike.height.above() - grown, grew=grown > 0)
+        return True
+
+    def residual(self) -> int:
+        """Give the most by which a forward was charged above what it wrote and its fitted estimate, in bytes."""
+        estimator = self.resident.estimator
+        return max((one.charged - one.wrote - estimator.chunk(one.tokens, one.past, grows=one.grew)
+                    for one in self.taken), default=0)  # fmt: skip
+
+    def profile(self, key: Key) -> Profile:
+        """Give what was measured."""
+        resident = self.resident
+        return Profile(
+            key, resident.estimator.transient, resident.kv, max(0, self.residual()), resident.estimator.highest,
+            max((one.tokens for one in self.taken), default=0),
+            max((one.past + one.tokens for one in self.taken), default=0), self.rows,
+            round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
+        )  # fmt: skip
+
+
+def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
+    """Give `count` tokens of real text, this program's own, in the model's tokens; varied numbers where its tokenizer
+    is of another kind. Experts are chosen by what is written: a ramp of numbers would wake few of them."""
+    text = "".join(file.read_text() for file in sorted(Path(__file__).parent.glob("*.py")))
+    try:
+        found: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text[: 16 * count]).ids
+    except Exception as error:  # the library raises plain Exception
+        log.info("profile text", cause=f"no text in this model's tokens: {error}"[:200])
+        found = []
+    varied = ((n * n * 7919 + n * 31) % vocabulary for n in range(count))
+    return list(islice(cycle([token for token in found if token < vocabulary] or varied), count))
+
+
+class Profiler:
+    """Gives every model that is loaded its profile: the kept one, or a new one. `ask` asks the gate for bytes."""
+
+    def __init__(
+        self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, *, chunk: int, batch: int, on: bool
+    ) -> None:
+        self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
+        self._chunk, self._batch, self._on = chunk, batch, on
+
+    def probe(self, resident: Resident) -> Iterator[None]:
+        """Give a model its profile, one forward at a step. A probe that breaks costs the profile, not the load."""
+        if not self._on:
+            return
+        key = key_of(resident.found.fingerprint, self._hardware)
+        kept = self._profiles.read(key)
+        if kept is not None and kept.kv == resident.kv:
+            self._adopt(resident, kept)
+            log.info("profile", model=resident.name, source="kept", residual=show_size(kept.residual))
+            return
+        try:
+            yield from self._measure(resident, key)
+        except Exception as error:
+            log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
+
+    def _measure(self, resident: Resident, key: Key) -> Iterator[None]:
+        reach = min(REACH, resident.found.context)
+        ids = text_ids(Path(resident.found.folder), resident.vocabulary, reach)
+        probe = Probe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, PROBE_SECONDS)
+        yield from probe.run()
+        profile = probe.profile(key)
+        if probe.taken:
+            self._profiles.write(profile)
+            self._adopt(resident, profile)
+        log.info(
+            "profile", model=resident.name, source="measured", forwards=len(probe.taken), chunk=profile.chunk,
+            reach=profile.reach, rows=profile.rows, seconds=profile.seconds, residual=show_size(profile.residual),
+            highest=show_size(profile.highest),
+        )  # fmt: skip
+
+    def _adopt(self, resident: Resident, profile: Profile) -> None:
+        resident.estimator.adopt(profile.transient, profile.highest)
+        resident.profile = profile

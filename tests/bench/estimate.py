@@ -1,0 +1,59 @@
+"""How close the fitted estimate of a forward's peak is, on six architectures: `python -m tests.bench.estimate`.
+
+Each model is loaded as a node loads it, with its probe; then chunks run that the probe did not see, in sizes and places
+of their own. Predicted is what was active before, what the chunk writes, and the estimate; measured is MLX's peak.
+Prints one JSON object: architecture → the ratios of predicted to measured, and of the transients alone.
+"""
+
+import json
+import sys
+from itertools import cycle, islice
+from random import Random
+
+import mlx.core as mx
+
+from node.engine.cache import extent_of, new_cache
+from node.engine.resident import Resident, forward
+from tests import models
+from tests.support.text_engine import Driver
+from wire.frames import Load
+
+ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "lfm2", "qwen3_next", "qwen3_moe")
+UNSEEN = ((48, 100), (96, 0), (96, 2000), (200, 700), (384, 0), (384, 3000), (700, 500), (768, 0), (180, 1200),
+          (480, 4000), (640, 2600), (24, 300))  # fmt: skip
+FILL = 500
+
+
+def ratios(resident: Resident, tokens: int, past: int, random: Random) -> tuple[float, float]:
+    """Run one chunk; give predicted peak over measured peak, and estimate over transient."""
+    ids = [random.randrange(resident.vocabulary) for _ in range(past + tokens)]
+    cache = new_cache(resident.model)
+    for begin in range(0, past, FILL):
+        forward(resident.model, ids[begin : min(begin + FILL, past)], cache, last=False)
+    before = extent_of(cache)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    ground = mx.get_active_memory()
+    forward(resident.model, ids[past:], cache, last=False)
+    after = extent_of(cache)
+    wrote = after.size - before.size
+    peak = max(mx.get_peak_memory(), mx.get_active_memory())
+    estimate = resident.estimator.chunk(tokens, past, grows=after.room > before.room)
+    return (ground + wrote + estimate) / peak, estimate / max(1, peak - ground - wrote)
+
+
+def main() -> None:
+    """Load each, and try."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for arch in sys.argv[1:] or ARCHITECTURES:
+        driver = Driver(models.path(arch, trained=False), profile="auto", chunk=512)
+        driver.take(Load(1, driver.default))
+        driver.until(lambda driver=driver: driver.said[1])
+        resident, random = driver.engine._shelf.residents[driver.default], Random(1)
+        found[arch] = [ratios(resident, tokens, past, random) for tokens, past in islice(cycle(UNSEEN), len(UNSEEN))]
+        del driver, resident
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The estimator: never below what it has seen, close to what it has not, whatever it is fed."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.engine.estimate import MOST_SAMPLES, NOISE, Estimator
+from wire.report import Transient
+from wire.verdict import prefill_transient, step_transient
+
+PRIOR = Transient(token=1000, pair=16, seen=400, logits=2048, step_row=4096, step_seen=16)
+TRUE = Transient(fixed=50_000, token=9000, pair=18, seen=500, step_fixed=30_000, step_row=9000, step_seen=40)
+HYBRID = Transient(fixed=50_000, token=9000, pair=18, seen=500, least=24_000)
+WALK = [(512, 0), (32, 512), (256, 544), (64, 800), (128, 864), (512, 992), (64, 1504), (256, 1568), (32, 1824),
+        (128, 1856), (512, 1984), (256, 2496)]  # fmt: skip
+
+
+def walked(true: Transient) -> Estimator:
+    estimator = Estimator(PRIOR)
+    for tokens, past in [(32, 0), (64, 0), (128, 0), (256, 0), *WALK]:
+        grew = past % 256 == 0
+        estimator.observe(tokens, past, prefill_transient(true, tokens, past, grows=grew), grew=grew)
+    estimator.settle()
+    return estimator
+
+
+def test_before_the_first_sample_it_is_the_formula():
+    assert Estimator(PRIOR).chunk(256, 1000) == prefill_transient(PRIOR, 256, 1000)
+    assert Estimator(PRIOR).step(4, 1000) == step_transient(PRIOR, 4, 1000)
+    assert Estimator(PRIOR).join(1000, 4) == 250
+
+
+def test_one_sample_above_the_formula_raises_all_of_it_at_once():
+    estimator = Estimator(PRIOR)
+    estimator.observe(256, 1000, 3 * prefill_transient(PRIOR, 256, 1000))
+    assert estimator.chunk(256, 1000) >= 3 * prefill_transient(PRIOR, 256, 1000)
+    assert estimator.chunk(256, 8000) >= 3 * prefill_transient(PRIOR, 256, 8000)
+
+
+def test_a_fit_foresees_chunks_that_it_has_not_seen():
+    for true in (TRUE, HYBRID):
+        estimator = walked(true)
+        for tokens, past in ((96, 0), (48, 300), (700, 0), (384, 3000), (1000, 2000), (200, 6000)):
+            for grows in (False, True):
+                taken = prefill_transient(true, tokens, past, grows=grows)
+                least = 1.1 * NOISE * prefill_transient(true, 512, 1984)
+                assert taken <= estimator.chunk(tokens, past, grows=grows) <= 1.25 * taken + least, (tokens, past)
+
+
+def test_a_fit_foresees_steps_that_it_has_not_seen():
+    estimator = walked(TRUE)
+    for rows, longest in ((1, 100), (2, 100), (4, 300), (8, 300), (8, 1200), (2, 2000)):
+        estimator.observe_step(rows, longest, step_transient(TRUE, rows, longest, grows=False))
+    estimator.settle()
+    for rows, longest in ((3, 500), (16, 1000), (32, 4000)):
+        ratio = estimator.step(rows, longest) / step_transient(TRUE, rows, longest)
+        assert 1.0 <= ratio <= 1.25, (rows, longest, ratio)
+
+
+def test_unknown_dimensions_count_nothing_until_something_is_seen():
+    estimator = Estimator(Transient())
+    assert estimator.chunk(256, 1000) == 0
+    estimator.observe(256, 1000, 5_000_000)
+    assert estimator.chunk(256, 1000) >= 5_000_000
+
+
+def test_logits_beyond_their_estimate_raise_it():
+    estimator = Estimator(PRIOR)
+    estimator.observe(100, 0, 10_000_000, last=True)
+    assert estimator.chunk(100, 0, last=True) >= 10_000_000
+    assert estimator.chunk(100, 0) == prefill_transient(PRIOR, 100, 0), "the other layers take what they took"
+
+
+def test_what_a_window_does_not_see_costs_nothing():
+    windowed = Estimator(Transient(token=1000, pair=16, window=64))
+    assert windowed.chunk(100, 64) == windowed.chunk(100, 10_000)
+
+
+SHAPES = st.tuples(st.integers(1, 4096), st.integers(0, 100_000), st.integers(0, 2**34), st.booleans())
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=12))
+@settings(deadline=None)
+def test_no_sample_lies_above_the_estimate_right_after_it(samples: list[tuple[int, int, int, bool]]):
+    estimator = Estimator(PRIOR)
+    for tokens, past, taken, grew in samples:
+        estimator.observe(tokens, past, taken, grew=grew)
+        assert estimator.chunk(tokens, past, grows=grew) >= taken
+        assert estimator.highest >= taken
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=12))
+@settings(deadline=None)
+def test_no_step_lies_above_the_estimate_right_after_it(samples: list[tuple[int, int, int, bool]]):
+    estimator = Estimator(PRIOR)
+    for rows, longest, taken, grew in samples:
+        estimator.observe_step(rows, longest, taken, grew=grew)
+        assert estimator.step(rows, longest, grows=grew) >= taken
+
+
+def test_samples_are_bounded():
+    estimator = Estimator(PRIOR)
+    for tokens in range(1, 2000, 3):
+        estimator.observe(tokens, tokens * 7, prefill_transient(TRUE, tokens, tokens * 7))
+    assert len(estimator._chunks) <= MOST_SAMPLES
