@@ -193,7 +193,7 @@ def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
 
 
 def _possible_model(model: Model) -> bool:
-    sizes = (model.weights, model.kv_per_token, model.transient, model.kv_fixed, model.kv_window,
+    sizes = (model.weights, model.kv_per_token, model.transient, model.kv_fixed, model.kv_window, model.kv_waste,
              model.kv_window_per_token, *msgspec.structs.astuple(model.forward))  # fmt: skip
     possible = all(0 <= size <= MOST_BYTES for size in sizes)
     return valid_model(model.name) and possible and 1 <= model.kv_step <= MOST_STEP

@@ -8,6 +8,11 @@ from enum import IntEnum
 
 import msgspec
 
+from wire.units import MIB
+
+WASTE_MOST = 256 * MIB
+"""Bytes of padding that are not worth a second batch, where memory is not short."""
+
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of everything that travels inside a frame."""
@@ -140,21 +145,25 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     max_context: int = 0
     max_batch: int = 0
     observed: int = 0
+    kv_waste: int = WASTE_MOST
 
     @property
     def kv(self) -> "Kv":
         """What its rows take."""
-        return Kv(self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token)
+        return Kv(
+            self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token, self.kv_waste
+        )
 
 
 class Kv(msgspec.Struct, frozen=True, gc=False):
-    """What a row of a model takes, see `Model`."""
+    """What a row of a model takes, see `Model`; `waste` are the bytes of padding that a batch may have at any rate."""
 
     per_token: int
     step: int = 1
     fixed: int = 0
     window: int = 0
     window_per_token: int = 0
+    waste: int = WASTE_MOST
 
 
 class Counts(Part, frozen=True, gc=False):

@@ -32,6 +32,8 @@ LARGE = 0.2
 """Share of the largest sample from which one counts as large."""
 LOOSE = 1.2
 """An estimate this far above a sample is worth a new fit."""
+TELLING = 64
+"""Tokens from which a last chunk tells what logits take: what few tokens take is hardly theirs."""
 RICH = 4
 """Samples that a fit takes: fewer do not tell its terms apart."""
 PRIOR_WEIGHT = 0.3
@@ -107,7 +109,7 @@ class Estimator:
         """Learn from a prefill that took `taken` bytes beside what it wrote."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        if not last:
+        if not last or tokens < TELLING:
             self._chunks.add((tokens, past, grew), taken, self._foreseen)
         elif taken > self.chunk(tokens, past, last=True, grows=grew):
             logits = (taken * ROOM - self.transient.fixed) / tokens

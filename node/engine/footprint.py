@@ -22,26 +22,32 @@ most this, and this share of the cap, because a reading counts them; they are gi
 
 class Footprint:
     """Reads this process and MLX; remembers the highest of the last polls. Made before any model is loaded: what is
-    read then is the engine's own base."""
+    read then is the engine's own base.
 
-    def __init__(self, total: int) -> None:
-        self.sensor = self._sensor = open_sensor(os.getpid())
+    `held()` gives the bytes that the engine knows it holds: weights, rows, kept prefixes. What is remembered is how far
+    a reading stood above them, so that what was given back on purpose is not held against anybody afterwards.
+    """
+
+    def __init__(self, total: int, held: Callable[[], int]) -> None:
+        self.sensor = open_sensor(os.getpid())
         self._recent = Recent()
+        self._held = held
         self._total = total
-        self._base = self._sensor.phys().phys or 0
+        self._base = self.sensor.phys().phys or 0
 
     def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
         """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
-        reading = self._sensor.phys()
+        reading, held = self.sensor.phys(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is given back before a refusal, so a height that it had a moment ago is held against nobody.
-        self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache), now)
-        use = Use(active, self._recent.highest(now), reserved, cache, mx.get_peak_memory())
+        self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache) - held, now)
+        use = Use(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
     def falls_at(self, now: float) -> float | None:
         """Say when the recent height falls; None when nothing changes by itself."""
-        return self._recent.falls_at(max(mx.get_active_memory(), self._sensor.phys().phys or 0), now)
+        present = max(mx.get_active_memory(), self.sensor.phys().phys or 0)
+        return self._recent.falls_at(present - self._held(), now)
 
     def forget(self) -> None:
         """Let go of the recent height: what stood there was given back on purpose."""
@@ -53,9 +59,12 @@ class Height:
 
     def __init__(self) -> None:
         self._ever = self._from = 0
+        self.marks = 0
+        """Marks so far: who finds another number than at his own measures something else."""
 
     def mark(self) -> None:
         """Measure from here: what is active now is the ground."""
+        self.marks += 1
         self._ever = self.ever()
         mx.reset_peak_memory()
         self._from = mx.get_active_memory()

@@ -47,6 +47,9 @@ GROWTH = 64
 GATHERING = 0.5
 """Seconds for which tokens of a request that is not streamed are gathered."""
 MOST_REBUILDS = 1
+ODD = 4
+"""Times the estimate above which a single step is not believed: what rows that ended left behind is freed late. What a
+step really takes shows in the next one, too."""
 RETRY = 0.1
 """Seconds until the gate is asked again for what waits for memory."""
 JOIN_EXPECTED = 10.0
@@ -111,6 +114,10 @@ class Generation:
         self._prefills: list[Prefill] = []
         self._preempted: list[Sequence] = []
         self._return_at = 0.0
+        self._odd = False
+        self._sample, self._grew = 0, False
+        """The mark of the last decode step, while nothing but it has taken or given back memory since, else 0; and
+        whether its caches grew."""
         self._turn = 0
         self._out = Out()
 
@@ -251,6 +258,7 @@ class Generation:
         if isinstance(count, Refused):
             return count
         prefill.retry_at, last = 0.0, count == prefill.left
+        fresh = prefill.cache is not None or not prefill.written
         if prefill.cache is None and not self._reuse.restore(prefill):
             return self._chunk(prefill)
         assert prefill.cache is not None  # noqa: S101  it was just given one
@@ -262,7 +270,8 @@ class Generation:
         resident.prefilled(count, time.monotonic() - call.since)
         after = extent_of(prefill.cache)
         taken = self._forwards.height.above() - (after.size - before.size)
-        resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
+        if fresh:  # the first write into a cache that is shared copies it, which the promise of its row covers
+            resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
         prefill.rows[0].commitment.written = prefill.written
         self._reuse.reached(prefill)
@@ -292,14 +301,21 @@ class Generation:
                     self._rebuild(resident, number, error)
                 else:
                     resident.stepped((batch.called or 0.0) + time.monotonic() - begun)
-                    if alone and batch.called is not None:
+                    if alone and batch.called is not None and self._sample == self._forwards.height.marks:
                         self._measure(resident, batch)
                     batch.called = None
 
     def _measure(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
-        """Learn from a step that has just ended, and that no other batch's step overlapped."""
+        """Learn from a step that has just ended, and that no other batch's step overlapped. One in which caches grew
+        says little of the others: what it copies follows from its size."""
+        if self._grew:
+            return
         longest = max((row.commitment.written for row in batch.rows()), default=0)
-        resident.estimator.observe_step(len(batch), longest, self._forwards.height.sunk())
+        taken = self._forwards.height.sunk()
+        odd = taken > ODD * resident.estimator.step(len(batch), longest, grows=False)
+        if not odd or self._odd:
+            resident.estimator.observe_step(len(batch), longest, taken)
+        self._odd = odd
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer."""
@@ -352,6 +368,7 @@ class Generation:
         self._grow(resident, batch)
         if resident.batches.get(number) is not batch:
             return
+        held = batch.nbytes()
         try:
             with self._forwards.native(Doing.DECODE, resident.name, 0, resident.step_seconds) as call:
                 tokens = batch.step()
@@ -363,6 +380,7 @@ class Generation:
         if batch.called is not None:
             resident.stepped(batch.called)
         batch.called = now - call.since
+        self._sample, self._grew = self._forwards.height.marks, batch.nbytes() > held
         self._take(resident, tokens)
         over, newest = self._forwards.over(), self._newest()
         if over is not None and newest is not None:
@@ -440,6 +458,7 @@ class Generation:
         ended = [row for row in rows if row.reason and row.sequence.number in self._live]
         if not ended:
             return
+        self._sample = 0
         self._keep(resident, ended)
         self._drop(resident, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
@@ -559,6 +578,7 @@ class Generation:
 
     def _drop(self, resident: Resident, rows: list[Row]) -> None:
         """Take rows out of their batches and of the ledger."""
+        self._sample = 0
         for number in {resident.ledger.batch_of(row.commitment) for row in rows}:
             batch = resident.batches.get(number)
             if batch is not None:

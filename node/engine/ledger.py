@@ -62,7 +62,7 @@ class Ledger:
     """All rows of one model, in padded groups."""
 
     def __init__(self, kv: Kv) -> None:
-        self._kv = kv
+        self.kv = kv
         self._batches: list[_Batch] = []
         self._made = 0
 
@@ -72,15 +72,15 @@ class Ledger:
 
     def written(self) -> int:
         """Give the bytes of all rows that are begun, padding included."""
-        return sum(batch.written(self._kv) for batch in self._batches)
+        return sum(batch.written(self.kv) for batch in self._batches)
 
     def reserved(self) -> int:
         """Give the bytes promised and not yet written."""
-        return sum(batch.promised_bytes(self._kv) - batch.written(self._kv) for batch in self._batches)
+        return sum(batch.promised_bytes(self.kv) - batch.written(self.kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
         """Give what `rows` equal rows of `length` tokens would add: exactly what `commit` then promises."""
-        return join_bytes(self.groups(), length, self._kv) + (rows - 1) * row_bytes(self._kv, length)
+        return join_bytes(self.groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
         """Promise: the first row joins the batch where it adds least, its equals form one without padding."""
@@ -101,14 +101,14 @@ class Ledger:
     def joining(self, row: Commitment, rows: int) -> int:
         """Give the bytes of a row's batch once it and its equals (`rows` in all) have joined with what they hold."""
         joined = [other.written for other in self._batch_of(row).rows if other.joined]
-        return padded(_group([*joined, *[row.written] * rows]), self._kv)
+        return padded(_group([*joined, *[row.written] * rows]), self.kv)
 
     def extension(self, row: Commitment, more: int) -> int:
         """Give what `more` tokens for a row would add to its group."""
         batch = self._batch_of(row)
         group = batch.promised()
         longest = max(group.longest, row.promised + more)
-        return padded(Group(group.rows, longest), self._kv) - padded(group, self._kv)
+        return padded(Group(group.rows, longest), self.kv) - padded(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
         """Promise `more` tokens to a row."""
@@ -122,8 +122,8 @@ class Ledger:
             self._batches.remove(batch)
 
     def _best(self, length: int) -> _Batch | None:
-        open_ = [batch for batch in self._batches if joinable(batch.promised(), length, self._kv)]
-        return min(open_, key=lambda batch: join_bytes((batch.promised(),), length, self._kv), default=None)
+        open_ = [batch for batch in self._batches if joinable(batch.promised(), length, self.kv)]
+        return min(open_, key=lambda batch: join_bytes((batch.promised(),), length, self.kv), default=None)
 
     def _batch_of(self, row: Commitment) -> _Batch:
         return next(batch for batch in self._batches if row in batch.rows)

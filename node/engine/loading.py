@@ -27,8 +27,8 @@ from wire.report import Memory
 from wire.units import MIB, show_size
 from wire.verdict import Fits, judge, most_bytes
 
-TRANSIENT = 64 * MIB
-"""Bytes beside the weights that a load needs for a moment: buffers of the file, the warm-up."""
+TRANSIENT_LEAST, TRANSIENT_MOST = 16 * MIB, 64 * MIB
+"""Bytes beside the weights that a load needs for a moment: buffers of the file (half of a small model), the warm-up."""
 
 log = structlog.get_logger("engine.loading")
 
@@ -96,6 +96,11 @@ class Shelf:
     def left(self) -> int:
         """Bytes of weights that are promised and not read yet."""
         return 0 if self._reading is None else self._reading.left
+
+    @property
+    def read(self) -> int:
+        """Bytes of weights that are read of a model that is not here yet."""
+        return 0 if self._reading is None else self._reading.found.weights - self._reading.left
 
     def loading(self, name: str) -> bool:
         """Whether a model is on its way."""
@@ -194,7 +199,7 @@ class Shelf:
         cause = self.cause(found, now)
         if cause:
             return NotLoaded(found.name, Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}"))
-        need = found.weights + TRANSIENT
+        need = found.weights + max(TRANSIENT_LEAST, min(TRANSIENT_MOST, found.weights // 2))
         self.make_room(need)
         memory = self.memory()
         answer = self.gate.check(Site.LOAD, memory, need)

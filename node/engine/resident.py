@@ -81,6 +81,10 @@ class Resident:
         """Note how long a decode step of one batch took."""
         self.step_seconds = _mean(self.step_seconds, seconds)
 
+    def bound_waste(self, waste: int) -> None:
+        """Let padding waste at most so many bytes at any rate."""
+        self.kv = self.ledger.kv = replace(self.kv, waste=waste)
+
     def measured_text(self, size: int, tokens: int) -> None:
         """Note how many bytes of text made so many prompt tokens; short prompts are mostly template."""
         if tokens >= MEASURED_TOKENS and size:

@@ -65,6 +65,7 @@ from wire.verdict import (
     request_transient,
     row_bytes,
     shed,
+    waste_under,
 )
 
 REMEMBERED = 1024
@@ -85,7 +86,7 @@ class TextEngine:
         self._settings = settings.engine.mlx
         self._library = library
         self._door = Door(library)
-        self._footprint = Footprint(hardware.memory)
+        self._footprint = Footprint(hardware.memory, self._held)
         self._forwards = Forwards(
             recorder, self._footprint, self._reserved, lambda need: self._shelf.make_room(need), self._residual
         )
@@ -191,6 +192,8 @@ class TextEngine:
         if limits.cap and ours != self._wired_for:
             self._wired_for = ours
             limit_pool(limits.cap)
+            for resident in self._shelf.residents.values():
+                resident.bound_waste(waste_under(limits.cap))
             wired = wire(ours)
             log.info("wired", limit=show_size(wired) if wired else "no Metal here")
 
@@ -346,6 +349,8 @@ class TextEngine:
 
     def _loaded(self, outcome: Outcome) -> list[Frame]:
         """Go on with those who waited for a load, or tell them why it failed."""
+        if isinstance(outcome, Loaded):
+            outcome.resident.bound_waste(waste_under(self._wired_for))
         name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
         frames: list[Frame] = []
         for number in [number for number, model in self._orders.items() if model == name]:
@@ -376,6 +381,11 @@ class TextEngine:
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
+    def _held(self) -> int:
+        """Sum up what is known to be in memory: weights, as far as they are read, rows, kept prefixes."""
+        rows = sum(one.weights + one.ledger.written() for one in self._shelf.residents.values())
+        return rows + self._shelf.read + self._reuse.nbytes
+
     def _reserved(self) -> int:
         """Sum up what is promised: rows, weights on their way, and the rows that wait for these."""
         reserved = self._shelf.left + sum(one.ledger.reserved() for one in self._shelf.residents.values())
@@ -393,6 +403,7 @@ class TextEngine:
                 found.name, found.fingerprint, False, found.weights, found.kv.per_token, context=self._context(found),
                 load_seconds=found.weights / LOAD_SPEED, features=FEATURES, kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
+                kv_waste=waste_under(self._wired_for),
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
                 **self._transients(found.forward),
             )  # fmt: skip
@@ -403,6 +414,7 @@ class TextEngine:
             decode_speed=1 / resident.step_seconds if resident.step_seconds else 0.0,
             bytes_per_token=resident.bytes_per_token or 4.0, features=FEATURES, groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
+            kv_waste=kv.waste,
             **self._transients(resident.estimator.transient),
         )  # fmt: skip
 

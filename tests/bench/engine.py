@@ -21,6 +21,7 @@ from random import Random
 import psutil
 
 from tests import models
+from tests.bench import torture
 from tests.bench.chats import Chat, body, chat, words
 from tests.bench.peers import library, mlx_server
 from tests.bench.row import Row, at_least, at_most, commit, in_turn, not_measured, p99, ratio_of, spread
@@ -37,6 +38,9 @@ ALONE_WORDS = 1990
 DECODE_TOKENS = 80
 ANSWER_TOKENS = 32
 QUIET_STEPS = 200
+ROOMS = (32, 64, 128)
+ORACLE_SHARE, ORACLE_FROM = 0.85, 64
+TORTURE_SECONDS = 180.0
 ITL_ROUNDS = 1
 LOGS_SHOWN = 2000
 CANCELS = 4
@@ -376,6 +380,34 @@ def bench_estimate(_: Path) -> list[Row]:
     return [Row(name, target, f"{low:.3f} to {high:.3f} ({each})", low >= 1.0 and high <= 1.25, commit())]
 
 
+# memory
+
+
+def bench_torture(folder: Path) -> list[Row]:
+    """More than fits, for three minutes under each cap; then the same without the guard, which must pass the cap."""
+    name = "torture: cap = rest + {} MiB"
+    if missing():
+        return [not_measured(name.format(room), "0 over", missing()) for room in ROOMS]
+    os.environ |= THREADS
+    torture.lay_out(folder)
+    rest, peaks = asyncio.run(torture.alone(folder))
+    rows: list[Row] = []
+    for room in ROOMS:
+        cap = rest + room * MIB
+        seen = asyncio.run(torture.torture(folder, cap, TORTURE_SECONDS))
+        held, share, words = torture.verdict(seen, peaks, room * MIB)
+        ok = held and (share >= ORACLE_SHARE or room < ORACLE_FROM)
+        target = "0 over, 0 lost" + (f", >= {ORACLE_SHARE} x an oracle's tokens" if room >= ORACLE_FROM else "")
+        below = (cap - seen.highest) / MIB
+        rows.append(Row(name.format(room), target, f"{share:.2f} x, {below:.1f} MiB below; {words}", ok, commit()))
+        free = asyncio.run(torture.torture(folder, cap, TORTURE_SECONDS / 3, guard=False))
+        above = (free.highest - cap) / MIB
+        rows.append(
+            Row(f"{name.format(room)}, guard off", "over the cap", f"{above:.1f} MiB over", above > 0, commit())
+        )
+    return rows
+
+
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "decode": bench_decode,
     "server": bench_server,
@@ -384,4 +416,5 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "gate": bench_gate,
     "prefix": bench_prefix,
     "estimate": bench_estimate,
+    "torture": bench_torture,
 }

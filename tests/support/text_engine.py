@@ -86,6 +86,7 @@ class Driver:
                 return
             due = self.engine.due(time.monotonic())
             assert due is not None, "the engine rests"
+            time.sleep(max(0.0, due - time.monotonic()))  # as its loop waits
             self.turn()
         raise AssertionError(f"it did not come true within {turns} turns")
 

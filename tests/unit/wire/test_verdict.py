@@ -231,7 +231,7 @@ def test_a_chunk_takes_more_the_further_it_sees_and_a_window_sees_no_further():
     assert prefill_transient(windowed, 100, 900) == prefill_transient(windowed, 100, 64)
     assert prefill_transient(TRANSIENT, 100, 900, grows=False) == 1000 + 2000 + 50_000
     assert step_transient(TRANSIENT, 4, 1000, grows=False) == 50 + 4 * (7 + 3000)
-    assert step_transient(TRANSIENT, 4, 1000) == 50 + 4 * (7 + 3000 + 3000)
+    assert step_transient(TRANSIENT, 4, 1000) == 50 + 4 * (7 + 3000 + 2 * 3000)
     assert step_transient(TRANSIENT, 0, 1000) == 0
     assert step_transient(windowed, 4, 1000) == step_transient(windowed, 4, 64)
 

@@ -14,7 +14,7 @@ from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.frames import Channel, Enforce, EngineReport, Failed, Finished, Limits, Params, Refusal
 from wire.refusals import Code
-from wire.report import Level
+from wire.report import Hardware, Level
 from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
@@ -56,7 +56,7 @@ def three(folder: Path) -> Driver:
     """Three models of which the first is pinned, used in their order."""
     for name in ("a", "b", "c"):
         (folder / name).symlink_to(models.path("llama"))
-    driver = Driver(folder, preload=("a",))
+    driver = Driver(folder, preload=("a",), prefix_cache="off")
     for name in ("a", "b", "c"):
         driver.end(driver.ask("Hello!", Params(max_tokens=1), model=name))
     assert loaded(driver) == {"a", "b", "c"}
@@ -186,7 +186,13 @@ def test_the_report_says_which_limits_are_held_and_what_mlx_holds(driver: Driver
 def test_metals_wired_limit_follows_the_leases_before_they_are_confirmed(monkeypatch: pytest.MonkeyPatch):
     """On a Mac; here the three calls of MLX are stood in for."""
     folders = ModelSettings(folders=(), hub=False)
-    engine = TextEngine(NodeSettings(engine=EngineSettings(), models=folders), Library(folders), Recorder(), 128 * GIB)
+    engine = TextEngine(
+        NodeSettings(engine=EngineSettings(), models=folders),
+        Library(folders),
+        Recorder(),
+        Hardware(memory=128 * GIB),
+        None,
+    )
     wired: list[tuple[int, int]] = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 80 * GIB})

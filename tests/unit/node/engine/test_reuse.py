@@ -16,6 +16,7 @@ from tests import models
 from tests.support.text_engine import GREEDY, ROOMY, Driver
 from wire.frames import Admitted, Channel, Finished, Limits, Message, Params, Refusal, Unload
 from wire.units import GIB, KIB, MIB
+from wire.verdict import request_need
 
 ANSWERS = models.answers()
 SHORT = [one for one in ANSWERS if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80]
@@ -202,7 +203,7 @@ def fill(driver: Driver, size: int) -> None:
 
 
 def test_the_cache_goes_before_a_request_is_refused_and_no_more_of_it_than_needed(driver: Driver):
-    fill(driver, 12 * MIB)
+    fill(driver, 40 * MIB)
     give_back()
     room(driver, MIB)
     before = driver.engine.report(0.0).cache
@@ -262,7 +263,8 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     fill(driver, 16 * MIB)
     give_back()
     driver.engine._footprint.forget()
-    room(driver, 12 * MIB - driver.engine._reuse.nbytes)
+    need = request_need(driver.engine.report(0.0).models[0], 1600, 2)
+    room(driver, need + MIB - driver.engine._reuse.nbytes)
     for number in range(300):
         words = " ".join(
             random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(50, 500))

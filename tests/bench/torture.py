@@ -1,0 +1,391 @@
+"""The torture: a real engine under a cap a few MiB above its rest, more asked of it than it can hold, leases and loads
+coming and going. It must never pass its cap, lose no request, and still do most of what could be done at all.
+
+The engine is the shipped child under the shipped agent's limiter, poll and enforcer; only the coordinator is left out:
+a client is told "not now" and asks again, as the router's queue does. Memory is read by the kernel's high-water mark.
+
+The oracle replays the same arrivals: each request takes its true peak, measured alone with the smallest chunks, for as
+long as it took under load, and begins as soon as that fits, first come first served, without any margin. It knows all
+sizes beforehand and pays for nothing else.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from node.limits import Limiter
+from node.memory.sensor import open_machine, open_sensor
+from node.poll import Poll
+from node.settings import resolve
+from node.supervise import Supervisor
+from tests import models
+from wire.codec import decode, encode
+from wire.frames import TAGS, Failed, Finished, Frame, Generate, Load, Message, Params, Refusal, Unload
+from wire.refusals import Code
+from wire.report import Counts
+from wire.units import MIB
+
+CLIENTS = 16
+PATIENCE = 10.0
+"""Seconds for which a client asks again, as a request waits in the router's queue."""
+ASK_AGAIN = 0.25
+HUNG = 60.0
+SAMPLE = 0.02
+CLEAN = frozenset({"done", *Code})
+"""How a request may end: anything else, "hung" or a fault, is a broken promise. What the enforcer ended is counted as
+refused; the newest of what ran is told so."""
+LEASE_EVERY, LEASE_FOR, LEASE_SHARE = 20.0, 6.0, 4
+LOAD_EVERY, LOAD_FOR = 25.0, 5.0
+FLOOR = 64
+MARGIN = 6 * MIB
+MODEL, SECOND = "chat", "second"
+TOKENS_PER_WORD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of request: prompt and answer tokens, answers, and its share of all."""
+
+    prompt: int
+    answer: int
+    share: float
+    choices: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it is worth."""
+        return self.prompt + self.answer * self.choices
+
+
+KINDS = (
+    Kind(60, 48, 0.45), Kind(300, 48, 0.25), Kind(900, 32, 0.12), Kind(2500, 32, 0.10), Kind(6000, 16, 0.05),
+    Kind(30_000, 16, 0.03, 4),
+)  # fmt: skip
+BEYOND = KINDS[-1]
+"""More than any of the caps can hold."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request and its end: `done`, or the code that refused it. `begun` is when it was last asked for."""
+
+    kind: Kind
+    at: float
+    begun: float = 0.0
+    ended: float = 0.0
+    outcome: str = ""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a run showed. Times are seconds from its start, sizes bytes."""
+
+    asked: list[Asked] = field(default_factory=list[Asked])
+    leases: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
+    orders: list[str] = field(default_factory=list[str])
+    samples: int = 0
+    over: int = 0
+    highest: int = 0
+    restarts: int = 0
+    counts: Counts = Counts()
+
+    def outcomes(self) -> dict[str, int]:
+        """Count the ends."""
+        return dict(sorted(Counter(one.outcome for one in self.asked).items()))
+
+    def tokens(self) -> int:
+        """Sum up what was completed."""
+        return sum(one.kind.tokens for one in self.asked if one.outcome == "done")
+
+
+class Node:
+    """The agent's half without a link: machine, limiter, supervisor, poll, as `node.run` makes them."""
+
+    def __init__(self, folder: Path, memory: dict[str, object], **mlx: object) -> None:
+        flat: dict[str, object] = {
+            "engine.kind": "mlx", "models.folders": (str(folder / "models"),), "models.hub": False,
+            "models.profile": "off", "models.preload": (MODEL,), "engine.mlx.chunk_floor": FLOOR,
+        }  # fmt: skip
+        flat |= {f"memory.{key}": value for key, value in memory.items()}
+        flat |= {f"engine.mlx.{key}": value for key, value in mlx.items()}
+        resolved = resolve([("bench", flat)])
+        machine = open_machine(resolved.value)
+        self.limiter = Limiter(resolved.value, machine, resolved.origins)
+        self.supervisor = Supervisor(
+            resolved.value, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
+            scratch=folder / "scratch",
+        )  # fmt: skip
+        self.poll = Poll(self.limiter, machine, self.supervisor)
+        self._ends: dict[int, asyncio.Future[Frame]] = {}
+        self._changed = asyncio.Event()
+        self._number = 0
+
+    def _frame(self, tag: int, encoded: bytes, request: int) -> None:
+        if TAGS[tag] in (Finished, Refusal, Failed) and not self._ends[request].done():
+            self._ends[request].set_result(decode(tag, encoded[5:]))
+
+    def _change(self) -> None:
+        self.poll.changed()
+        self._changed.set()
+
+    async def start(self) -> None:
+        """Start, and wait until the model is there."""
+        self.poll.start()
+        await self.supervisor.start()
+        async with asyncio.timeout(HUNG):
+            while not self._loaded():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _loaded(self) -> bool:
+        report = self.supervisor.report
+        return report is not None and any(model.loaded for model in report.models)
+
+    def phys(self) -> int:
+        """Read the engine's footprint."""
+        return self.supervisor.phys().phys or 0
+
+    async def order(self, kind: type[Load | Unload], model: str) -> Frame:
+        """Send an order about a model, and give its end."""
+        return await self._sent(lambda number: kind(number, model))
+
+    async def generate(self, kind: Kind, seed: int) -> Frame:
+        """Ask for one request of a kind, whose words follow from the seed, and give its end."""
+        bias = ((_end_token(), -100.0),)
+        params = Params(temperature=0.0, max_tokens=kind.answer, n=kind.choices, logit_bias=bias)
+        message = Message("user", f"{seed} " + "word " * (kind.prompt // TOKENS_PER_WORD))
+        return await self._sent(
+            lambda number: Generate(number, number, f"r{number}", MODEL, (message,), params, 0, kind.answer)
+        )
+
+    async def _sent(self, frame: Callable[[int], Generate | Load | Unload]) -> Frame:
+        self._number += 1
+        number = self._number
+        end = self._ends[number] = asyncio.get_running_loop().create_future()
+        made = frame(number)
+        self.supervisor.send(encode(made), type(made), number)
+        try:
+            async with asyncio.timeout(HUNG):
+                return await end
+        finally:
+            del self._ends[number]
+
+    async def stop(self) -> None:
+        """End the engine."""
+        self.poll.stop()
+        await self.supervisor.stop()
+
+
+def _end_token() -> int:
+    return json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
+
+
+@asynccontextmanager
+async def started(folder: Path, memory: dict[str, object], **mlx: object) -> AsyncGenerator[Node]:
+    """Run a node, its model loaded and warm."""
+    node = Node(folder, memory, **mlx)
+    try:
+        await node.start()
+        await node.generate(KINDS[0], 0)
+        yield node
+    finally:
+        await node.stop()
+
+
+def lay_out(folder: Path) -> None:
+    """Put two models where the node finds them."""
+    (folder / "models").mkdir(parents=True, exist_ok=True)
+    for name, architecture in ((MODEL, "llama"), (SECOND, "qwen3")):
+        (folder / "models" / name).symlink_to(models.path(architecture))
+
+
+# what is known beforehand
+
+
+async def alone(folder: Path) -> tuple[int, dict[Kind, int]]:
+    """Give the footprint at rest, and the bytes above it that each kind reaches alone, in the smallest chunks."""
+    peaks: dict[Kind, int] = {}
+    async with started(folder, {"cap": "512MiB", "margin": MARGIN}, chunk=FLOOR, prefix_cache="off") as node:
+        rest = await settled(node)
+        for number, kind in enumerate(KINDS[:-1]):
+            sensor = open_sensor(node.supervisor.pid or 0)
+            sensor.begin_interval()
+            end = await node.generate(kind, 1000 + number)
+            if not isinstance(end, Finished):
+                raise RuntimeError(f"{kind} alone: {end}")  # noqa: TRY004  no matter of types
+            peaks[kind] = max(0, (sensor.highs().interval or 0) - rest)
+            sensor.close()
+            await settled(node)
+    return rest, peaks
+
+
+async def settled(node: Node) -> int:
+    """Wait until the footprint has stopped falling, and give it."""
+    last = node.phys()
+    while True:
+        await asyncio.sleep(0.5)
+        now = node.phys()
+        if now >= last:
+            return now
+        last = now
+
+
+# the load
+
+
+async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True) -> Seen:
+    """Ask for more than fits for so long, and give what was seen."""
+    seen = Seen()
+    memory: dict[str, object] = {"cap": cap, "margin": MARGIN, "guard": "on" if guard else "off"}
+    async with started(folder, memory) as node:
+        rest = await settled(node)
+        begun = time.monotonic()
+        tasks = [asyncio.create_task(_client(node, seen, number, begun, seconds)) for number in range(CLIENTS)]
+        side = [asyncio.create_task(each) for each in (
+            _watch(node, seen, cap), _lend(node, seen, max(MIB, cap - rest) // LEASE_SHARE, begun), _load(node, seen)
+        )]  # fmt: skip
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in side:
+                task.cancel()
+            await asyncio.gather(*side, return_exceptions=True)
+        seen.restarts = node.supervisor.state.restarts
+        seen.highest = max(seen.highest, node.supervisor.highs().interval or 0)
+        seen.over = max(seen.over, seen.highest > cap)
+        report = node.supervisor.report
+        seen.counts = report.counts if report else Counts()
+    return seen
+
+
+async def _client(node: Node, seen: Seen, number: int, begun: float, seconds: float) -> None:
+    random, turn = Random(number), 0
+    while (at := time.monotonic() - begun) < seconds:
+        turn += 1
+        (kind,) = random.choices(KINDS, [kind.share for kind in KINDS])
+        asked = Asked(kind, at)
+        seen.asked.append(asked)
+        try:
+            asked.outcome = await _patiently(node, asked, number * 100_000 + turn, begun)
+        except TimeoutError:
+            asked.outcome = "hung"
+        asked.ended = time.monotonic() - begun
+
+
+async def _patiently(node: Node, asked: Asked, seed: int, begun: float) -> str:
+    """Ask until it is done, or refused for good, or patience ends."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        asked.begun = time.monotonic() - begun
+        end = await node.generate(asked.kind, seed)
+        if isinstance(end, Finished):
+            return "done"
+        code = end.refused.code if isinstance(end, Refusal) else end.code if isinstance(end, Failed) else ""
+        if not isinstance(end, Refusal) or code is not Code.NO_ROOM or time.monotonic() > until:
+            if kind is not BEYOND:
+                print(kind.prompt, code, end)
+            return str(code)
+        await asyncio.sleep(ASK_AGAIN)
+
+
+async def _watch(node: Node, seen: Seen, cap: int) -> None:
+    """Sample the footprint from outside; the kernel's mark is read at the end."""
+    sensor = open_sensor(node.supervisor.pid or 0)
+    sensor.begin_interval()
+    try:
+        while True:
+            phys = sensor.phys().phys or 0
+            seen.samples += 1
+            seen.over += phys > cap
+            seen.highest = max(seen.highest, phys, sensor.highs().interval or 0)
+            await asyncio.sleep(SAMPLE)
+    finally:
+        sensor.close()
+
+
+async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
+    """Take memory off the ceiling now and then, as a video job does."""
+    while True:
+        await asyncio.sleep(LEASE_EVERY)
+        since = time.monotonic() - begun
+        node.limiter.leases = lease
+        node.poll.look()
+        try:
+            await asyncio.sleep(LEASE_FOR)
+        finally:
+            node.limiter.leases = 0
+            node.poll.look()
+            seen.leases.append((since, time.monotonic() - begun, lease))
+
+
+async def _load(node: Node, seen: Seen) -> None:
+    """Load a second model now and then, and unload it again."""
+    while True:
+        await asyncio.sleep(LOAD_EVERY)
+        for kind in (Load, Unload):
+            end = await node.order(kind, SECOND)
+            word = "done" if isinstance(end, Finished) else str(end.refused.code) if isinstance(end, Refusal) else "?"
+            seen.orders.append(f"{kind.__name__.lower()} {word}")
+            await asyncio.sleep(LOAD_FOR)
+
+
+def verdict(seen: Seen, peaks: dict[Kind, int], room: int) -> tuple[bool, float, str]:
+    """Say whether a run kept every promise, its share of the oracle's tokens, and all of it in words."""
+    best = oracle(seen, peaks, room)
+    share = seen.tokens() / max(1, best)
+    outcomes = seen.outcomes()
+    broken = seen.over + seen.restarts + sum(count for word, count in outcomes.items() if word not in CLEAN)
+    counts = seen.counts
+    words = (
+        f"{seen.over} of {seen.samples} samples over, {seen.restarts} restarts, {seen.tokens()} tokens of {best}; "
+        f"ends {outcomes}; orders {dict(Counter(seen.orders))}; {counts.checks} checks, {counts.shrinks} shrinks, "
+        f"{counts.preemptions} preemptions, {counts.sheds} sheds, {counts.overs} forwards over"
+    )
+    return broken == 0, share, words
+
+
+# the oracle
+
+
+def oracle(seen: Seen, peaks: dict[Kind, int], room: int) -> int:
+    """Give the tokens that first-fit with known peaks would have completed of the same arrivals."""
+    lasted = durations(seen)
+    waiting: list[Asked] = []
+    running: list[tuple[float, int]] = []
+    arrivals = sorted((one for one in seen.asked if one.kind in peaks), key=lambda one: one.at)
+    moments = sorted({one.at for one in arrivals} | {edge for lease in seen.leases for edge in lease[:2]})
+    tokens, place, now = 0, 0, 0.0
+    while moments or running:
+        now = min([*moments[:1], *(end for end, _ in running)])
+        moments = [moment for moment in moments if moment > now]
+        running = [one for one in running if one[0] > now]
+        while place < len(arrivals) and arrivals[place].at <= now:
+            waiting.append(arrivals[place])
+            place += 1
+        lent = sum(size for since, until, size in seen.leases if since <= now < until)
+        for one in list(waiting):
+            if now - one.at > PATIENCE:
+                waiting.remove(one)
+            elif sum(size for _, size in running) + peaks[one.kind] <= room - lent:
+                waiting.remove(one)
+                running.append((now + lasted[one.kind], peaks[one.kind]))
+                tokens += one.kind.tokens
+    return tokens
+
+
+def durations(seen: Seen) -> dict[Kind, float]:
+    """Give how long each kind took under load, from its last asking; what never ended took as long per token."""
+    took = {
+        kind: [one.ended - one.begun for one in seen.asked if one.kind is kind and one.outcome == "done"]
+        for kind in KINDS
+    }
+    known = {kind: statistics.median(times) for kind, times in took.items() if times}
+    each = max((seconds / kind.tokens for kind, seconds in known.items()), default=0.01)
+    return {kind: known.get(kind, each * kind.tokens) for kind in KINDS}
