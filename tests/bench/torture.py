@@ -94,7 +94,7 @@ class Seen:
     over: int = 0
     highest: int = 0
     restarts: int = 0
-    counts: Counts = Counts()
+    counts: Counts = field(default_factory=Counts)
 
     def outcomes(self) -> dict[str, int]:
         """Count the ends."""
@@ -289,8 +289,6 @@ async def _patiently(node: Node, asked: Asked, seed: int, begun: float) -> str:
             return "done"
         code = end.refused.code if isinstance(end, Refusal) else end.code if isinstance(end, Failed) else ""
         if not isinstance(end, Refusal) or code is not Code.NO_ROOM or time.monotonic() > until:
-            if kind is not BEYOND:
-                print(kind.prompt, code, end)
             return str(code)
         await asyncio.sleep(ASK_AGAIN)
 
