@@ -106,6 +106,22 @@ def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_e
         limiter(machine)
 
 
+def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges():
+    @dataclass
+    class FailingMachine(SetMachine):
+        """A machine whose RAM can be read only at every second time."""
+
+        reads: int = 0
+
+        def bounds(self) -> Bounds:
+            self.reads += 1
+            return Bounds(self.total if self.reads % 2 else 0, self.metal, self.container)
+
+    one = limiter(FailingMachine())
+    for _ in range(4):
+        assert one.now(GIB).cap == 96 * GIB
+
+
 def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_that_name():
     machine = SetMachine()
     one = limiter(machine)
