@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from node.enforcer import BUSY, EMPTY, IDLE, Action, End, Seen, State, Tell, pause, step
+from node.enforcer import BUSY, Action, End, Seen, State, Tell, pause, step
 from node.memory.reading import PERIOD
 from wire.report import Level, Memory
 from wire.units import GIB
@@ -91,6 +91,20 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
     assert run.state.kills == 1
 
 
+def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
+    run = Run(memory=replace(CAP, cap=8 * GIB, leases=2 * GIB, ceiling=6 * GIB), answers=False)
+    ends = [action for _ in range(8) for action in run.poll(7) if isinstance(action, End)]
+    assert ends == [End("over its cap: 7.0 GiB of 6.0 GiB on two readings, and it did not answer")]
+
+
+def test_who_was_never_asked_is_asked_before_it_is_ended():
+    over = replace(CAP, phys=101 * GIB)
+    state, (action,) = step(State(polls=4, engine=1, over=1), Seen(1, over), 1000.0)
+    assert isinstance(action, Tell)
+    assert action.order.level is HARD
+    assert (state.asked, state.asked_at) == (5, 1000.0)
+
+
 def test_an_engine_that_answers_is_never_ended():
     run = Run()
     orders = run.levels(*[110] * 50)
@@ -143,10 +157,10 @@ def test_with_the_guard_off_by_name_it_only_counts():
 
 
 def test_polls_are_quick_where_it_matters():
-    assert pause(State(), busy=False, loaded=False) == EMPTY
-    assert pause(State(), busy=False, loaded=True) == IDLE
-    assert pause(State(), busy=True, loaded=False) == BUSY
-    assert pause(State(over=1), busy=False, loaded=False) == BUSY
+    assert pause(State(), busy=False, loaded=False) == 5.0
+    assert pause(State(), busy=False, loaded=True) == 1.0
+    assert pause(State(), busy=True, loaded=False) == 0.25
+    assert pause(State(over=1), busy=False, loaded=False) == 0.25
 
 
 SIZES = st.integers(0, 2**40)
