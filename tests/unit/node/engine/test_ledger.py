@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,12 @@ def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
     assert empty.cost(0, 1) == 0
     empty.commit(0, 1)
     assert promised(empty) == 0
+
+
+def test_a_misspelt_word_of_what_is_written_is_an_error_and_not_a_promise_that_never_shrinks():
+    (row,) = Ledger(Kv(KV)).commit(100, 1)
+    with pytest.raises(AttributeError):
+        row.writen = 100  # type: ignore[attr-defined]
 
 
 def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
