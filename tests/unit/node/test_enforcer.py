@@ -1,6 +1,6 @@
 """The enforcer as a script of readings: what it orders, and when it ends an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 
 import pytest
 from hypothesis import given
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from node.enforcer import BUSY, Action, End, Seen, State, Tell, pause, step
 from node.memory.reading import PERIOD
+from wire.frames import Enforce
 from wire.report import Level, Memory
 from wire.units import GIB
 from wire.verdict import headroom
@@ -98,11 +99,18 @@ def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
 
 
 def test_who_was_never_asked_is_asked_before_it_is_ended():
-    over = replace(CAP, phys=101 * GIB)
-    state, (action,) = step(State(polls=4, engine=1, over=1), Seen(1, over), 1000.0)
-    assert isinstance(action, Tell)
-    assert action.order.level is HARD
-    assert (state.asked, state.asked_at) == (5, 1000.0)
+    seen = Seen(1, replace(CAP, phys=101 * GIB))
+    state, (action,) = step(State(engine=1, over=1), seen, 1000.0)
+    assert action == Tell(Enforce(1, HARD, GIB))
+    assert (state.asked, state.asked_at) == (1, 1000.0)
+    assert step(state, seen, 1000.0 + PERIOD / 2)[1] == ()
+    assert isinstance(step(state, seen, 1000.0 + PERIOD)[1][0], End)
+
+
+@pytest.mark.parametrize("value", [State(), Seen(1, CAP), Tell(Enforce(1, SOFT)), End("")])
+def test_what_was_seen_and_decided_is_never_changed_afterwards(value: State | Seen | Action):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, 0)
 
 
 def test_an_engine_that_answers_is_never_ended():

@@ -1,3 +1,5 @@
+from dataclasses import FrozenInstanceError, fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,9 @@ from node.memory.cap import (
     TIERS,
     Bounds,
     Cap,
+    Ceiling,
     Margin,
+    Tier,
     ceiling,
     default_metal,
     dynamic,
@@ -272,3 +276,13 @@ def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
     assert {name: (tier.reserve, tier.active_share) for name, tier in TIERS.items()} == {
         "safe": (12 * GIB, 0.2), "balanced": (8 * GIB, 0.5), "aggressive": (6 * GIB, 0.8), "custom": (0, 0.5),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Tier(1, 0.5), Bounds(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds | Cap | Ceiling | Margin):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, 0)
