@@ -183,6 +183,13 @@ def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
         resolve_margin("10%", 96 * GIB)
 
 
+@pytest.mark.parametrize("setting", ["3GiB", "0", "96GiB"])
+def test_a_margin_that_a_person_set_is_no_automatic_one_and_the_engine_is_told_which(setting: str):
+    for margin, automatic in [(resolve_margin(setting, 96 * GIB), False), (resolve_margin("auto", 96 * GIB), True)]:
+        assert margin.automatic is automatic
+        assert limits(CAP, margin, ceiling(CAP, 50 * GIB), guard=True).margin_auto is automatic
+
+
 @pytest.mark.parametrize(("margin", "cap"), [(1, 2), (GIB - 1, GIB)])
 def test_a_margin_that_leaves_a_byte_of_the_cap_is_not_warned_about(margin: int, cap: int):
     assert resolve_margin(margin, cap) == Margin(margin)
