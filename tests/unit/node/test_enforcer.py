@@ -141,6 +141,18 @@ def test_a_new_engine_is_judged_for_itself():
     assert run.state.kills == 0
 
 
+def test_an_engine_with_the_process_number_of_one_that_was_ended_is_judged_for_itself():
+    run = Run(answers=False)
+    while not run.state.kills:
+        run.poll(110)
+    run.engine = None
+    assert run.poll() == ()
+    run.engine = 1
+    assert run.levels(110, 110) == [[SOFT], [HARD]]
+    while run.state.kills < 2:
+        run.poll(110)
+
+
 def test_an_unreadable_footprint_neither_counts_nor_pardons():
     run = Run(answers=False)
     run.levels(110, 110)
