@@ -104,11 +104,8 @@ def _hard(state: State, seen: Seen, now: float) -> tuple[State, tuple[Action, ..
         return replace(state, asked=state.polls, asked_at=now), (Tell(order),)
     if now - state.asked_at < PERIOD:
         return state, ()
-    cap = max(1, seen.memory.cap - seen.memory.leases)
-    blame = (
-        f"over its cap: {show_size(cap + verdict.excess(seen.memory))} of {show_size(cap)} on two readings, and it did "
-        "not answer"
-    )
+    over, line = verdict.excess(seen.memory), verdict.hard_line(seen.memory)
+    blame = f"over its cap: {show_size(line + over)} of {show_size(line)} on two readings, and it did not answer"
     return replace(state, ended=state.engine, kills=state.kills + 1), (End(blame),)
 
 

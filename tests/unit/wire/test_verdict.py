@@ -16,6 +16,7 @@ from wire.verdict import (
     current,
     default_margin,
     excess,
+    hard_line,
     headroom,
     join_bytes,
     joinable,
@@ -83,6 +84,8 @@ def test_the_excess_is_over_the_cap_less_leases_which_is_never_less_than_a_byte(
     assert excess(Memory(cap=100, leases=20, phys=90, active=70)) == 10
     assert excess(Memory(cap=100, leases=20, phys=70, active=90)) == 10
     assert excess(Memory(cap=100, leases=20, phys=None, active=90)) == 10
+    assert hard_line(Memory(cap=100, leases=20)) == 80
+    assert hard_line(Memory(cap=100, leases=100)) == hard_line(Memory(cap=100, leases=200)) == 1
     assert excess(Memory(cap=100, leases=100, phys=90)) == 89
     assert excess(Memory(cap=100, leases=200, phys=90)) == 89
     assert excess(Memory(cap=100, phys=None)) == -100, "an unreadable footprint adds nothing"
