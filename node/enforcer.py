@@ -43,7 +43,8 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class State:
     """What is remembered: `over` readings in a row were over the cap, order `asked` of time `asked_at` is the last to
-    end a request (0: none), `ended` is the process that was ended last."""
+    end a request (0: none), `ended` is the process that was ended, until another one is up or none: the system may
+    give its number again."""
 
     polls: int = 0
     level: Level = Level.UNKNOWN
@@ -77,7 +78,7 @@ def step(state: State, seen: Seen, now: float) -> tuple[State, tuple[Action, ...
     """Judge one poll; `now` in seconds of a clock that never jumps."""
     level = Level.UNKNOWN if seen.engine is None else verdict.level(seen.memory)
     if seen.engine != state.engine:
-        state = replace(state, engine=seen.engine, over=0, asked=0)
+        state = replace(state, engine=seen.engine, over=0, asked=0, ended=None)
     state = replace(state, polls=state.polls + 1, level=level)
     if level is Level.UNKNOWN:
         return state, ()
@@ -103,11 +104,8 @@ def _hard(state: State, seen: Seen, now: float) -> tuple[State, tuple[Action, ..
         return replace(state, asked=state.polls, asked_at=now), (Tell(order),)
     if now - state.asked_at < PERIOD:
         return state, ()
-    cap = max(1, seen.memory.cap - seen.memory.leases)
-    blame = (
-        f"over its cap: {show_size(cap + verdict.excess(seen.memory))} of {show_size(cap)} on two readings, and it did "
-        "not answer"
-    )
+    over, line = verdict.excess(seen.memory), verdict.hard_line(seen.memory)
+    blame = f"over its cap: {show_size(line + over)} of {show_size(line)} on two readings, and it did not answer"
     return replace(state, ended=state.engine, kills=state.kills + 1), (End(blame),)
 
 

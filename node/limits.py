@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from node.memory.cap import Cap, Ceiling, Margin, ceiling, dynamic, limits, resolve_cap, resolve_margin
+from node.memory.cap import Bounds, Cap, Ceiling, Margin, ceiling, dynamic, limits, resolve_cap, resolve_margin
 from node.memory.sensor import Machine, footprint
 from node.settings import NodeSettings
 from wire.frames import Limits
@@ -35,7 +35,7 @@ class Limiter:
         self._guard = settings.memory.guard == "on"
         self.leases = 0
         self.worker: int | None = None
-        self.cap: Cap = self._resolve(starting=True)
+        self.cap: Cap = self._resolve(machine.bounds(), starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         self.standing = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
         """The ceiling of the last look, with the term that binds and its remedy."""
@@ -85,15 +85,14 @@ class Limiter:
         bounds = self._machine.bounds()
         if not bounds.total:
             return
-        cap = self._resolve(starting=False)
+        cap = self._resolve(bounds, starting=False)
         if cap != self.cap:
             self.cap, self.margin = cap, resolve_margin(self._settings.margin, cap.bytes)
             log.warning("cap changed", cap=show_size(cap.bytes), bound_by=cap.bound_by, remedy=cap.remedy)
             self.warn()
 
-    def _resolve(self, *, starting: bool) -> Cap:
+    def _resolve(self, bounds: Bounds, *, starting: bool) -> Cap:
         memory = self._settings
-        bounds = self._machine.bounds()
         return resolve_cap(memory.cap, memory.tier, bounds, above_metal=memory.above_metal, starting=starting)
 
     def _say(self, origins: Mapping[str, str]) -> None:

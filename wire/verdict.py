@@ -83,7 +83,12 @@ def level(memory: Memory) -> Level:
 def excess(memory: Memory) -> int:
     """Give the bytes by which a node is over cap − leases at this moment, negative when under. Two terms stay out:
     `dynamic`, whose jitter must not end work, and `recent`, for a height that has passed asks nobody for anything."""
-    return max(memory.active, memory.phys or 0) - max(1, memory.cap - memory.leases)
+    return max(memory.active, memory.phys or 0) - hard_line(memory)
+
+
+def hard_line(memory: Memory) -> int:
+    """Give cap − leases in bytes, never 0: an engine that stays above it is told to end work."""
+    return max(1, memory.cap - memory.leases)
 
 
 class Fits(Part, frozen=True, gc=False):

@@ -55,7 +55,7 @@ class _Batch:
 
 
 def _group(lengths: list[int]) -> Group:
-    return Group(len(lengths), max(lengths, default=0), sum(lengths))
+    return Group(len(lengths), max(lengths), sum(lengths))
 
 
 class Ledger:

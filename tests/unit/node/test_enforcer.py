@@ -1,14 +1,15 @@
 """The enforcer as a script of readings: what it orders, and when it ends an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from node.enforcer import BUSY, EMPTY, IDLE, Action, End, Seen, State, Tell, pause, step
+from node.enforcer import BUSY, Action, End, Seen, State, Tell, pause, step
 from node.memory.reading import PERIOD
+from wire.frames import Enforce
 from wire.report import Level, Memory
 from wire.units import GIB
 from wire.verdict import headroom
@@ -91,6 +92,27 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
     assert run.state.kills == 1
 
 
+def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
+    run = Run(memory=replace(CAP, cap=8 * GIB, leases=2 * GIB, ceiling=6 * GIB), answers=False)
+    ends = [action for _ in range(8) for action in run.poll(7) if isinstance(action, End)]
+    assert ends == [End("over its cap: 7.0 GiB of 6.0 GiB on two readings, and it did not answer")]
+
+
+def test_who_was_never_asked_is_asked_before_it_is_ended():
+    seen = Seen(1, replace(CAP, phys=101 * GIB))
+    state, (action,) = step(State(engine=1, over=1), seen, 1000.0)
+    assert action == Tell(Enforce(1, HARD, GIB))
+    assert (state.asked, state.asked_at) == (1, 1000.0)
+    assert step(state, seen, 1000.0 + PERIOD / 2)[1] == ()
+    assert isinstance(step(state, seen, 1000.0 + PERIOD)[1][0], End)
+
+
+@pytest.mark.parametrize("value", [State(), Seen(1, CAP), Tell(Enforce(1, SOFT)), End("")])
+def test_what_was_seen_and_decided_is_never_changed_afterwards(value: State | Seen | Action):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, 0)
+
+
 def test_an_engine_that_answers_is_never_ended():
     run = Run()
     orders = run.levels(*[110] * 50)
@@ -119,6 +141,18 @@ def test_a_new_engine_is_judged_for_itself():
     assert run.state.kills == 0
 
 
+def test_an_engine_with_the_process_number_of_one_that_was_ended_is_judged_for_itself():
+    run = Run(answers=False)
+    while not run.state.kills:
+        run.poll(110)
+    run.engine = None
+    assert run.poll() == ()
+    run.engine = 1
+    assert run.levels(110, 110) == [[SOFT], [HARD]]
+    while run.state.kills < 2:
+        run.poll(110)
+
+
 def test_an_unreadable_footprint_neither_counts_nor_pardons():
     run = Run(answers=False)
     run.levels(110, 110)
@@ -143,10 +177,10 @@ def test_with_the_guard_off_by_name_it_only_counts():
 
 
 def test_polls_are_quick_where_it_matters():
-    assert pause(State(), busy=False, loaded=False) == EMPTY
-    assert pause(State(), busy=False, loaded=True) == IDLE
-    assert pause(State(), busy=True, loaded=False) == BUSY
-    assert pause(State(over=1), busy=False, loaded=False) == BUSY
+    assert pause(State(), busy=False, loaded=False) == 5.0
+    assert pause(State(), busy=False, loaded=True) == 1.0
+    assert pause(State(), busy=True, loaded=False) == 0.25
+    assert pause(State(over=1), busy=False, loaded=False) == 0.25
 
 
 SIZES = st.integers(0, 2**40)

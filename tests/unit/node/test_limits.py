@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import structlog
 
-from node.limits import STEP, Limiter
+from node.limits import Limiter
 from node.memory.cap import Bounds
 from node.memory.reading import Spare
 from node.settings import resolve
@@ -106,6 +106,22 @@ def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_e
         limiter(machine)
 
 
+def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges():
+    @dataclass
+    class FailingMachine(SetMachine):
+        """A machine whose RAM can be read only at every second time."""
+
+        reads: int = 0
+
+        def bounds(self) -> Bounds:
+            self.reads += 1
+            return Bounds(self.total if self.reads % 2 else 0, self.metal, self.container)
+
+    one = limiter(FailingMachine())
+    for _ in range(4):
+        assert one.now(GIB).cap == 96 * GIB
+
+
 def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_that_name():
     machine = SetMachine()
     one = limiter(machine)
@@ -126,10 +142,12 @@ def test_a_quiet_machine_tells_nothing_and_a_ceiling_that_moved_by_a_step_is_tol
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
     assert len(told(one)) == 1
-    machine.free = 32 * GIB - STEP + 1
+    machine.free = 32 * GIB - 64 * MIB + 1
     assert told(one) == []
-    machine.free = 32 * GIB - STEP
-    assert [frame.ceiling for frame in told(one)] == [32 * GIB - STEP]
+    machine.free = 32 * GIB - 64 * MIB
+    assert [frame.ceiling for frame in told(one)] == [32 * GIB - 64 * MIB]
+    machine.free = 40 * GIB
+    assert [frame.ceiling for frame in told(one)] == [40 * GIB], "up as well as down, and by more than a step"
 
 
 def test_under_a_small_cap_a_step_is_small():
@@ -138,6 +156,31 @@ def test_under_a_small_cap_a_step_is_small():
     told(one)
     machine.free = 178 * MIB
     assert [frame.ceiling for frame in told(one)] == [178 * MIB]
+
+
+def test_under_the_smallest_of_caps_a_step_is_a_byte():
+    machine = SetMachine(free=49)
+    one = limiter(machine, cap="50", margin="0")
+    told(one)
+    assert told(one) == []
+    machine.free = 48
+    assert [frame.ceiling for frame in told(one)] == [48]
+
+
+def test_what_the_engine_holds_is_within_its_reach():
+    one = limiter(SetMachine(free=32 * GIB))
+    assert one.now(8 * GIB).ceiling == 40 * GIB
+    assert one.now(None).ceiling == 32 * GIB, "before there is an engine it holds nothing"
+
+
+def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_run():
+    with pytest.raises(SettingsError, match="above the Metal limit"):
+        limiter(SetMachine(), cap="100GiB")
+    machine = SetMachine()
+    one = limiter(machine, cap="64GiB")
+    machine.metal = 48 * GIB
+    assert (one.now(GIB).cap, one.now(GIB).bound_by) == (48 * GIB, "metal")
+    assert "the lower counts" in one.warnings()[0]
 
 
 def test_a_lease_is_told_at_once_however_small():
@@ -161,6 +204,13 @@ def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
     one.worker = os.getpid()
     assert one.worker_phys() > 0
     assert one.now(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+
+
+def test_no_worker_or_one_that_is_gone_holds_nothing():
+    one = limiter(SetMachine())
+    assert one.worker_phys() == 0
+    one.worker = 2**31 - 1
+    assert one.worker_phys() == 0
 
 
 def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch):

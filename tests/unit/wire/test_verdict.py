@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from wire.refusals import STATUS, Code, Refused
+from wire.refusals import STATUS, Code, Numbers, Refused
 from wire.report import Group, Kv, Level, Memory, Model, Transient
 from wire.units import GIB, MIB
 from wire.verdict import (
@@ -16,19 +16,25 @@ from wire.verdict import (
     current,
     default_margin,
     excess,
+    hard_line,
     headroom,
     join_bytes,
     joinable,
     judge,
     level,
+    max_batch,
+    max_context,
     most_bytes,
+    occupied,
     padded,
     prefill_transient,
+    profiled_margin,
     request_need,
     request_transient,
     row_bytes,
     shed,
     step_transient,
+    tail,
 )
 
 SIZE = st.integers(0, 2**40)
@@ -57,13 +63,43 @@ def test_the_level_is_ok_exactly_where_headroom_is_not_negative(memory: Memory, 
 
 @pytest.mark.parametrize(
     ("phys", "expected"),
-    [(80, Level.OK), (84, Level.OK), (86, Level.OVER_SOFT), (96, Level.OVER_SOFT), (100, Level.OVER_SOFT),
-     (101, Level.OVER_HARD)],
+    [(80, Level.OK), (84, Level.OK), (85, Level.OK), (86, Level.OVER_SOFT), (96, Level.OVER_SOFT),
+     (100, Level.OVER_SOFT), (101, Level.OVER_HARD)],
 )  # fmt: skip
 def test_levels_follow_from_margin_and_cap(phys: int, expected: Level) -> None:
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=phys * GIB)
     assert level(memory) is expected
     assert level(replace(memory, phys=None)) is Level.UNKNOWN
+
+
+def test_one_byte_makes_a_level():
+    memory = Memory(cap=100, ceiling=100, margin=15, phys=85)
+    assert level(memory) is Level.OK
+    assert level(replace(memory, phys=86)) is Level.OVER_SOFT
+    assert level(replace(memory, phys=100)) is Level.OVER_SOFT
+    assert level(replace(memory, phys=101)) is Level.OVER_HARD
+
+
+def test_the_excess_is_over_the_cap_less_leases_which_is_never_less_than_a_byte():
+    assert excess(Memory(cap=100, leases=20, phys=90, active=70)) == 10
+    assert excess(Memory(cap=100, leases=20, phys=70, active=90)) == 10
+    assert excess(Memory(cap=100, leases=20, phys=None, active=90)) == 10
+    assert hard_line(Memory(cap=100, leases=20)) == 80
+    assert hard_line(Memory(cap=100, leases=100)) == hard_line(Memory(cap=100, leases=200)) == 1
+    assert excess(Memory(cap=100, leases=100, phys=90)) == 89
+    assert excess(Memory(cap=100, leases=200, phys=90)) == 89
+    assert excess(Memory(cap=100, phys=None)) == -100, "an unreadable footprint adds nothing"
+
+
+def test_what_is_given_back_at_once_is_not_in_the_way_of_whoever_asks():
+    memory = Memory(cap=100, ceiling=100, margin=10, phys=80, active=30, recent=20)
+    assert occupied(memory) == 80
+    assert occupied(replace(memory, reusable=30)) == 50
+    assert occupied(replace(memory, reusable=90)) == 0
+    assert occupied(replace(memory, phys=None, reusable=30)) is None
+    assert judge(replace(memory, reusable=30), 40) == Fits(100, 0)
+    assert isinstance(judge(replace(memory, reusable=30), 41), Refused)
+    assert judge(replace(memory, reusable=90), 90) == Fits(100, 0), "nobody has less than nothing"
 
 
 def test_what_was_promised_or_squeezed_or_has_passed_makes_soft_and_never_hard() -> None:
@@ -85,6 +121,44 @@ def test_a_shed_carries_numbers_that_add_up() -> None:
     assert numbers.predicted == numbers.current + numbers.reserved + numbers.margin
     assert numbers.headroom == -2 * GIB - MIB
     assert "1.0 GiB over its cap" in refused.message
+
+
+def test_a_verdict_carries_every_number():
+    memory = Memory(cap=120, ceiling=100, margin=10, phys=40, active=30, recent=35, reserved=20, bound_by="dynamic")
+    assert judge(memory, 25) == Fits(95, 5)
+    assert judge(memory, 25, unacknowledged=4) == Fits(99, 1)
+    refused = judge(memory, 2 * GIB, unacknowledged=4, node="studio")
+    numbers = Numbers(2 * GIB + 74, 100, 40, 24, 2 * GIB, 10, 120, 26, "dynamic")
+    assert refused == Refused(Code.NO_ROOM, "needs 2.0 GiB, headroom is 0.0 KiB", numbers, None, "studio")
+
+
+def test_an_unreadable_footprint_says_so_and_what_of_the_numbers_is_known():
+    memory = Memory(cap=120, ceiling=100, margin=10, phys=None, active=30, reserved=20, bound_by="static")
+    refused = judge(memory, 25, node="studio")
+    assert isinstance(refused, Refused)
+    assert "the footprint of the engine cannot be read" in refused.message
+    assert refused.numbers == Numbers(None, 100, None, 20, 25, 10, 120, None, "static")
+    assert (refused.retry_after, refused.node) == (2.0, "studio")
+    assert judge(memory, 25).node == "", "the node itself gives no name"  # type: ignore[union-attr]
+    refused = judge(replace(memory, phys=40, ceiling=1, bound_by=UNREADABLE), 25)
+    assert isinstance(refused, Refused)
+    assert "what its system can spare cannot be read" in refused.message
+    assert refused.retry_after == 2.0
+
+
+def test_with_the_guard_off_by_name_everything_fits_and_nothing_is_spare():
+    memory = Memory(cap=10, ceiling=1, margin=10, phys=40, reserved=20, guard=False)
+    assert judge(memory, 25, unacknowledged=4) == Fits(89, 0)
+    assert judge(replace(memory, phys=None), 25) == Fits(45, 0)
+
+
+def test_a_shed_of_an_unreadable_node_says_what_is_known():
+    memory = Memory(cap=8 * GIB, ceiling=7 * GIB, margin=GIB, phys=9 * GIB, reserved=MIB, bound_by="setting")
+    known = Numbers(10 * GIB + MIB, 7 * GIB, 9 * GIB, MIB, 0, GIB, 8 * GIB, -3 * GIB - MIB, "setting")
+    assert shed(memory, GIB).numbers == known
+    assert shed(memory, GIB).code is Code.NO_ROOM
+    blind = Numbers(None, 7 * GIB, None, MIB, 0, GIB, 8 * GIB, None, "setting")
+    assert shed(replace(memory, phys=None), GIB).numbers == blind
 
 
 def test_a_system_that_cannot_be_read_refuses_as_unreadable() -> None:
@@ -154,7 +228,13 @@ def test_the_default_margin_is_the_measured_share_within_its_bounds() -> None:
     assert abs(default_margin(int(107.52 * GIB)) - 12 * GIB) <= 1
     assert default_margin(512 * GIB) == 12 * GIB
     assert default_margin(2 * GIB) == 512 * MIB
-    assert 2.6 * GIB < default_margin(24 * GIB) < 2.7 * GIB
+    assert default_margin(24 * GIB) == int(24 * GIB * 12 / 107.52)
+
+
+def test_the_margin_of_a_profile_is_the_measured_share_of_its_residual_and_at_least_two_percent():
+    assert profiled_margin(100 * GIB, 0) == 2 * GIB
+    assert profiled_margin(100 * GIB, GIB) == 2 * GIB
+    assert profiled_margin(100 * GIB, 10 * GIB) == int(10 * GIB * 12 / 10.6)
 
 
 def test_a_padded_batch_costs_rows_times_its_longest_row() -> None:
@@ -172,6 +252,24 @@ def test_a_short_row_does_not_join_where_padding_wastes_more_than_its_worth() ->
     assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv.per_token
 
 
+def test_padding_may_waste_a_quarter_or_256_mib_to_the_token():
+    assert joinable(Group(1, 100, 100), 50, Kv(GIB))
+    assert not joinable(Group(1, 100, 100), 49, Kv(GIB))
+    assert joinable(Group(1, 400, 400), 144, Kv(MIB))
+    assert not joinable(Group(1, 400, 400), 143, Kv(MIB))
+    assert joinable(Group(2, 100, 200), 134, Kv(GIB)), "whoever is longer pads the others"
+    assert joinable(Group(1, 50, 50), 100, Kv(GIB))
+    assert not joinable(Group(1, 49, 49), 100, Kv(GIB))
+
+
+def test_a_row_joins_where_it_adds_least():
+    kv, near, far = Kv(1000), Group(1, 100, 100), Group(1, 140, 140)
+    assert join_bytes([near, far], 100, kv) == join_bytes([far, near], 100, kv) == 100 * 1000
+    assert join_bytes([near], 120, kv) == (2 * 120 - 100) * 1000
+    assert join_bytes([near, far], 120, kv) == join_bytes([far, near], 120, kv) == 140 * 1000
+    assert join_bytes([], 120, kv) == 120 * 1000
+
+
 @given(GROUPS, st.integers(1, 100_000), st.integers(1, 10**6))
 def test_joining_never_costs_more_than_a_batch_of_its_own_unless_nothing_else_is_allowed(
     groups: list[Group], length: int, per_token: int
@@ -184,7 +282,7 @@ def test_joining_never_costs_more_than_a_batch_of_its_own_unless_nothing_else_is
 
 def test_a_row_takes_its_tokens_what_its_cache_grew_ahead_its_window_and_its_fixed_state() -> None:
     kv = Kv(per_token=10, step=256, fixed=1000, window=512, window_per_token=3)
-    assert row_bytes(kv, 0) == 0
+    assert row_bytes(kv, 0) == row_bytes(kv, -1) == 0
     assert row_bytes(kv, 1) == 1000 + 256 * 10 + 256 * 3
     assert row_bytes(kv, 6000) == 1000 + 6255 * 10 + 512 * 3
 
@@ -247,6 +345,83 @@ def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins
     assert request_transient(many, 1, 1) == step_transient(TRANSIENT, 65, 10_000), "its step is that of all"
     assert alone_bytes(many, 10_000, 1) == alone_bytes(model, 10_000, 1), "alone there is nobody to step with"
     assert request_transient(model, 1, 300, 64) == step_transient(TRANSIENT, 64, 301)
+
+
+def test_a_part_of_a_byte_is_a_byte():
+    assert prefill_transient(Transient(fixed=0.25), 1, 0) == 1
+    assert prefill_transient(Transient(logits=0.25), 1, 0, last=True) == 1
+    assert step_transient(Transient(step_fixed=0.25), 1, 1) == 1
+
+
+def test_only_so_many_tokens_share_the_last_forward_that_their_logits_take_16_mib():
+    assert tail(Transient(logits=16 * 1024)) == 1024
+    assert tail(Transient(logits=3 * MIB)) == 5
+    assert tail(Transient(logits=64 * MIB)) == 1, "the last token needs its logits whatever they take"
+    assert tail(Transient()) == tail(Transient(logits=0.5)) == 16 * MIB
+    costly = replace(TRANSIENT, logits=2 * MIB)
+    model = Model("m", loaded=True, forward=costly)
+    assert request_transient(model, 100, 1) == prefill_transient(costly, 8, 92, last=True) == 1000 + 16 * MIB
+    assert request_transient(model, 3, 1) == prefill_transient(costly, 3, 0, last=True)
+
+
+def test_a_request_without_a_prompt_or_without_chunks_takes_a_step():
+    model = Model("m", loaded=True, forward=TRANSIENT)
+    assert request_transient(model, 0, 5) == step_transient(TRANSIENT, 1, 5)
+    assert request_transient(model, 1, 0) == prefill_transient(TRANSIENT, 1, 0, last=True) == 1400
+    unchunked = replace(model, forward=replace(TRANSIENT, floor=0))
+    assert request_transient(unchunked, 100, 1) == step_transient(TRANSIENT, 1, 101)
+
+
+def test_the_rows_of_a_request_step_in_the_batch_that_one_joins_and_in_one_of_their_own():
+    forward = Transient(step_row=1000, step_seen=1)
+    busy = Model("m", loaded=True, kv_per_token=GIB, forward=forward, groups=(Group(2, 1000, 2000), Group(3, 50, 150)))
+    assert request_transient(busy, 0, 40) == 4 * (1000 + 50), "it joins the shorter rows"
+    assert request_transient(busy, 0, 40, 5) == 4 * (1000 + 50), "four of its own step by themselves"
+    assert request_transient(busy, 0, 40, 7) == 6 * (1000 + 40)
+    assert request_transient(busy, 0, 60) == 4 * (1000 + 60)
+    alone = replace(busy, groups=())
+    assert request_transient(alone, 0, 40, 5) == 5 * (1000 + 40)
+    assert request_need(busy, 0, 40, 3) == (4 * 50 - 3 * 50 + 2 * 40) * GIB + 4 * (1000 + 50)
+
+
+def test_alone_a_request_takes_weights_every_row_and_its_forward():
+    model = Model("m", loaded=True, weights=5000, kv_per_token=10, forward=TRANSIENT)
+    assert alone_bytes(model, 100, 20) == 5000 + 1200 + 41_000
+    assert alone_bytes(model, 100, 20, 3) == 5000 + 3600 + 41_000
+    memory = Memory(cap=50_000, margin=2000, base=800)
+    assert can_ever_fit(memory, model, 100, 20)
+    assert not can_ever_fit(memory, model, 100, 20, 3)
+    assert can_ever_fit(replace(memory, guard=False), model, 100, 20, 3)
+    assert can_ever_fit(replace(memory, cap=52_400), model, 100, 20, 3)
+    assert not can_ever_fit(replace(memory, cap=52_399), model, 100, 20, 3)
+
+
+def test_the_longest_row_that_fits_is_prompt_and_answer_up_to_the_models_context():
+    memory, model = Memory(cap=1000, margin=100, base=50), Model("m", weights=250, kv_per_token=2, context=4096)
+    assert max_context(memory, model) == 300
+    assert max_context(replace(memory, cap=1001), model) == 300
+    assert max_context(replace(memory, cap=1002), model) == 301
+    assert max_context(memory, replace(model, context=128)) == 128
+    assert max_context(memory, replace(model, context=0)) == 0
+    assert max_context(memory, replace(model, weights=850)) == 0
+    assert max_context(memory, replace(model, weights=848)) == 1
+    forward = Transient(token=3, floor=8)
+    assert max_context(memory, replace(model, forward=forward)) == 288, "a chunk of 8 takes 24 for a moment"
+
+
+def test_a_batch_is_counted_in_rows_of_2048_tokens_or_of_the_models_context():
+    model = Model("m", weights=500, kv_per_token=1, context=100_000)
+    memory = Memory(cap=500 + 3 * 2048)
+    assert max_batch(memory, model, 8) == 3
+    assert max_batch(replace(memory, cap=memory.cap - 1), model, 8) == 2
+    assert max_batch(memory, model, 2) == 2
+    assert max_batch(memory, replace(model, context=1024), 8) == 6
+    assert max_batch(Memory(cap=500), model, 8) == 0
+    forward = Transient(token=3, floor=4096)
+    assert max_batch(Memory(cap=500 + 2048 + 3 * 2047), replace(model, forward=forward), 8) == 1, (
+        "the prompt is shorter"
+    )
+    assert max_batch(Memory(cap=499 + 2048 + 3 * 2047), replace(model, forward=forward), 8) == 0
 
 
 def test_what_an_older_node_says_of_its_chunks_still_counts():

@@ -29,6 +29,8 @@ def gate(limits: Limits | None) -> Gate:
         (Limits(64 * GIB, 64 * GIB, GIB, "static"), Reading(GIB, "statm", 100.0 - STALE - 1), False),
         (Limits(64 * GIB, 64 * GIB, GIB, "static"), READING, True),
         (Limits(64 * GIB, 64 * GIB, 0, "static"), READING, True),
+        (Limits(1, 1, 0, "static"), READING, True),
+        (Limits(-1, 64 * GIB, 0, "static"), READING, False),
     ],
 )
 def test_a_gate_is_armed_only_when_it_could_refuse_on_facts(limits: Limits | None, reading: Reading, armed: bool):
@@ -43,6 +45,8 @@ def test_a_gate_is_armed_only_when_it_could_refuse_on_facts(limits: Limits | Non
     [
         (None, READING, Code.NOT_READY),
         (Limits(0, 0, 0, ""), READING, Code.NOT_READY),
+        (Limits(-1, 64 * GIB, 0, ""), READING, Code.NOT_READY),
+        (Limits(1, 1, 0, ""), READING, Code.NO_ROOM),
         (Limits(64 * GIB, 64 * GIB, GIB, ""), Reading(None, "statm", 100.0), Code.UNREADABLE),
         (Limits(64 * GIB, 64 * GIB, GIB, ""), Reading(GIB, "statm", 10.0), Code.UNREADABLE),
         (Limits(64 * GIB, 16 * GIB, GIB, ""), READING, Code.NO_ROOM),
@@ -75,3 +79,46 @@ def test_the_guard_passes_everything_only_when_it_is_off_by_name():
     memory = under_test.memory(USE, Reading(None, "statm", 0.0), 0, 100.0)
     assert isinstance(under_test.check(Site.PREFILL, memory, 2**50), Fits)
     assert under_test.describe()["state"] == "OFF"
+
+
+def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_later_is_told():
+    under_test = gate(None)
+    assert under_test.held == 0
+    assert under_test.describe() == {"state": "closed"}
+    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    assert (memory.cap, memory.ceiling, memory.margin, memory.bound_by) == (0, 0, 0, "")
+    assert memory.headroom == -15 * GIB
+    refused = under_test.closed()
+    assert refused is not None
+    assert refused.retry_after == 1.0
+    under_test.hold(Limits(64 * GIB, 64 * GIB, GIB, "static", number=7))
+    assert under_test.held == 7
+    assert under_test.closed() is None
+
+
+def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
+    under_test = gate(Limits(64 * GIB, 64 * GIB, GIB, "static"))
+    plain = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    assert (plain.base, plain.cache, plain.peak) == (0, 0, 0)
+    told = under_test.memory(Use(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4)
+    assert (told.base, told.cache, told.peak) == (4, 5, 6)
+    assert told.current == plain.current, "free buffers, the highest mark and the base are told, not judged"
+
+
+def test_a_reading_from_a_clock_ahead_is_of_no_age():
+    assert gate(None).memory(USE, READING, 0, 99.5).age == 0.0
+
+
+@pytest.mark.parametrize(
+    ("automatic", "residual", "margin"),
+    [(True, 10 * GIB, int(10 * GIB * 12 / 10.6)), (True, 0, 2 * GIB), (True, None, 15 * GIB), (False, 0, 15 * GIB)],
+)
+def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
+    automatic: bool, residual: int | None, margin: int
+):
+    under_test = Gate(lambda: residual)
+    under_test.hold(Limits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=automatic))
+    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    assert memory.margin == margin
+    assert memory.headroom == 100 * GIB - margin - 12 * GIB - 3 * GIB
+    assert under_test.describe() == {"state": "on", "cap": 100 * GIB, "margin": margin}

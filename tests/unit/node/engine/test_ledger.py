@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,47 @@ def test_writing_moves_bytes_and_never_makes_any():
     assert ledger.reserved() == 80 * KV
     ledger.release(other)
     assert ledger.groups() == ()
+
+
+def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
+    ledger = Ledger(Kv(KV))
+    (row,) = ledger.commit(100, 1)
+    assert (row.written, row.joined) == (0, False)
+    assert (ledger.written(), ledger.reserved()) == (0, 100 * KV)
+    empty = Ledger(Kv(KV, fixed=1000))
+    assert empty.cost(0, 1) == 0
+    empty.commit(0, 1)
+    assert promised(empty) == 0
+
+
+def test_a_misspelt_word_of_what_is_written_is_an_error_and_not_a_promise_that_never_shrinks():
+    (row,) = Ledger(Kv(KV)).commit(100, 1)
+    with pytest.raises(AttributeError):
+        row.writen = 100  # type: ignore[attr-defined]
+
+
+def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
+    ledger = Ledger(Kv(KV))
+    (long,), (short,) = ledger.commit(60_000, 1), ledger.commit(20, 1)
+    first, second = ledger.batch_of(long), ledger.batch_of(short)
+    assert first != second
+    assert ledger.batch_of(ledger.commit(59_000, 1)[0]) == first
+    ledger.release(short)
+    assert ledger.batch_of(ledger.commit(20, 1)[0]) not in (first, second)
+
+
+def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
+    ledger = Ledger(Kv(KV))
+    (decoding,), (still_in_prefill,) = ledger.commit(100, 1), ledger.commit(100, 1)
+    decoding.written, decoding.joined = 50, True
+    still_in_prefill.written = 99
+    rows = ledger.commit(90, 3)
+    for row in rows:
+        row.written = 80
+    assert ledger.joining(rows[0], 1) == 2 * 80 * KV, "a row in prefill is in no batch yet"
+    assert ledger.joining(rows[1], 2) == 2 * 80 * KV, "the equals have a batch of their own"
+    rows[0].written = 20
+    assert ledger.joining(rows[0], 1) == 2 * 50 * KV
 
 
 OPERATIONS = st.lists(

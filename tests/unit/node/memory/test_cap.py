@@ -1,3 +1,5 @@
+from dataclasses import FrozenInstanceError, fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,9 @@ from node.memory.cap import (
     TIERS,
     Bounds,
     Cap,
+    Ceiling,
     Margin,
+    Tier,
     ceiling,
     default_metal,
     dynamic,
@@ -16,7 +20,7 @@ from node.memory.cap import (
     resolve_margin,
 )
 from wire.settings import SettingsError
-from wire.units import GIB, MIB
+from wire.units import GIB
 from wire.verdict import UNREADABLE, default_margin
 
 SIZES = st.integers(0, 2**40)
@@ -48,8 +52,9 @@ def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int,
 
 
 def test_the_metal_term_names_the_command_that_raises_it_and_never_more_than_95_percent_of_the_ram():
-    assert "iogpu.wired_limit_mb=118784" in resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB)).remedy
-    with pytest.raises(SettingsError, match=f"iogpu.wired_limit_mb={int(128 * GIB * 0.95) // MIB}"):
+    remedy = resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB)).remedy
+    assert remedy == "raise Metal's limit: sudo sysctl iogpu.wired_limit_mb=118784"
+    with pytest.raises(SettingsError, match=r"\(sudo sysctl iogpu.wired_limit_mb=124518\)"):
         resolve_cap("128GiB", "safe", Bounds(128 * GIB, 96 * GIB))
 
 
@@ -83,6 +88,41 @@ def test_a_container_below_the_cap_counts_and_is_warned_about():
     assert "12.0 GiB" in cap.warning
     assert "8.0 GiB" in cap.warning
     assert not resolve_cap("8GiB", CUSTOM, Bounds(64 * GIB, container=8 * GIB)).warning
+
+
+@pytest.mark.parametrize(
+    ("metal", "container", "expected", "bound_by"),
+    [
+        (12 * GIB, 8 * GIB, 8 * GIB, "container"),
+        (8 * GIB, 8 * GIB, 8 * GIB, "container"),
+        (8 * GIB, 12 * GIB, 8 * GIB, "metal"),
+        (None, 1, 1, "container"),
+        (None, 0, 1, "container"),
+        (0, 0, 1, "container"),
+        (1, None, 1, "metal"),
+        (0, None, 1, "metal"),
+    ],
+)
+def test_of_two_limits_below_the_cap_the_lower_counts_and_neither_makes_it_zero(
+    metal: int | None, container: int | None, expected: int, bound_by: str
+):
+    cap = resolve_cap("16GiB", CUSTOM, Bounds(64 * GIB, metal, container), starting=False)
+    assert (cap.bytes, cap.bound_by) == (expected, bound_by)
+    assert cap.warning
+
+
+@pytest.mark.parametrize("metal", [0, 1])
+def test_an_automatic_cap_is_never_zero(metal: int):
+    assert resolve_cap("auto", "safe", Bounds(64 * GIB, metal)).bytes == 1
+    assert resolve_cap("auto", "safe", Bounds(4 * GIB + metal)).bytes == 1
+
+
+def test_a_cap_above_the_ram_is_an_error_at_the_start_and_the_ram_while_we_run():
+    for ram in (1, GIB):
+        with pytest.raises(SettingsError, match="more than the RAM"):
+            resolve_cap(ram + 1, CUSTOM, Bounds(ram))
+        assert resolve_cap(ram, CUSTOM, Bounds(ram)).bytes == ram
+        assert resolve_cap(ram + 1, CUSTOM, Bounds(ram), starting=False).bytes == ram
 
 
 def test_in_a_container_shares_and_reserves_are_of_its_limit():
@@ -143,6 +183,20 @@ def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
         resolve_margin("10%", 96 * GIB)
 
 
+@pytest.mark.parametrize("setting", ["3GiB", "0", "96GiB"])
+def test_a_margin_that_a_person_set_is_no_automatic_one_and_the_engine_is_told_which(setting: str):
+    for margin, automatic in [(resolve_margin(setting, 96 * GIB), False), (resolve_margin("auto", 96 * GIB), True)]:
+        assert margin.automatic is automatic
+        assert limits(CAP, margin, ceiling(CAP, 50 * GIB), guard=True).margin_auto is automatic
+
+
+@pytest.mark.parametrize(("margin", "cap"), [(1, 2), (GIB - 1, GIB)])
+def test_a_margin_that_leaves_a_byte_of_the_cap_is_not_warned_about(margin: int, cap: int):
+    assert resolve_margin(margin, cap) == Margin(margin)
+    assert resolve_margin(cap, cap).warning
+    assert resolve_margin(2 * cap, cap).warning
+
+
 CAP = Cap(96 * GIB, "metal", "raise the limit")
 
 
@@ -157,6 +211,9 @@ CAP = Cap(96 * GIB, "metal", "raise the limit")
         (90 * GIB, 36 * GIB, 54 * GIB, "leases"),
         (10 * GIB, 36 * GIB, 1, "dynamic"),
         (200 * GIB, 200 * GIB, 1, "leases"),
+        (200 * GIB, 1, 96 * GIB - 1, "leases"),
+        (96 * GIB - 1, 1, 96 * GIB - 2, "leases"),
+        (96 * GIB - 1, 0, 96 * GIB - 1, "dynamic"),
         (None, 0, 1, UNREADABLE),
     ],
 )
@@ -164,6 +221,11 @@ def test_the_ceiling_and_its_binding_term(reach: int | None, leases: int, expect
     found = ceiling(CAP, reach, leases)
     assert (found.bytes, found.bound_by) == (expected, bound_by)
     assert found.remedy
+
+
+def test_without_a_lease_nothing_is_taken_off():
+    assert ceiling(CAP, 50 * GIB) == ceiling(CAP, 50 * GIB, 0)
+    assert limits(CAP, Margin(3), ceiling(CAP, 50 * GIB), guard=True).leases == 0
 
 
 @given(st.integers(1, 2**40), SIZES, SIZES)
@@ -192,6 +254,12 @@ def test_dynamic_counts_each_byte_once_and_unknown_is_never_plenty(
         assert phys + free <= reach <= phys + free + lease
 
 
+def test_nobodys_bytes_and_nobodys_lease_add_nothing_to_the_reach():
+    assert dynamic(5, 20) == 25
+    assert dynamic(5, 20, lease=7) == 25
+    assert dynamic(5, 20, worker=7) == 25
+
+
 def test_a_workers_bytes_come_back_only_up_to_its_lease():
     """A worker within its lease of 36 GiB: what it holds is not free, and is off the ceiling already."""
     for held in (10, 36, 50):
@@ -204,5 +272,24 @@ def test_limits_carry_what_is_in_force():
     assert (frame.bound_by, frame.guard, frame.leases) == ("dynamic", False, 1)
 
 
-def test_metals_default_is_three_quarters():
+def test_metals_default_is_three_quarters_and_two_thirds_of_a_small_machine():
     assert default_metal(128 * GIB) == 96 * GIB
+    assert default_metal(37 * GIB) == int(27.75 * GIB)
+    assert default_metal(36 * GIB) == 24 * GIB
+    assert default_metal(18 * GIB) == 12 * GIB
+
+
+def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
+    assert {name: (tier.reserve, tier.active_share) for name, tier in TIERS.items()} == {
+        "safe": (12 * GIB, 0.2), "balanced": (8 * GIB, 0.5), "aggressive": (6 * GIB, 0.8), "custom": (0, 0.5),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Tier(1, 0.5), Bounds(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds | Cap | Ceiling | Margin):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, 0)
