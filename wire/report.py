@@ -162,7 +162,7 @@ class Counts(Part, frozen=True, gc=False):
     and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine, `sheds` those
     that it ended because the agent found it over its cap, `evictions` idle models that made room, `shrinks` chunks that
     were made smaller to fit, `preemptions` requests that gave way to older ones and came back, `overs` forwards after
-    which it found itself over its cap."""
+    which it found itself over its cap, `departures` models that left because nobody had used them for long."""
 
     checks: int = 0
     refusals: int = 0
@@ -174,6 +174,7 @@ class Counts(Part, frozen=True, gc=False):
     shrinks: int = 0
     preemptions: int = 0
     overs: int = 0
+    departures: int = 0
 
 
 class CacheState(Part, frozen=True, gc=False):

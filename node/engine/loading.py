@@ -2,7 +2,8 @@
 
 A model must be loadable; it is the request that is refused. So a load first evicts idle models (least recently used,
 never a preloaded one, never one in use), then asks the gate once for all of the weights; what is not read yet counts as
-reserved. The owner calls `tick` while `busy`, and decodes between the ticks.
+reserved. The owner calls `tick` while `busy`, and decodes between the ticks. A model that nobody has used for
+`patience` seconds leaves by itself (`leaves_at`, `leave`), so the memory of a Mac is its user's again after work.
 
     asked ─► queued ─► (gate) ─► reading, piece by piece ─► resident
                └ never fits / not now        └ its files are broken: `cause`, until they change or it is asked for anew
@@ -72,11 +73,15 @@ class Shelf:
     pinned: frozenset[str]
     kept: Reuse
     pieces: Callable[[Found], Iterator[int | Resident]] = load
+    patience: float = 0.0
+    """Seconds after which an unused model leaves; 0: never."""
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
     evictions: int = 0
     """Idle models that were given back to make room."""
+    departures: int = 0
+    """Models that left because nobody had used them for long."""
     _queue: deque[Found] = field(default_factory=deque["Found"])
     _reading: Reading | None = None
 
@@ -180,6 +185,17 @@ class Shelf:
             if enough():
                 return
             self._evict(name)
+
+    def leaves_at(self) -> float | None:
+        """Say when the next unused model leaves; None when none does by itself."""
+        idle = self._idle() if self.patience else []
+        return self.residents[idle[0]].used_at + self.patience if idle else None
+
+    def leave(self, now: float) -> None:
+        """Give back the models whose time has come."""
+        while (due := self.leaves_at()) is not None and due <= now:
+            self.departures += 1
+            self.drop(self._idle()[0])
 
     def _idle(self) -> list[str]:
         """List the models that nobody uses and nobody pinned, least recently used first."""

@@ -96,7 +96,8 @@ class TextEngine:
             Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
             chunk=self._settings.chunk, batch=self._settings.batch, on=settings.models.profile == "auto",
         )  # fmt: skip
-        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces)
+        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces,
+                            settings.models.idle_unload)  # fmt: skip
         self._generation = Generation(
             self._forwards,
             lambda: self._shelf.residents,
@@ -155,10 +156,10 @@ class TextEngine:
 
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
-        or when the recent height falls."""
+        or when the recent height falls or an unused model leaves."""
         if self._may_load():
             return now
-        times = (self._generation.due(now), self._footprint.falls_at(now))
+        times = (self._generation.due(now), self._footprint.falls_at(now), self._shelf.leaves_at())
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
@@ -167,6 +168,7 @@ class TextEngine:
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
         said = self._generation.said()
+        self._shelf.leave(now)
         if self._generation.due(now) is None:
             clear_pool()
         return [*loaded, *said]
@@ -177,9 +179,11 @@ class TextEngine:
         queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
         memory = replace(self._offered(now), reusable=self._reuse.reusable)
         models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
+        shelf = self._shelf
+        counts = replace(self._forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
-            replace(self._forwards.counts(), evictions=self._shelf.evictions), self._reuse.state(), self.gate.held,
+            counts, self._reuse.state(), self.gate.held,
             self._enforced,
         )  # fmt: skip
 

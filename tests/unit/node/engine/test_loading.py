@@ -1,0 +1,71 @@
+"""Models that come and go, with real models: who leaves by itself, what a load tells of itself, what is given back."""
+
+import shutil
+import time
+from pathlib import Path
+
+from tests import models
+from tests.support.text_engine import Driver
+from wire.frames import Finished, Load, Params
+from wire.report import Model
+
+HOUR = 3600.0
+ENDLESS = Params(logit_bias=((2, -100.0),), max_tokens=400)
+
+
+def two(tmp_path: Path, **more: object) -> Driver:
+    for name in ("one", "two"):
+        shutil.copytree(models.path("llama"), tmp_path / name)
+    return Driver(tmp_path, **more)  # type: ignore[arg-type]
+
+
+def model(driver: Driver, name: str) -> Model:
+    return next(one for one in driver.engine.report(time.monotonic()).models if one.name == name)
+
+
+def loaded(driver: Driver) -> set[str]:
+    return {one.name for one in driver.engine.report(time.monotonic()).models if one.loaded}
+
+
+def load(driver: Driver, *names: str) -> None:
+    for number, name in enumerate(names, 900):
+        driver.take(Load(number, name))
+        assert isinstance(driver.end(number), Finished)
+
+
+def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
+    driver = two(tmp_path, idle_unload=HOUR)
+    load(driver, "one", "two")
+    driver.end(driver.ask("Hello!", Params(max_tokens=4), model="one"))
+    first, second = (driver.engine._shelf.residents[name].used_at + HOUR for name in ("two", "one"))
+    assert driver.engine._shelf.leaves_at() == first < second
+    driver.engine.step(first - 1.0)
+    assert loaded(driver) == {"one", "two"}
+    driver.engine.step(first)
+    assert loaded(driver) == {"one"}, "a request puts it off"
+    assert driver.engine.due(first) == second, "the engine wakes for nothing else"
+    driver.engine.step(second)
+    assert loaded(driver) == set()
+    assert driver.engine.due(second) is None
+    assert driver.engine.report(second).counts.departures == 2
+    assert driver.engine.report(second).counts.evictions == 0
+
+
+def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
+    driver = two(tmp_path, idle_unload=HOUR, preload=("one",))
+    number = driver.ask("Hello!", ENDLESS, model="two")
+    driver.until(lambda: driver.ids[number, 0])
+    assert loaded(driver) == {"one", "two"}
+    driver.engine.step(time.monotonic() + 2 * HOUR)
+    assert loaded(driver) == {"one", "two"}
+    driver.cancel(number)
+    driver.engine.step(time.monotonic() + 2 * HOUR)
+    assert loaded(driver) == {"one"}
+
+
+def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
+    driver = two(tmp_path)
+    load(driver, "one")
+    assert driver.engine._shelf.leaves_at() is None
+    driver.engine.step(time.monotonic() + 1000 * HOUR)
+    assert loaded(driver) == {"one"}
