@@ -108,6 +108,8 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     every forward), `bytes_per_token` the measured ratio of request text to prompt tokens, `features` what a request may
     ask for beyond plain sampling, `cause` why it cannot be loaded now.
 
+    `progress` is the share of the weights that a load under way has read, 0 to 1; 0 where none is.
+
     `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
     `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, in bytes.
 
@@ -140,6 +142,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     max_context: int = 0
     max_batch: int = 0
     observed: int = 0
+    progress: float = 0.0
 
     @property
     def kv(self) -> "Kv":

@@ -106,6 +106,13 @@ class Shelf:
         """Whether a model is on its way."""
         return self.reading == name or any(found.name == name for found in self._queue)
 
+    def progress(self, name: str) -> float:
+        """Give the share of a model's weights that its load has read, 0 to 1; 0 where it is not being read."""
+        reading = self._reading
+        if reading is None or reading.found.name != name:
+            return 0.0
+        return 1.0 - reading.left / max(1, reading.found.weights)
+
     def ask(self, found: Found) -> None:
         """Load a model when its turn comes; does nothing when it is here or on its way."""
         if found.name not in self.residents and not self.loading(found.name):

@@ -398,7 +398,7 @@ class TextEngine:
                 load_seconds=found.weights / LOAD_SPEED, features=FEATURES, kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
-                **self._transients(found.forward),
+                progress=self._shelf.progress(found.name), **self._transients(found.forward),
             )  # fmt: skip
         kv = resident.kv
         return Model(

@@ -179,6 +179,8 @@ def test_a_node_that_has_it_wins_over_one_that_must_load_it():
     assert chosen(decide(cold, node("warm", None, a_model(prefill_speed=100.0)))) == "warm"
     halfway = node("halfway", None, a_model(loaded=False, loading=True, weights=1, load_seconds=20.0))
     assert chosen(decide(cold, halfway)) == "halfway"
+    nearly = node("nearly", None, a_model(loaded=False, loading=True, progress=0.9, weights=1, load_seconds=20.0))
+    assert chosen(decide(cold, halfway, nearly)) == "nearly"
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

@@ -4,6 +4,8 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import models
 from tests.support.text_engine import Driver
 from wire.frames import Finished, Load, Params
@@ -69,3 +71,22 @@ def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     assert driver.engine._shelf.leaves_at() is None
     driver.engine.step(time.monotonic() + 1000 * HOUR)
     assert loaded(driver) == {"one"}
+
+
+def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.resident.TICK", 1)
+    driver = two(tmp_path)
+    load(driver, "one")
+    number = driver.ask("Hello!", ENDLESS, model="one")
+    driver.until(lambda: driver.ids[number, 0])
+    waits = driver.ask("Hello!", Params(max_tokens=4), model="two")
+    written, told = len(driver.ids[number, 0]), [0.0]
+    while not model(driver, "two").loaded:
+        told.append(model(driver, "two").progress)
+        driver.turn()
+    assert told == sorted(told)
+    assert len({share for share in told if 0.0 < share < 1.0}) > 5
+    assert told[-1] == 1.0
+    assert model(driver, "two").progress == 0.0
+    assert len(driver.ids[number, 0]) - written >= len(set(told)), "a row got a token for every piece"
+    assert isinstance(driver.end(waits), Finished)
