@@ -386,6 +386,7 @@ class Registry:
                 "state": view.engine.state if known else "",
                 "cause": view.engine.cause,
                 "restarts": view.engine.restarts,
+                "recycles": view.engine.recycles,
                 "counts": asdict(view.engine.counts),
                 "cache": {**asdict(view.engine.cache), "evicted": [one.hex() for one in view.engine.cache.evicted]},
             },

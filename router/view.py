@@ -141,6 +141,7 @@ def _honest_engine(engine: EngineState) -> EngineState:
         state=_printable(engine.state),
         cause=_printable(engine.cause),
         restarts=max(0, engine.restarts),
+        recycles=max(0, engine.recycles),
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),

@@ -195,7 +195,9 @@ class CacheState(Part, frozen=True, gc=False):
 
 
 class EngineState(Part, frozen=True, array_like=True, gc=False):
-    """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why."""
+    """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why. It
+    died `restarts` times; `recycles` times it was replaced in good health, because the memory of unloaded models did
+    not come back."""
 
     kind: str = ""
     state: str = "starting"
@@ -206,6 +208,7 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     queued_tokens: int = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
+    recycles: int = 0
 
 
 class System(Part, frozen=True, array_like=True, gc=False):

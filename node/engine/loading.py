@@ -21,6 +21,7 @@ from node.engine.footprint import clear_pool, give_back
 from node.engine.found import Found
 from node.engine.gate import Gate, Site
 from node.engine.resident import Resident, load
+from node.engine.returns import Returns
 from node.engine.reuse import Reuse
 from wire.frames import Ban
 from wire.refusals import Code, Refused
@@ -82,6 +83,7 @@ class Shelf:
     """Idle models that were given back to make room."""
     departures: int = 0
     """Models that left because nobody had used them for long."""
+    returns: Returns = field(default_factory=Returns)
     _queue: deque[Found] = field(default_factory=deque["Found"])
     _reading: Reading | None = None
 
@@ -89,6 +91,11 @@ class Shelf:
     def busy(self) -> bool:
         """Whether a tick has something to do."""
         return self._reading is not None or bool(self._queue)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no model is here or on its way."""
+        return not self.residents and not self.busy
 
     @property
     def reading(self) -> str:
@@ -162,6 +169,7 @@ class Shelf:
         resident = self.residents.pop(name)
         self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
+        self.returns.gone(resident.weights, time.monotonic())
         del resident
         give_back()
         self.released()
@@ -223,6 +231,7 @@ class Shelf:
         answer = self.gate.check(Site.LOAD, memory, need)
         if not isinstance(answer, Refused):
             self._reading = Reading(found, self.pieces(found), found.weights, now)
+            self.returns.came()
             return None
         if answer.code is Code.NO_ROOM and need > most_bytes(memory):
             answer = Refused(Code.TOO_LARGE, (

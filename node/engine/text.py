@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from node.engine import preflight
 from node.engine.door import Door
-from node.engine.footprint import Footprint, clear_pool, limit_pool, wire
+from node.engine.footprint import Footprint, clear_pool, give_back, limit_pool, wire
 from node.engine.forwards import Forwards
 from node.engine.found import Found
 from node.engine.gate import Site
@@ -156,10 +156,10 @@ class TextEngine:
 
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
-        or when the recent height falls or an unused model leaves."""
+        or when the recent height falls, or an unused model leaves or has left."""
         if self._may_load():
             return now
-        times = (self._generation.due(now), self._footprint.falls_at(now), self._shelf.leaves_at())
+        times = (self._generation.due(now), self._footprint.falls_at(now), self._shelf.leaves_at(), self._looks_at())
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
@@ -169,6 +169,8 @@ class TextEngine:
         self._generation.prefill()
         said = self._generation.said()
         self._shelf.leave(now)
+        if (looks_at := self._looks_at()) is not None and looks_at <= now:
+            self._look_back()
         if self._generation.due(now) is None:
             clear_pool()
         return [*loaded, *said]
@@ -184,8 +186,21 @@ class TextEngine:
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
             counts, self._reuse.state(), self.gate.held,
-            self._enforced,
+            self._enforced, shelf.returns.unreturned,
         )  # fmt: skip
+
+    def _looks_at(self) -> float | None:
+        """Say when to look whether the memory of the models that went is back; None while one is here."""
+        return self._shelf.returns.at if self._shelf.empty else None
+
+    def _look_back(self) -> None:
+        give_back()
+        memory, returns = self._memory(), self._shelf.returns
+        weights = returns.weights
+        if missing := returns.look(memory.phys, memory.base):
+            log.warning(
+                "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
+            )
 
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""

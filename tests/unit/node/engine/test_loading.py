@@ -8,8 +8,9 @@ import pytest
 
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Finished, Load, Params
+from wire.frames import Finished, Load, Params, Unload
 from wire.report import Model
+from wire.units import MIB
 
 HOUR = 3600.0
 ENDLESS = Params(logit_bias=((2, -100.0),), max_tokens=400)
@@ -90,3 +91,47 @@ def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypat
     assert model(driver, "two").progress == 0.0
     assert len(driver.ids[number, 0]) - written >= len(set(told)), "a row got a token for every piece"
     assert isinstance(driver.end(waits), Finished)
+
+
+def unload(driver: Driver, *names: str) -> None:
+    for number, name in enumerate(names, 950):
+        driver.said.clear()
+        driver.take(Unload(number, name))
+        assert isinstance(driver.said[number][0], Finished)
+
+
+def look(driver: Driver) -> int:
+    """Let the time come at which the engine looks for what did not come back; give what it then tells."""
+    at = driver.engine._looks_at()
+    assert at is not None
+    assert (driver.engine.due(time.monotonic()) or at) <= at, "it wakes for it by itself"
+    driver.engine.step(at)
+    assert driver.engine._looks_at() is None
+    return driver.engine.report(at).unreturned
+
+
+def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
+    driver = two(tmp_path)
+    base = driver.engine.report(0.0).memory.base
+    for name in ("one", "two"):
+        driver.end(driver.ask("Hello! " * 300, Params(max_tokens=40), model=name))
+    unload(driver, "one")
+    assert driver.engine._looks_at() is None, "what a model takes cannot be told from what is missing"
+    unload(driver, "two")
+    assert look(driver) == 0
+    phys = driver.engine.report(0.0).memory.phys
+    assert phys is not None
+    assert phys <= base + 64 * MIB
+
+
+def test_what_does_not_come_back_is_told_until_a_model_comes(tmp_path: Path):
+    driver = two(tmp_path)
+    load(driver, "one")
+    leak = bytearray(b"x") * (100 * MIB)
+    unload(driver, "one")
+    missing = look(driver)
+    assert 90 * MIB < missing < 200 * MIB
+    del leak
+    driver.take(Load(970, "two"))
+    driver.end(970)
+    assert driver.engine.report(0.0).unreturned == 0
