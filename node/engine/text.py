@@ -178,7 +178,7 @@ class TextEngine:
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
         running, waiting, queued = self._generation.load()
-        queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
+        queued += sum(prepared.tokens for prepared, _ in self._pending.values())
         memory = replace(self._offered(now), reusable=self._reuse.reusable)
         models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
         shelf = self._shelf
@@ -260,14 +260,14 @@ class TextEngine:
         if refused is None:
             refused = preflight.too_large(shape, self._forwards.memory(now), self._model(found, now))
         if refused is not None:
-            return [Refusal(request.request, refused, len(prepared.ids))]
+            return [Refusal(request.request, refused, prepared.tokens)]
         self._pending[request.request] = (prepared, now)
         self._shelf.ask(found)
         return []
 
     def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
         context = self._context(found)
-        return preflight.shape_of(prepared.request, len(prepared.ids), self._settings.max_tokens, context)
+        return preflight.shape_of(prepared.request, prepared.tokens, self._settings.max_tokens, context)
 
     def _context(self, found: Found) -> int:
         """Give the most tokens of a row: what the model takes, or fewer by setting."""
@@ -290,7 +290,7 @@ class TextEngine:
             for choice, commitment in enumerate(resident.ledger.commit(shape.length, shape.choices))
         ]
         text = sum(len(message.content.encode()) for message in request.messages)
-        resident.measured_text(text, shape.prompt)
+        resident.measured_text(text, len(prepared.ids))
         self._generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.cached, sequence.prompt_hash)]
 
@@ -377,7 +377,7 @@ class TextEngine:
             if isinstance(outcome, Loaded):
                 frames += self._admit(outcome.resident, prepared, arrived, time.monotonic())
             else:
-                frames.append(Refusal(number, outcome.refused, len(prepared.ids)))
+                frames.append(Refusal(number, outcome.refused, prepared.tokens))
         return frames
 
     # memory
