@@ -386,6 +386,7 @@ class Registry:
                 "state": view.engine.state if known else "",
                 "cause": view.engine.cause,
                 "restarts": view.engine.restarts,
+                "recycles": view.engine.recycles,
                 "counts": asdict(view.engine.counts),
                 "cache": {**asdict(view.engine.cache), "evicted": [one.hex() for one in view.engine.cache.evicted]},
             },
@@ -415,10 +416,11 @@ def _dangers(view: NodeView) -> list[str]:
     return found
 
 
-def standing(model: Model) -> dict[str, str]:
-    """Say how a node stands to a model: loaded, loading, known (it loads at the first request), or failed, and why."""
+def standing(model: Model) -> dict[str, Any]:
+    """Say how a node stands to a model: loaded, loading (and how much is read), known (it loads at the first request),
+    or failed, and why."""
     if model.loaded:
-        return {"model": "loaded", "cause": ""}
+        return {"model": "loaded", "cause": "", "progress": 1.0}
     if model.loading:
-        return {"model": "loading", "cause": ""}
-    return {"model": "failed" if model.cause else "known", "cause": model.cause}
+        return {"model": "loading", "cause": "", "progress": model.progress}
+    return {"model": "failed" if model.cause else "known", "cause": model.cause, "progress": 0.0}

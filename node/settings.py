@@ -114,6 +114,9 @@ class ModelSettings(Section, frozen=True):
         'measured; "off": start from what its config says.'))] = "auto"  # fmt: skip
     preload: Annotated[tuple[str, ...], Meta(description=(
         "Names of models to load at start, in this order, and never to unload for another."))] = ()  # fmt: skip
+    idle_unload: Annotated[float, Meta(ge=0, le=2**31, description=(
+        "Seconds without a request after which a model is unloaded, unless it is preloaded; 0: never. The next request "
+        "loads it again."))] = 0.0  # fmt: skip
 
 
 class AgentSettings(Section, frozen=True):

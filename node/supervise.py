@@ -6,6 +6,9 @@ those ends in `Failed`: the one whose prompt or model was in the forward as `eng
 the others as `engine_lost`. A new child is started: after 0.2 s, doubling to 30 s, from the beginning again after a
 minute of health. It loads again, one by one, what its predecessor had loaded, but for models in quarantine.
 
+A child whose last model is gone, and its memory not, is recycled: closed in good health while nobody uses it, and
+replaced at once. That is no death: it counts as none, delays nothing and accuses no model.
+
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: killed)─► hung ─► restarting       failed: restarting, at the longest wait
 
@@ -63,7 +66,7 @@ from wire.frames import (
 )
 from wire.refusals import Code, Refused
 from wire.report import EngineState
-from wire.units import MIB
+from wire.units import MIB, show_size
 
 CRASHED = "engine_crashed"
 LOST = "engine_lost"
@@ -116,6 +119,7 @@ class Child(asyncio.Protocol):
     heard: float = 0.0
     pinged: float | None = None
     blame: str = ""
+    recycled: bool = False
     seen: set[str] = field(default_factory=set[str])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -190,7 +194,7 @@ class Supervisor:
         self._reported_at: float | None = None
         self._state = "starting"
         self._cause = ""
-        self._restarts = 0
+        self._restarts = self._recycles = 0
         self._deaths = 0
         self._stopping = asyncio.Event()
         self._busier = asyncio.Event()
@@ -212,7 +216,9 @@ class Supervisor:
     def state(self) -> EngineState:
         """The state for the report, with the cause of the last death and the number of restarts."""
         report = self._report
-        state = EngineState(self._settings.engine.kind, self._state, self._cause, self._restarts)
+        state = EngineState(
+            self._settings.engine.kind, self._state, self._cause, self._restarts, recycles=self._recycles
+        )
         if report is None:
             return state
         return replace(
@@ -308,10 +314,12 @@ class Supervisor:
         """Start, serve and bury children until stopped."""
         while not self._stopping.is_set():
             self._become("starting")
-            cause, last = await self._live_once()
+            cause, last, recycled = await self._live_once()
             self._fail_all(cause, last)
             if self._stopping.is_set():
                 return
+            if recycled:
+                continue
             self._restarts += 1
             delay = self._patience.delay(self._deaths)
             log.warning("engine", cause=cause, restart_in=delay)
@@ -319,14 +327,15 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
-    async def _live_once(self) -> tuple[str, Last | None]:
-        """Run one child from start to death; give the cause, and the native call that it died in."""
+    async def _live_once(self) -> tuple[str, Last | None, bool]:
+        """Run one child from start to death; give the cause, the native call that it died in, and whether it was
+        recycled instead."""
         written = self._log.size()
         try:
             child = await self._spawn()
         except OSError as error:
             self._deaths += 1
-            return f"the engine could not be started: {error}", None
+            return f"the engine could not be started: {error}", None, False
         self._child = child
         watch = asyncio.create_task(self._watch(child))
         try:
@@ -338,10 +347,12 @@ class Supervisor:
             child.sensor.close()
             last = recorder.read(child.page)
             os.close(child.page)
+        if child.recycled:
+            return child.blame, None, True
         healthy = time.monotonic() - child.started >= self._patience.healthy
         self._deaths = 1 if healthy else self._deaths + 1
         cause = child.blame or _cause(child.process.returncode, self._log.tail(written))
-        return cause + self._accuse(last), last
+        return cause + self._accuse(last), last, False
 
     def _accuse(self, last: Last | None) -> str:
         """Put what the engine was doing into words; a model that killed it twice is kept out."""
@@ -448,12 +459,32 @@ class Supervisor:
             if child is not None and not child.ready and frame.memory.cap > 0:
                 child.ready = True
                 self._become("ready")
+            elif child is not None and self._spent(child, frame):
+                self._recycle(child, frame)
             else:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
             child.pinged = None
             if self._patience.hung(frame.busy, frame.expected):
                 self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
+
+    def _spent(self, child: Child, report: EngineReport) -> bool:
+        """Whether only a new process brings this one's memory back, and nobody would notice. With preloaded models one
+        would: they would come back with it, though somebody had them unloaded."""
+        used = self._live or report.running or report.waiting or self._settings.models.preload
+        here = any(model.loaded or model.loading for model in report.models)
+        return report.unreturned > 0 and child.ready and bool(child.seen) and not used and not here
+
+    def _recycle(self, child: Child, report: EngineReport) -> None:
+        """Let a healthy child leave, for another to take its place."""
+        memory = report.memory
+        self._recycles += 1
+        log.warning("recycled", unreturned=show_size(report.unreturned), phys=show_size(memory.phys),
+                    base=show_size(memory.base))  # fmt: skip
+        child.recycled, child.ready = True, False
+        child.blame = f"{show_size(report.unreturned)} of unloaded models did not come back, so it was replaced"
+        self._become("restarting", child.blame)
+        child.close()
 
     def _remember(self, report: EngineReport) -> None:
         """Keep in mind what is loaded, and what is on its way to be loaded again."""

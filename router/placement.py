@@ -236,7 +236,8 @@ def _consider(
     account = ledger.account(node.id)
     ttft = (node.engine.queued_tokens + account.tokens + tokens) / model.prefill_speed
     if not model.loaded:
-        ttft += model.load_seconds / (2 if model.loading else 1)  # of a load under way half is left on average
+        read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
+        ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
                      len(account.requests), model, weights)  # fmt: skip
 

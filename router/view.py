@@ -141,6 +141,7 @@ def _honest_engine(engine: EngineState) -> EngineState:
         state=_printable(engine.state),
         cause=_printable(engine.cause),
         restarts=max(0, engine.restarts),
+        recycles=max(0, engine.recycles),
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
@@ -210,6 +211,7 @@ def _honest_model(model: Model) -> Model:
         groups=tuple(group for group in model.groups if _possible(group)),
         expected_output=min(model.expected_output, MOST_EXPECTED) if model.expected_output > 0 else 256,
         loading=model.loading and not model.loaded,
+        progress=_bounded(model.progress, 0.0, 1.0, 0.0) if model.loading and not model.loaded else 0.0,
         cause="" if model.loaded else _printable(model.cause),
     )
 

@@ -385,7 +385,8 @@ class Restore(Frame, frozen=True, array_like=True, gc=False):
 
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
-    `held`. `enforced` is the last `Enforce.poll` that it has acted on."""
+    `held`. `enforced` is the last `Enforce.poll` that it has acted on; `unreturned` are the bytes that did not
+    come back after its last model had gone."""
 
     memory: Memory
     models: tuple[Model, ...]
@@ -397,6 +398,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     cache: CacheState = CacheState()
     held: int = 0
     enforced: int = 0
+    unreturned: int = 0
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):

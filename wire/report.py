@@ -113,6 +113,8 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     every forward), `bytes_per_token` the measured ratio of request text to prompt tokens, `features` what a request may
     ask for beyond plain sampling, `cause` why it cannot be loaded now.
 
+    `progress` is the share of the weights that a load under way has read, 0 to 1; 0 where none is.
+
     `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
     `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, in bytes.
 
@@ -146,6 +148,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     max_batch: int = 0
     observed: int = 0
     kv_waste: int = WASTE_MOST
+    progress: float = 0.0
 
     @property
     def kv(self) -> "Kv":
@@ -171,7 +174,7 @@ class Counts(Part, frozen=True, gc=False):
     and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine, `sheds` those
     that it ended because the agent found it over its cap, `evictions` idle models that made room, `shrinks` chunks that
     were made smaller to fit, `preemptions` requests that gave way to older ones and came back, `overs` forwards after
-    which it found itself over its cap."""
+    which it found itself over its cap, `departures` models that left because nobody had used them for long."""
 
     checks: int = 0
     refusals: int = 0
@@ -183,6 +186,7 @@ class Counts(Part, frozen=True, gc=False):
     shrinks: int = 0
     preemptions: int = 0
     overs: int = 0
+    departures: int = 0
 
 
 class CacheState(Part, frozen=True, gc=False):
@@ -200,7 +204,9 @@ class CacheState(Part, frozen=True, gc=False):
 
 
 class EngineState(Part, frozen=True, array_like=True, gc=False):
-    """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why."""
+    """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why. It
+    died `restarts` times; `recycles` times it was replaced in good health, because the memory of unloaded models did
+    not come back."""
 
     kind: str = ""
     state: str = "starting"
@@ -211,6 +217,7 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     queued_tokens: int = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
+    recycles: int = 0
 
 
 class System(Part, frozen=True, array_like=True, gc=False):

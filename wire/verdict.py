@@ -119,7 +119,11 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
         what = "the footprint of the engine" if predicted is None else "what its system can spare"
         return Refused(Code.UNREADABLE, f"{what} cannot be read, so nothing more is started there until it can",
                        numbers, 2.0, node)  # fmt: skip
-    return Refused(Code.NO_ROOM, f"needs {show_size(estimate)}, headroom is {show_size(room)}", numbers, None, node)
+    text = (
+        f"needs {show_size(estimate)}, headroom is {show_size(room)} (of {show_size(memory.ceiling)}, {show_size(now)} "
+        f"are taken, {show_size(reserved)} promised, {show_size(memory.margin)} kept as margin)"
+    )
+    return Refused(Code.NO_ROOM, text, numbers, None, node)
 
 
 def shed(memory: Memory, over: int) -> Refused:

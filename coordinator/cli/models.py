@@ -41,7 +41,8 @@ def _place(node: dict[str, Any]) -> str:
 
 def standing(name: str, row: dict[str, Any]) -> str:
     """Write a name with how it stands to its model (or its node): nothing more where it is loaded."""
-    words = {"loaded": "", "loading": " (loading)", "known": " (not loaded)", "failed": " (cannot load)"}
+    reading = f" (loading, {row.get('progress', 0.0):.0%})"
+    words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
     return name + words[row["model"]]
 
 

@@ -552,7 +552,7 @@ class Generation:
         return sum(resident.ledger.cost(length, 1) for length in lengths) + forward
 
     def _length(self, row: Row) -> int:
-        shape, known = row.sequence.shape, len(row.known())
+        shape, known = row.sequence.shape, len(row.known()) + row.sequence.prepared.budget
         return max(known, min(known + GROWTH, shape.prompt + shape.limit))
 
     # the way out

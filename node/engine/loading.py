@@ -2,7 +2,8 @@
 
 A model must be loadable; it is the request that is refused. So a load first evicts idle models (least recently used,
 never a preloaded one, never one in use), then asks the gate once for all of the weights; what is not read yet counts as
-reserved. The owner calls `tick` while `busy`, and decodes between the ticks.
+reserved. The owner calls `tick` while `busy`, and decodes between the ticks. A model that nobody has used for
+`patience` seconds leaves by itself (`leaves_at`, `leave`), so the memory of a Mac is its user's again after work.
 
     asked ─► queued ─► (gate) ─► reading, piece by piece ─► resident
                └ never fits / not now        └ its files are broken: `cause`, until they change or it is asked for anew
@@ -20,6 +21,7 @@ from node.engine.footprint import clear_pool, give_back
 from node.engine.found import Found
 from node.engine.gate import Gate, Site
 from node.engine.resident import Resident, load
+from node.engine.returns import Returns
 from node.engine.reuse import Reuse
 from wire.frames import Ban
 from wire.refusals import Code, Refused
@@ -72,11 +74,16 @@ class Shelf:
     pinned: frozenset[str]
     kept: Reuse
     pieces: Callable[[Found], Iterator[int | Resident]] = load
+    patience: float = 0.0
+    """Seconds after which an unused model leaves; 0: never."""
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
     evictions: int = 0
     """Idle models that were given back to make room."""
+    departures: int = 0
+    """Models that left because nobody had used them for long."""
+    returns: Returns = field(default_factory=Returns)
     _queue: deque[Found] = field(default_factory=deque["Found"])
     _reading: Reading | None = None
 
@@ -84,6 +91,11 @@ class Shelf:
     def busy(self) -> bool:
         """Whether a tick has something to do."""
         return self._reading is not None or bool(self._queue)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no model is here or on its way."""
+        return not self.residents and not self.busy
 
     @property
     def reading(self) -> str:
@@ -105,6 +117,13 @@ class Shelf:
     def loading(self, name: str) -> bool:
         """Whether a model is on its way."""
         return self.reading == name or any(found.name == name for found in self._queue)
+
+    def progress(self, name: str) -> float:
+        """Give the share of a model's weights that its load has read, 0 to 1; 0 where it is not being read."""
+        reading = self._reading
+        if reading is None or reading.found.name != name:
+            return 0.0
+        return 1.0 - reading.left / max(1, reading.found.weights)
 
     def ask(self, found: Found) -> None:
         """Load a model when its turn comes; does nothing when it is here or on its way."""
@@ -155,6 +174,7 @@ class Shelf:
         resident = self.residents.pop(name)
         self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
+        self.returns.gone(resident.weights, time.monotonic())
         del resident
         give_back()
         self.released()
@@ -186,6 +206,17 @@ class Shelf:
                 return
             self._evict(name)
 
+    def leaves_at(self) -> float | None:
+        """Say when the next unused model leaves; None when none does by itself."""
+        idle = self._idle() if self.patience else []
+        return self.residents[idle[0]].used_at + self.patience if idle else None
+
+    def leave(self, now: float) -> None:
+        """Give back the models whose time has come."""
+        while (due := self.leaves_at()) is not None and due <= now:
+            self.departures += 1
+            self.drop(self._idle()[0])
+
     def _idle(self) -> list[str]:
         """List the models that nobody uses and nobody pinned, least recently used first."""
         idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
@@ -205,6 +236,7 @@ class Shelf:
         answer = self.gate.check(Site.LOAD, memory, need)
         if not isinstance(answer, Refused):
             self._reading = Reading(found, self.pieces(found), found.weights, now)
+            self.returns.came()
             return None
         if answer.code is Code.NO_ROOM and need > most_bytes(memory):
             answer = Refused(Code.TOO_LARGE, (

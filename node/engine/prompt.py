@@ -1,4 +1,9 @@
-"""A request as the inference thread takes it: in tokens, or refused at the door for good."""
+"""A request as the inference thread takes it: in tokens, or refused at the door for good.
+
+The seam for engines that see: an image becomes tokens only in the vision tower, on the inference thread, long after
+the request was judged. So whoever prepares such a request puts a `budget` beside the ids, IMAGE_TOKENS for an image
+whose size says nothing better, and preflight, promise and need count it as so many prompt tokens (`tokens`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +15,14 @@ from wire.refusals import Refused
 if TYPE_CHECKING:
     from node.engine.pipeline import TextPipeline
 
+IMAGE_TOKENS = 1280
+"""Tokens that are put by for one image: what a tile-cutting vision tower makes of a photograph of common size."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """`ids` are the whole prompt's tokens, `eos` those that end an answer; `voice(choice)` gives a new text pipeline.
+    `budget` are tokens that the prompt takes beyond its ids.
 
     With `refused` there is nothing else.
     """
@@ -24,3 +33,9 @@ class Prepared:
     voice: "Callable[[int], TextPipeline] | None" = None
     token_bytes: Callable[[int], bytes] = lambda token: b""
     refused: Refused | None = None
+    budget: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the prompt takes: the one count by which it is judged, promised and told of."""
+        return len(self.ids) + self.budget

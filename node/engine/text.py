@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from node.engine import preflight
 from node.engine.door import Door
-from node.engine.footprint import Footprint, clear_pool, limit_pool, wire
+from node.engine.footprint import Footprint, clear_pool, give_back, limit_pool, wire
 from node.engine.forwards import Forwards
 from node.engine.found import Found
 from node.engine.gate import Site
@@ -97,7 +97,8 @@ class TextEngine:
             Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
             chunk=self._settings.chunk, batch=self._settings.batch, on=settings.models.profile == "auto",
         )  # fmt: skip
-        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces)
+        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces,
+                            settings.models.idle_unload)  # fmt: skip
         self._generation = Generation(
             self._forwards,
             lambda: self._shelf.residents,
@@ -156,10 +157,10 @@ class TextEngine:
 
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
-        or when the recent height falls."""
+        or when the recent height falls, or an unused model leaves or has left."""
         if self._may_load():
             return now
-        times = (self._generation.due(now), self._footprint.falls_at(now))
+        times = (self._generation.due(now), self._footprint.falls_at(now), self._shelf.leaves_at(), self._looks_at())
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
@@ -168,6 +169,9 @@ class TextEngine:
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
         said = self._generation.said()
+        self._shelf.leave(now)
+        if (looks_at := self._looks_at()) is not None and looks_at <= now:
+            self._look_back()
         if self._generation.due(now) is None:
             clear_pool()
         return [*loaded, *said]
@@ -175,14 +179,29 @@ class TextEngine:
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
         running, waiting, queued = self._generation.load()
-        queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
+        queued += sum(prepared.tokens for prepared, _ in self._pending.values())
         memory = replace(self._offered(now), reusable=self._reuse.reusable)
         models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
+        shelf = self._shelf
+        counts = replace(self._forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
-            replace(self._forwards.counts(), evictions=self._shelf.evictions), self._reuse.state(), self.gate.held,
-            self._enforced,
+            counts, self._reuse.state(), self.gate.held,
+            self._enforced, shelf.returns.unreturned,
         )  # fmt: skip
+
+    def _looks_at(self) -> float | None:
+        """Say when to look whether the memory of the models that went is back; None while one is here."""
+        return self._shelf.returns.at if self._shelf.empty else None
+
+    def _look_back(self) -> None:
+        give_back()
+        memory, returns = self._memory(), self._shelf.returns
+        weights = returns.weights
+        if missing := returns.look(memory.phys, memory.base):
+            log.warning(
+                "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
+            )
 
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""
@@ -244,14 +263,14 @@ class TextEngine:
         if refused is None:
             refused = preflight.too_large(shape, self._forwards.memory(now), self._model(found, now))
         if refused is not None:
-            return [Refusal(request.request, refused, len(prepared.ids))]
+            return [Refusal(request.request, refused, prepared.tokens)]
         self._pending[request.request] = (prepared, now)
         self._shelf.ask(found)
         return []
 
     def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
         context = self._context(found)
-        return preflight.shape_of(prepared.request, len(prepared.ids), self._settings.max_tokens, context)
+        return preflight.shape_of(prepared.request, prepared.tokens, self._settings.max_tokens, context)
 
     def _context(self, found: Found) -> int:
         """Give the most tokens of a row: what the model takes, or fewer by setting."""
@@ -274,7 +293,7 @@ class TextEngine:
             for choice, commitment in enumerate(resident.ledger.commit(shape.length, shape.choices))
         ]
         text = sum(len(message.content.encode()) for message in request.messages)
-        resident.measured_text(text, shape.prompt)
+        resident.measured_text(text, len(prepared.ids))
         self._generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.cached, sequence.prompt_hash)]
 
@@ -363,7 +382,7 @@ class TextEngine:
             if isinstance(outcome, Loaded):
                 frames += self._admit(outcome.resident, prepared, arrived, time.monotonic())
             else:
-                frames.append(Refusal(number, outcome.refused, len(prepared.ids)))
+                frames.append(Refusal(number, outcome.refused, prepared.tokens))
         return frames
 
     # memory
@@ -405,7 +424,7 @@ class TextEngine:
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 kv_waste=waste_under(self._wired_for),
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
-                **self._transients(found.forward),
+                progress=self._shelf.progress(found.name), **self._transients(found.forward),
             )  # fmt: skip
         kv = resident.kv
         return Model(

@@ -8,7 +8,9 @@ another prompt), and whatever they raise fails only the request.
 own decoding state and reads only tables that never change.
 """
 
+import ast
 import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -24,7 +26,8 @@ from mlx_lm.tokenizer_utils import (
     StreamingDetokenizer,
     TokenizerWrapper,
 )
-from mlx_lm.utils import load_config, load_tokenizer
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, load_config
 
 from node.engine.calls import Calls
 from node.engine.markup import Markup, Place
@@ -229,7 +232,25 @@ class MarkCutter:
 def _wrapper(folder: Path) -> TokenizerWrapper:
     config = load_config(folder) if (folder / "config.json").exists() else {}
     strictly = {"trust_remote_code": False, "local_files_only": True}
-    return load_tokenizer(folder, strictly, config.get("eos_token_id"))
+    return load_tokenizer(folder, strictly, config.get("eos_token_id"), _defaults(config.get("model_type")))
+
+
+def _defaults(kind: object) -> dict[str, object] | None:
+    """Read what mlx-lm presumes of a type of model whose folder says too little about its tokenizer.
+
+    It stands in the model's module, which is read here and not imported: that would make kernels on this thread, and
+    MLX belongs to another."""
+    name = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else ""
+    spec = importlib.util.find_spec(f"mlx_lm.models.{name}") if name.isidentifier() else None
+    if spec is None or spec.origin is None:
+        return None
+    for statement in ast.parse(Path(spec.origin).read_bytes()).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="TOKENIZER_DEFAULTS")], value=value):
+                return ast.literal_eval(value)
+            case _:
+                pass
+    return None
 
 
 def _needs_code(folder: Path) -> bool:

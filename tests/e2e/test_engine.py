@@ -382,15 +382,16 @@ def test_what_does_not_fit_now_waits_and_is_a_503_while_small_ones_go_on(snug: P
     crowd: Any = {"model": "wide", "messages": said(HELLO), "n": CROWD, "max_tokens": 400}
     stream = client.chat.completions.create(**crowd, stream=True)
     next(iter(stream))
-    with ThreadPoolExecutor(1) as threads:
-        refused = threads.submit(client.chat.completions.create, **crowd)
-        while not refused.done():
+    with ThreadPoolExecutor(2) as threads:
+        refused = [threads.submit(client.chat.completions.create, **crowd, stream=way) for way in (False, True)]
+        while not all(one.done() for one in refused):
             assert greets(client, "known")
-    error = refused.exception()
-    assert isinstance(error, openai.InternalServerError), error
-    assert (error.status_code, error.code) == (503, "no_headroom")
-    assert int(error.response.headers["retry-after"]) >= 1
-    assert numbers(error)["reserved"] > 0
+    for error in (one.exception() for one in refused):
+        assert isinstance(error, openai.InternalServerError), error
+        assert (error.status_code, error.code) == (503, "no_headroom")
+        assert int(error.response.headers["retry-after"]) >= 1
+        assert error.response.headers["content-type"].startswith("application/json"), "nothing was streamed yet"
+        assert numbers(error)["reserved"] > 0
     next(iter(stream))
     stream.close()
     until(lambda: at_rest(snug, "snug"), 5, "all given back")

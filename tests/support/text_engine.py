@@ -42,9 +42,12 @@ class Driver:
         preload: tuple[str, ...] = (),
         profile: str = "off",
         profiles: Path | None = None,
+        idle_unload: float = 0.0,
         **mlx: int | str,
     ) -> None:
-        models = ModelSettings(folders=tuple(map(str, folders)), hub=False, preload=preload, profile=profile)
+        models = ModelSettings(
+            folders=tuple(map(str, folders)), hub=False, preload=preload, profile=profile, idle_unload=idle_unload
+        )
         settings = NodeSettings(engine=EngineSettings(kind="mlx", mlx=MlxSettings(**mlx)), models=models)  # type: ignore[arg-type]
         library = Library(models)
         library.scan()

@@ -1,4 +1,6 @@
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 class StreamingDetokenizer:
     tokens: list[int]
@@ -56,3 +58,10 @@ class TokenizerWrapper:
     def get_added_vocab(self) -> dict[str, int]: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: list[int]) -> str: ...
+
+def load(
+    model_path: Path,
+    tokenizer_config_extra: dict[str, Any] | None = None,
+    eos_token_ids: list[int] | int | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> TokenizerWrapper: ...

@@ -66,20 +66,22 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.http.server_close()
 
 
-def row(name: str, model: str = "loaded", cause: str = "", state: str = "ready") -> dict[str, str]:
-    return {"id": name, "name": name, "state": state, "model": model, "cause": cause}
+def row(
+    name: str, model: str = "loaded", cause: str = "", state: str = "ready", progress: float = 0.0
+) -> dict[str, object]:
+    return {"id": name, "name": name, "state": state, "model": model, "cause": cause, "progress": progress}
 
 
 def test_models_says_how_every_node_stands_to_each(server: Server):
     nodes = [
         row("studio"),
-        row("mini", "loading"),
+        row("mini", "loading", progress=0.426),
         row("air", "known", state="lost"),
         row("old", "failed", "truncated"),
     ]
     server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
     text = server.run("models").output
-    assert "studio, mini (loading), air (not loaded) lost, old (cannot load)" in text
+    assert "studio, mini (loading, 43%), air (not loaded) lost, old (cannot load)" in text
     assert "old cannot load a/b: truncated" in text
     assert "4.0 GiB" in text
 

@@ -15,6 +15,7 @@ import pytest
 
 from node.settings import NodeSettings, resolve
 from node.supervise import CRASHED, LOST, STOPPED, Patience, Supervisor
+from tests import models
 from wire.codec import decode, encode, head_of
 from wire.frames import (
     Admitted,
@@ -32,7 +33,7 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code
-from wire.units import GIB
+from wire.units import GIB, MIB
 
 LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 WAIT = 15.0
@@ -43,7 +44,8 @@ class Agent:
     """What the agent does with a supervisor: keeps every frame that it is handed, decoded."""
 
     def __init__(self, folder: Path, patience: Patience | None, command: list[str] | None, **settings: object) -> None:
-        flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in settings.items()}
+        named = {key if "." in key else f"engine.scripted.{key}": value for key, value in settings.items()}
+        flat = {"engine.kind": "scripted"} | named
         self.settings: NodeSettings = resolve([("test", flat)]).value
         self.frames: list[tuple[Frame, int]] = []
         self.states: list[str] = []
@@ -299,8 +301,11 @@ def engine(folder: Path, text: str) -> list[str]:
         told = Restore()
         splitter = Splitter()
 
+        missing = 0
+
         def report():
-            line.sendall(encode(EngineReport(Memory(cap=1, armed=True), tuple(models.values()), 0, 0)))
+            memory = Memory(cap=1, armed=True)
+            line.sendall(encode(EngineReport(memory, tuple(models.values()), 0, 0, unreturned=missing)))
 
         def frames():
             while data := line.recv(65536):
@@ -342,7 +347,10 @@ async def order(one: Agent, kind: type[Load] | type[Unload], number: int, model:
     one.supervisor.send(encode(kind(number, model)), kind, number)
     assert isinstance(await one.end(number), Finished)
     await one.until(
-        lambda: one.supervisor.report and (kind is Load) == any(m.name == model for m in one.supervisor.report.models)
+        lambda: (
+            one.supervisor.report
+            and (kind is Load) == any(m.name == model and m.loaded for m in one.supervisor.report.models)
+        )
     )
 
 
@@ -351,6 +359,97 @@ async def die(one: Agent) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     await one.until(lambda: one.supervisor.pid not in (pid, None) and one.armed())
+
+
+LEAKS = """
+    if isinstance(frame, Unload) and not models:
+        missing = 200 * 2**20
+        report()
+"""
+NEVER = Patience(first=600.0, longest=600.0)
+"""After a death there would be no other engine within the test."""
+
+
+def recycled(one: Agent) -> bool:
+    return one.supervisor.state.recycles > 0 and one.supervisor.ready is not None
+
+
+@pytest.mark.slow
+async def test_an_engine_that_does_not_return_its_memory_is_replaced_without_blame(
+    agent: Callable[..., Agent], tmp_path: Path
+):
+    one = agent(NEVER, engine(tmp_path, LEAKS))
+    await one.supervisor.start()
+    await one.ready()
+    first = one.supervisor.pid
+    await order(one, Load, 1, "a")
+    await order(one, Load, 2, "b")
+    await order(one, Unload, 3, "a")
+    assert one.supervisor.pid == first, "while a model is here its memory cannot be told from what is missing"
+    one.supervisor.send(encode(Unload(4, "b")), Unload, 4)
+    await one.until(lambda: recycled(one))
+    assert one.supervisor.pid != first
+    assert gone(first or 0)
+    assert (one.supervisor.state.restarts, one.supervisor.state.recycles) == (0, 1)
+    assert "200.0 MiB" in one.supervisor.state.cause
+    assert diary(tmp_path) == [("", ""), ("", "")], "nothing is loaded again, and nothing is kept out"
+    assert not {"failed", "hung"} & set(one.states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", ["a request", "a preloaded model"])
+async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callable[..., Agent], tmp_path: Path):
+    preload = {"models.preload": ("p",)} if keeps == "a preloaded model" else {}
+    answers = "    elif isinstance(frame, Cancel):\n        report()\n"
+    one = agent(NEVER, engine(tmp_path, answers + LEAKS), **preload)
+    await one.supervisor.start()
+    await one.ready()
+    first = one.supervisor.pid
+    await order(one, Load, 1, "a")
+    if keeps == "a request":
+        one.generate(7)
+    await order(one, Unload, 2, "a")
+    await one.until(lambda: one.supervisor.report and one.supervisor.report.unreturned)
+    assert one.supervisor.pid == first
+    assert not one.supervisor.state.recycles
+    one.supervisor.send(encode(Cancel(7)), Cancel, 7)
+    if keeps == "a request":
+        await one.until(lambda: recycled(one))
+        return
+    await order(one, Load, 3, "a")
+    assert one.supervisor.pid == first
+
+
+@pytest.mark.slow
+async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
+    leaky = """
+        from node.engine import loading
+        drop, leaked = loading.Shelf.drop, []
+
+        def leaking(shelf, name):
+            drop(shelf, name)
+            leaked.append(bytearray(b"x") * (150 * 2**20))
+
+        loading.Shelf.drop = leaking
+        child.main()
+    """
+    name = "macpool-tiny"
+    command = [sys.executable, "-c", "from node.engine import child\n" + textwrap.dedent(leaky)]
+    settings = {"engine.kind": "mlx", "models.hub": False, "models.profile": "off"}
+    one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
+    await one.supervisor.start()
+    await one.ready()
+    first = one.supervisor.pid
+    await order(one, Load, 1, name)
+    await order(one, Unload, 2, name)
+    await one.until(lambda: recycled(one))
+    assert one.supervisor.pid != first
+    assert one.supervisor.state.restarts == 0
+    await order(one, Load, 3, name)
+    reading = one.supervisor.phys().phys
+    assert reading is not None
+    assert one.supervisor.report is not None
+    assert reading < one.supervisor.report.memory.base + 100 * MIB
 
 
 AT_ONCE = Patience(first=0.01, longest=0.01)

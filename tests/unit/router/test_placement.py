@@ -101,7 +101,7 @@ def test_what_was_promised_since_the_report_counts():
     ledger.claim(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
     result = decide(node("a"), node("b", a_memory(2 * GIB)), ledger=ledger)
     assert chosen(result) == "b"
-    assert why(result, "a") == "needs 74.2 MiB, headroom is 10.0 MiB"
+    assert why(result, "a").startswith("needs 74.2 MiB, headroom is 10.0 MiB (of 24.0 GiB, ")
 
 
 def test_a_refusal_corrects_the_headroom_until_the_next_report():
@@ -179,6 +179,8 @@ def test_a_node_that_has_it_wins_over_one_that_must_load_it():
     assert chosen(decide(cold, node("warm", None, a_model(prefill_speed=100.0)))) == "warm"
     halfway = node("halfway", None, a_model(loaded=False, loading=True, weights=1, load_seconds=20.0))
     assert chosen(decide(cold, halfway)) == "halfway"
+    nearly = node("nearly", None, a_model(loaded=False, loading=True, progress=0.9, weights=1, load_seconds=20.0))
+    assert chosen(decide(cold, halfway, nearly)) == "nearly"
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -300,6 +302,20 @@ def test_no_room_says_the_best_node_its_numbers_and_the_next_step():
     assert answer.numbers.predicted == 24 * GIB - 50 * MIB + answer.numbers.estimate
     assert answer.retry_after is not None
     assert 1 <= answer.retry_after <= 60
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "answer", "speed", "seconds"),
+    [(0, 256, 50.0, 2.0), (1, 256, 64.0, 4.0), (4, 256, 16.0, 4.0), (4, 256, 6400.0, 1.0), (1, 256, 0.5, 60.0)],
+)
+def test_retry_after_is_when_the_next_answer_should_end(in_flight: int, answer: int, speed: float, seconds: float):
+    ledger = Ledger()
+    for number in range(in_flight):
+        ledger.claim(NodeId("a"), number, number, GIB, 10)
+    model = a_model(expected_output=answer, decode_speed=speed)
+    result = refused(decide(node("a", a_memory(MIB), model), ledger=ledger))
+    assert result.code is Code.NO_ROOM
+    assert result.retry_after == seconds
 
 
 def test_can_never_fit_is_said_only_with_an_exact_count():

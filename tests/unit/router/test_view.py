@@ -19,7 +19,7 @@ memories = st.builds(
 models = st.builds(
     Model, name=st.sampled_from(["", "a", "b"]), weights=wild_ints, kv_per_token=wild_ints, transient=wild_ints,
     context=wild_ints, load_seconds=wild_floats, prefill_speed=wild_floats, decode_speed=wild_floats,
-    bytes_per_token=wild_floats, expected_output=wild_ints,
+    bytes_per_token=wild_floats, expected_output=wild_ints, loading=st.booleans(), progress=wild_floats,
     groups=st.lists(st.builds(Group, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
 )  # fmt: skip
 reports = st.builds(
@@ -58,6 +58,7 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
         assert min(model.weights, model.kv_per_token, model.transient, model.context) >= 0
         assert all(math.isfinite(one) and one > 0 for one in (model.prefill_speed, model.decode_speed))
         assert 0 <= model.load_seconds <= 600
+        assert 0 <= model.progress <= 1
         assert 0.25 <= model.bytes_per_token <= 64
         assert 0 < model.expected_output <= 32_768
         assert request_need(model, 100, 100) >= 0

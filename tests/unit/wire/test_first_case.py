@@ -1,0 +1,97 @@
+"""The case that the project began with, replayed: a mixture of experts of 85 GiB on a machine of 128 GiB under a hard
+cap of 107.52 GiB, readings as they were taken. It was over the cap by four long prompts; small ones must go on.
+"""
+
+import pytest
+
+from node.engine import preflight
+from node.engine.gate import Gate, Site, Use
+from node.engine.ledger import Ledger
+from node.memory.reading import Reading
+from wire.frames import Generate, Limits, Message, Params
+from wire.refusals import Code, Refused
+from wire.report import Kv, Memory, Model
+from wire.units import GIB
+from wire.verdict import Fits, default_margin, request_transient
+
+NOW = 100.0
+
+
+def of(gib: float) -> int:
+    return round(gib * GIB)
+
+
+CAP, MARGIN, SPIKED, RESTING = of(107.52), of(12.0), of(97.655), of(88.0)
+KV = Kv(per_token=46 * 2 * 8 * 128 * 2, step=256)
+"""46 layers, 8 heads of 128 for keys and as many for values, two bytes each."""
+MODEL = Model("air", "f", True, of(85.0), KV.per_token, context=131072, kv_step=KV.step)
+
+
+def gate() -> Gate:
+    made = Gate()
+    made.hold(Limits(CAP, CAP, MARGIN, "static"))
+    return made
+
+
+def reading(judge: Gate, phys: int, reserved: int = 0) -> Memory:
+    return judge.memory(Use(of(85.0), phys, reserved), Reading(phys, "phys_footprint", NOW), of(128.0), NOW)
+
+
+def admit(judge: Gate, ledger: Ledger, prompt: int, phys: int = RESTING) -> Fits | Refused | None:
+    """Judge a request as the engine does at the door, and promise it what it needs."""
+    request = Generate(1, 1, "r", "air", (Message("user", "x"),), Params(max_tokens=128), 0, 128)
+    shape = preflight.shape_of(request, prompt, 128, MODEL.context)
+    cost = ledger.cost(shape.length, 1) + request_transient(MODEL, prompt, shape.promised)
+    refused = preflight.admit(shape, reading(judge, phys, ledger.reserved()), MODEL, cost, judge)
+    if refused is None:
+        ledger.commit(shape.length, 1)
+    return refused
+
+
+def test_the_margin_of_the_case_is_the_default():
+    assert abs(default_margin(CAP) - MARGIN) <= 16
+
+
+@pytest.mark.parametrize("site", [Site.PREFILL, Site.JOIN, Site.GROW, Site.PREFLIGHT, Site.LOAD])
+def test_97_655_and_12_against_107_52_refuses_with_all_numbers(site: Site):
+    judge = gate()
+    refused = judge.check(site, reading(judge, SPIKED), 0)
+    assert isinstance(refused, Refused)
+    assert refused.code is Code.NO_ROOM
+    numbers = refused.numbers
+    assert numbers is not None
+    assert numbers.predicted == of(97.655) + of(12.0)
+    assert abs(numbers.predicted - of(109.655)) <= 1
+    assert (numbers.current, numbers.margin, numbers.ceiling, numbers.cap) == (SPIKED, MARGIN, CAP, CAP)
+    assert (numbers.estimate, numbers.reserved, numbers.bound_by) == (0, 0, "static")
+    for words in ("97.7 GiB", "12.0 GiB", "107.5 GiB", "-2.1 GiB", "needs 0"):
+        assert words in refused.message
+    assert judge.refusals[site] == 1
+
+
+def test_at_the_same_reading_one_byte_decides():
+    judge = gate()
+    room = CAP - MARGIN - RESTING
+    assert isinstance(judge.check(Site.PREFILL, reading(judge, RESTING), room), Fits)
+    assert isinstance(judge.check(Site.PREFILL, reading(judge, RESTING), room + 1), Refused)
+
+
+@pytest.mark.parametrize("prompt", [148, 3338])
+def test_short_and_moderate_requests_pass(prompt: int):
+    assert admit(gate(), Ledger(KV), prompt) is None
+
+
+def test_two_at_once_pass():
+    judge, ledger = gate(), Ledger(KV)
+    assert admit(judge, ledger, 148) is None
+    assert admit(judge, ledger, 3338) is None
+    assert ledger.reserved() >= (148 + 3338) * KV.per_token
+
+
+def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_not_there():
+    judge, ledger = gate(), Ledger(KV)
+    answers = [admit(judge, ledger, 22_000) for _ in range(4)]
+    assert [answer is None for answer in answers] == [True, False, False, False]
+    assert all(isinstance(answer, Refused) and answer.code is Code.NO_ROOM for answer in answers[1:])
+    assert RESTING + ledger.reserved() + MARGIN <= CAP
+    assert admit(judge, ledger, 148) is None, "small ones go on meanwhile"
