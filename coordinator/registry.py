@@ -390,7 +390,14 @@ class Registry:
                 "cache": {**asdict(view.engine.cache), "evicted": [one.hex() for one in view.engine.cache.evicted]},
             },
             "models": [
-                {"name": m.name, "loaded": m.loaded, **standing(m), "weights": m.weights, "context": m.context}
+                {
+                    "name": m.name,
+                    "loaded": m.loaded,
+                    **standing(m),
+                    "weights": m.weights,
+                    "context": m.context,
+                    "measured": measured(m),
+                }
                 for m in view.models.values()
             ],
         }
@@ -422,3 +429,13 @@ def standing(model: Model) -> dict[str, str]:
     if model.loading:
         return {"model": "loading", "cause": ""}
     return {"model": "failed" if model.cause else "known", "cause": model.cause}
+
+
+def measured(model: Model) -> dict[str, object] | None:
+    """Give what a model was measured to take as the API shows it, in bytes and tokens; None before it was."""
+    if not model.profiled:
+        return None
+    return {
+        "max_context": model.max_context, "max_batch": model.max_batch, "kv_per_token": model.kv_per_token,
+        "transient": model.observed, "residual": model.residual, "covered": model.covered,
+    }  # fmt: skip

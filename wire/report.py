@@ -109,7 +109,8 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     ask for beyond plain sampling, `cause` why it cannot be loaded now.
 
     `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
-    `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, in bytes.
+    `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, `residual` by how
+    much a forward went above its estimate at most, in bytes; `covered` the tokens of the largest chunk measured.
 
     A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
     `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
@@ -140,6 +141,8 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     max_context: int = 0
     max_batch: int = 0
     observed: int = 0
+    residual: int = 0
+    covered: int = 0
 
     @property
     def kv(self) -> "Kv":

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -61,6 +62,19 @@ class NotLoaded:
 Outcome = Loaded | NotLoaded
 
 
+class Spare(Protocol):
+    """Memory that is given up before any that a request could use again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that would be free."""
+        ...
+
+    def give(self) -> None:
+        """Give it back now."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Shelf:
     """The models in memory and on their way. `memory()` reads now; `released()` hears that memory was given back on
@@ -72,6 +86,7 @@ class Shelf:
     pinned: frozenset[str]
     kept: Reuse
     pieces: Callable[[Found], Iterator[int | Resident]] = load
+    spares: list[Spare] = field(default_factory=list["Spare"])
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
@@ -155,14 +170,17 @@ class Shelf:
         self.released()
 
     def make_room(self, need: int) -> bool:
-        """Empty the pool, then give back the prefix cache, then evict idle models, least recently used first, until
-        `need` bytes fit; nothing if all of it would not do. Say whether they fit."""
+        """Empty the pool, then give back what is spare, then the prefix cache, then evict idle models, least recently
+        used first, until `need` bytes fit; nothing if all of it would not do. Say whether they fit."""
         clear_pool()
         if _fits(self.memory(), need):
             return True
         idle = self._idle()
-        if not _fits(self.memory(), need - self.kept.nbytes - sum(self.residents[name].weights for name in idle)):
+        spare = self.kept.nbytes + sum(one.nbytes for one in self.spares)
+        if not _fits(self.memory(), need - spare - sum(self.residents[name].weights for name in idle)):
             return False
+        if self._give_spare(lambda: _fits(self.memory(), need)):
+            return True
         if self.kept.give(need):
             return True
         for name in idle:
@@ -172,14 +190,23 @@ class Shelf:
         return _fits(self.memory(), need)
 
     def relieve(self, enough: Callable[[], bool]) -> None:
-        """Give back what can be had again until it is `enough`: the pool, the prefix cache, then idle models."""
+        """Give back what can be had again until it is `enough`: the pool, what is spare, the prefix cache, then idle
+        models."""
         if not enough():
             clear_pool()
+        self._give_spare(enough)
         self.kept.relieve(enough)
         for name in self._idle():
             if enough():
                 return
             self._evict(name)
+
+    def _give_spare(self, enough: Callable[[], bool]) -> bool:
+        for one in self.spares:
+            if one.nbytes and not enough():
+                one.give()
+                self.released()
+        return enough()
 
     def _idle(self) -> list[str]:
         """List the models that nobody uses and nobody pinned, least recently used first."""

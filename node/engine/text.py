@@ -33,6 +33,7 @@ from node.engine.resident import LOAD_SPEED, TICK, Resident, load
 from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
+from node.engine.sweeps import Sweeps
 from node.engine_environment import PROFILES
 from node.library import Library
 from node.memory.sensor import open_machine
@@ -48,6 +49,7 @@ from wire.frames import (
     Limits,
     Load,
     Ping,
+    Profile,
     Refusal,
     Restore,
     Unload,
@@ -94,7 +96,8 @@ class TextEngine:
         pinned = frozenset(settings.models.preload)
         self._profiler = Profiler(
             Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
-            chunk=self._settings.chunk, batch=self._settings.batch, on=settings.models.profile == "auto",
+            self._longest, chunk=self._settings.chunk, batch=self._settings.batch, context=self._settings.context,
+            on=settings.models.profile == "auto",
         )  # fmt: skip
         self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces)
         self._generation = Generation(
@@ -105,6 +108,12 @@ class TextEngine:
             self._settings.chunk,
             self._settings.chunk_floor,
         )
+        self._sweeps = Sweeps(
+            self._profiler, self._forwards, lambda: self._shelf.residents, self._shelf.loading, self._alone,
+            self._generation.still,
+            lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
+        )  # fmt: skip
+        self._shelf.spares.append(self._sweeps)
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._wired_for = self._enforced = 0
@@ -122,7 +131,7 @@ class TextEngine:
         """On the I/O thread: put a prompt into tokens; at a sign of life, look for new models now and then."""
         if isinstance(frame, Generate):
             return self._door.prepare(frame)
-        if isinstance(frame, Load):
+        if isinstance(frame, Load | Profile):
             self._library.look(frame.model)
         if isinstance(frame, Ping):
             return frame if self._library.refresh() else None
@@ -147,6 +156,8 @@ class TextEngine:
                 return self._load(work, now)
             case Unload():
                 return self._unload(work)
+            case Profile():
+                return self._profile(work, now)
             case Restore():
                 self._restore(work, now)
             case _:
@@ -156,7 +167,7 @@ class TextEngine:
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
         or when the recent height falls."""
-        if self._may_load():
+        if self._may_load() or (self._sweeps.busy and self.gate.closed() is None):
             return now
         times = (self._generation.due(now), self._footprint.falls_at(now))
         return min((when for when in times if when is not None), default=None)
@@ -166,10 +177,11 @@ class TextEngine:
         self._generation.decode()
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
+        swept = self._sweeps.step() if self._sweeps.busy else []
         said = self._generation.said()
         if self._generation.due(now) is None:
             clear_pool()
-        return [*loaded, *said]
+        return [*loaded, *said, *swept]
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
@@ -293,7 +305,8 @@ class TextEngine:
         return answer
 
     def _cancel(self, number: int) -> None:
-        if self._pending.pop(number, None) is not None or self._generation.cancel(number):
+        known = self._pending.pop(number, None) is not None or self._sweeps.cancel(number)
+        if known or self._generation.cancel(number):
             return
         self._cancelled[number] = None
         while len(self._cancelled) > REMEMBERED:
@@ -302,19 +315,32 @@ class TextEngine:
     # loading
 
     def _load(self, order: Load, now: float) -> list[Frame]:
-        found = self._library.find(order.model)
-        if found is None:
-            return [Refusal(order.request, Refused(Code.NO_MODEL, f"this node has no model {order.model}"))]
         if order.model in self._shelf.residents:
             return [Finished(order.request, (), 0, 0)]
-        self._shelf.forgive(order.model)
-        cause = self._shelf.cause(found, now)
-        if cause:
-            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        refused = self._ordered(order.model, now)
+        if refused is not None:
             return [Refusal(order.request, refused)]
         self._orders[order.request] = order.model
-        self._shelf.ask(found)
         return []
+
+    def _profile(self, order: Profile, now: float) -> list[Frame]:
+        refused = None if order.model in self._shelf.residents else self._ordered(order.model, now)
+        if refused is not None:
+            return [Refusal(order.request, refused)]
+        self._sweeps.ask(order.request, order.model)
+        return []
+
+    def _ordered(self, name: str, now: float) -> Refused | None:
+        """Begin to load what somebody asked for by name; or say why it cannot be."""
+        found = self._library.find(name)
+        if found is None:
+            return Refused(Code.NO_MODEL, f"this node has no model {name}")
+        self._shelf.forgive(name)
+        cause = self._shelf.cause(found, now)
+        if cause:
+            return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
+        self._shelf.ask(found)
+        return None
 
     def _unload(self, order: Unload) -> list[Frame]:
         resident = self._shelf.residents.get(order.model)
@@ -340,6 +366,7 @@ class TextEngine:
     def _tick(self) -> list[Frame]:
         name = self._shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
+        self._generation.still()
         with self._forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
             outcome = self._shelf.tick()
         return [] if outcome is None else self._loaded(outcome)
@@ -347,6 +374,8 @@ class TextEngine:
     def _loaded(self, outcome: Outcome) -> list[Frame]:
         """Go on with those who waited for a load, or tell them why it failed."""
         name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
+        if not isinstance(outcome, Loaded):
+            self._sweeps.failed(name, outcome.refused)
         frames: list[Frame] = []
         for number in [number for number, model in self._orders.items() if model == name]:
             del self._orders[number]
@@ -412,16 +441,28 @@ class TextEngine:
 
     def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
         """Add what follows from the measurements under the cap in force."""
+        profile = resident.profile
         return replace(
-            model, profiled=resident.profile is not None, max_context=max_context(memory, model),
-            max_batch=max_batch(memory, model, self._settings.batch), observed=resident.estimator.highest,
+            model, profiled=profile is not None, observed=resident.estimator.highest,
+            max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
+            max_batch=max_batch(memory, model, self._settings.batch),
+            residual=0 if profile is None else profile.residual, covered=0 if profile is None else profile.chunk,
         )  # fmt: skip
+
+    def _longest(self, resident: Resident) -> int:
+        """Give the longest row that follows from what a model takes, in tokens."""
+        model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
+        return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
+
+    def _alone(self, resident: Resident) -> bool:
+        """Whether a model is the only one here, used by nobody but a sweep."""
+        return list(self._shelf.residents.values()) == [resident] and resident.users == 1
 
     def _pieces(self, found: Found) -> Iterator[int | Resident]:
         """Load a model and give it its profile, piece by piece."""
         for piece in load(found):
             if isinstance(piece, Resident):
-                yield from (0 for _ in self._profiler.probe(piece))
+                yield from (0 for _ in self._profiler.probe(piece, alone=not self._shelf.residents))
             yield piece
 
     def _ask(self, need: int) -> bool:
