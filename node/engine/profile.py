@@ -297,7 +297,7 @@ class Probe:
     def residual(self) -> int:
         """Give the most by which a forward was charged above what it wrote and its fitted estimate, in bytes."""
         estimator = self.resident.estimator
-        return max((one.charged - one.wrote - estimator.chunk(one.tokens, one.past, grows=one.grew)
+        return max((one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew)
                     for one in self.taken), default=0)  # fmt: skip
 
     def profile(self, key: Key) -> Profile:
@@ -326,15 +326,15 @@ def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
 
 class Profiler:
     """Gives every model that is loaded its profile: the kept one, or a new one. `ask` asks the gate for bytes,
-    `longest` gives the longest row that follows from what a model takes, in tokens, `context` is the one that a person
-    set (0: none)."""
+    `longest` gives the longest row that follows from what a model takes, in tokens, `narrowed` the bytes
+    by which the margin is narrowed, `context` is the one that a person set (0: none)."""
 
     def __init__(
         self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, longest: Callable[[Resident], int],
-        *, chunk: int, batch: int, context: int, on: bool,
+        narrowed: Callable[[], int], *, chunk: int, batch: int, context: int, on: bool,
     ) -> None:  # fmt: skip
         self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
-        self._longest, self._context = longest, context
+        self._longest, self._narrowed, self._context = longest, narrowed, context
         self._chunk, self._batch, self._on = chunk, batch, on
 
     def probe(self, resident: Resident, *, alone: bool) -> Iterator[None]:
@@ -401,4 +401,5 @@ class Profiler:
 
     def _adopt(self, resident: Resident, profile: Profile) -> None:
         resident.estimator.adopt(profile.transient, profile.highest)
+        resident.estimator.cover(profile.chunk, self._narrowed)
         resident.profile = profile

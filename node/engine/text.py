@@ -96,8 +96,8 @@ class TextEngine:
         pinned = frozenset(settings.models.preload)
         self._profiler = Profiler(
             Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
-            self._longest, chunk=self._settings.chunk, batch=self._settings.batch, context=self._settings.context,
-            on=settings.models.profile == "auto",
+            self._longest, self.gate.narrowed, chunk=self._settings.chunk, batch=self._settings.batch,
+            context=self._settings.context, on=settings.models.profile == "auto",
         )  # fmt: skip
         self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces)
         self._generation = Generation(
@@ -446,7 +446,8 @@ class TextEngine:
             model, profiled=profile is not None, observed=resident.estimator.highest,
             max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
             max_batch=max_batch(memory, model, self._settings.batch),
-            residual=0 if profile is None else profile.residual, covered=0 if profile is None else profile.chunk,
+            residual=0 if profile is None else max(profile.residual, resident.estimator.residual),
+            covered=0 if profile is None else profile.chunk,
         )  # fmt: skip
 
     def _longest(self, resident: Resident) -> int:
@@ -469,9 +470,14 @@ class TextEngine:
         return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
 
     def _residual(self) -> int | None:
-        """Give the worst residual of all that is loaded; None where nothing is, or one has not been measured."""
-        profiles = [one.profile for one in self._shelf.residents.values()]
-        return None if not profiles or None in profiles else max(one.residual for one in profiles if one is not None)
+        """Give the worst residual of all that is loaded, measured then or seen since; None where nothing is, or one has
+        not been measured up to the smallest chunk that is cut here."""
+        residents = self._shelf.residents.values()
+        profiles = [one.profile for one in residents]
+        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
+        seen = [one.estimator.residual for one in residents]
+        return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
     def _transients(self, transient: Transient) -> "_Transients":
         """Say what a model's forwards take for a moment, with the smallest chunk that is cut here."""
