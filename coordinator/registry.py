@@ -371,6 +371,7 @@ class Registry:
             "base": memory.base,
             "cache": memory.cache,
             "peak": memory.peak,
+            "canary": memory.canary,
             "cap_bound_by": view.enforcement.cap_bound_by,
             "remedy": view.enforcement.remedy,
             "tier": view.enforcement.tier,

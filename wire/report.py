@@ -42,7 +42,8 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     `reusable` is in a report only: bytes of `current` that the engine surely gives back at once, before it refuses
     (its prefix cache). Whoever places requests counts them as free; the gate, which has to give them back first, not.
     `cache` and `peak` are MLX's own: free buffers that it keeps, and the most that was active since MLX was last asked
-    to forget it; they are shown, and judged by nobody.
+    to forget it; they are shown, and judged by nobody. `canary` is the last reserve, given up before all else: it
+    is part of `current`, and in a report of `reusable`, too.
     """
 
     cap: int = 0
@@ -65,6 +66,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     reusable: int = 0
     cache: int = 0
     peak: int = 0
+    canary: int = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):

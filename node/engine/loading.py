@@ -179,7 +179,7 @@ class Shelf:
         spare = self.kept.nbytes + sum(one.nbytes for one in self.spares)
         if not _fits(self.memory(), need - spare - sum(self.residents[name].weights for name in idle)):
             return False
-        if self._give_spare(lambda: _fits(self.memory(), need)):
+        if self.give_spare(lambda: _fits(self.memory(), need)):
             return True
         if self.kept.give(need):
             return True
@@ -194,14 +194,15 @@ class Shelf:
         models."""
         if not enough():
             clear_pool()
-        self._give_spare(enough)
+        self.give_spare(enough)
         self.kept.relieve(enough)
         for name in self._idle():
             if enough():
                 return
             self._evict(name)
 
-    def _give_spare(self, enough: Callable[[], bool]) -> bool:
+    def give_spare(self, enough: Callable[[], bool]) -> bool:
+        """Give back what is spare, in its order, until it is `enough`; say whether it is."""
         for one in self.spares:
             if one.nbytes and not enough():
                 one.give()

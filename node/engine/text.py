@@ -19,6 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine import preflight
+from node.engine.canary import Canary
 from node.engine.door import Door
 from node.engine.footprint import Footprint, clear_pool, limit_pool, wire
 from node.engine.forwards import Forwards
@@ -113,7 +114,8 @@ class TextEngine:
             self._generation.still,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
         )  # fmt: skip
-        self._shelf.spares.append(self._sweeps)
+        self._canary = Canary(settings.memory.canary, self._memory)
+        self._shelf.spares += [self._canary, self._sweeps]
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._wired_for = self._enforced = 0
@@ -169,7 +171,7 @@ class TextEngine:
         or when the recent height falls."""
         if self._may_load() or (self._sweeps.busy and self.gate.closed() is None):
             return now
-        times = (self._generation.due(now), self._footprint.falls_at(now))
+        times = (self._generation.due(now), self._footprint.falls_at(now), self._canary.due())
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
@@ -181,13 +183,16 @@ class TextEngine:
         said = self._generation.said()
         if self._generation.due(now) is None:
             clear_pool()
+            self._canary.tend(now)
         return [*loaded, *said, *swept]
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
         running, waiting, queued = self._generation.load()
         queued += sum(len(prepared.ids) for prepared, _ in self._pending.values())
-        memory = replace(self._offered(now), reusable=self._reuse.reusable)
+        memory = replace(
+            self._offered(now), reusable=self._reuse.reusable + self._canary.nbytes, canary=self._canary.nbytes
+        )
         models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
@@ -198,6 +203,8 @@ class TextEngine:
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""
         self.gate.hold(limits)
+        self._canary.hold(limits.cap)
+        self._shelf.give_spare(lambda: (self._memory().headroom or 0) >= 0)
         self._reuse.relieve(lambda: (self._memory().headroom or 0) >= 0)
         ours = max(1, limits.cap - limits.leases)
         if limits.cap and ours != self._wired_for:
