@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from coordinator.admin import Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.loads import Done, Loads
-from coordinator.registry import Registry, standing
+from coordinator.registry import Registry, measured, standing
 from router.dialects.openapi import openapi_schemas
 from router.keys import KeyRing, credential
 from router.placement import Demand, NoPlacement, Placement, explain
@@ -64,7 +64,7 @@ class DryRun(Body):
 
 
 class OneModel(Body):
-    """A model to load or to unload, and where; without a node the pool decides."""
+    """A model to load, unload or measure, and where; without a node the pool decides."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
@@ -164,6 +164,7 @@ class Api:
             ("GET", "/models", "infer", self.models),
             ("POST", "/models/load", "admin", self.load),
             ("POST", "/models/unload", "admin", self.unload),
+            ("POST", "/models/profile", "admin", self.profile),
             ("POST", "/place", "metrics", self.place),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
@@ -297,7 +298,8 @@ class Api:
                 row = found.setdefault(
                     model.name, {"name": model.name, "nodes": [], "weights": model.weights, "context": model.context}
                 )
-                row["nodes"].append({"id": node.id, "name": node.name, "state": str(node.state), **standing(model)})
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
+                row["nodes"].append({**place, "measured": measured(model)})
         return {"schema": 1, "models": [found[name] for name in sorted(found)]}
 
     async def load(self, body: OneModel) -> dict[str, Any]:
@@ -310,6 +312,13 @@ class Api:
     async def unload(self, body: OneModel) -> dict[str, Any]:
         """Give back the memory of a model on a node, or on every node that has it loaded."""
         done, wrong = await self._loads.unload(_model(body), self._node_view(body.node))
+        if wrong is not None:
+            raise ProblemError(_problem(wrong))
+        return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
+
+    async def profile(self, body: OneModel) -> dict[str, Any]:
+        """Measure anew what a model takes, on a node or wherever it is loaded; answers when it is measured."""
+        done, wrong = await self._loads.profile(_model(body), self._node_view(body.node))
         if wrong is not None:
             raise ProblemError(_problem(wrong))
         return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}

@@ -1,19 +1,21 @@
-"""The verbs behind /api/v1/models/load and /unload: choose the nodes, give the orders, say what came of it."""
+"""The verbs behind /api/v1/models/load, /unload and /profile: choose nodes, give the orders, say what came of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as changed
 
+from coordinator.registry import measured
 from router.dispatch import Dispatcher
 from router.loads import Choice
 from router.orders import Kind
 from router.ticket import Failure
 from router.view import NodeView
-from wire.frames import Finished, Load, Unload
+from wire.frames import Finished, Load, Profile, Unload
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
+from wire.report import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,12 @@ class Done:
     name: str
     seconds: float
     already: bool = False
+    model: Model | None = None
 
     def row(self) -> dict[str, object]:
         """Give it as the API shows it."""
-        return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already}
+        found: dict[str, object] = {} if self.model is None else {"measured": measured(self.model)}
+        return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **found}
 
 
 _GONE = frozenset({"asleep", "lost", "left"})
@@ -63,6 +67,25 @@ class Loads:
             return Done(choice.node, choice.name, 0.0, already=True)
         return await self._give(Load, choice.node, choice.name, model)
 
+    async def profile(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
+        """Measure a model on this node, or on every one that has it loaded, or on the one that would load it; give
+        what was found, and what went wrong."""
+        holders = [one for one in self._dispatcher.view.nodes if one.state not in _GONE and _loaded(one, model)]
+        nodes = [node] if node is not None else holders
+        if not nodes:
+            choice = self._dispatcher.choose_load(model, {})
+            if isinstance(choice, Refused):
+                return [], choice
+            answers = [await self._give(Profile, choice.node, choice.name, model)]
+        else:
+            answers = await asyncio.gather(*(self._profile(model, one) for one in nodes))
+        return _sorted(answers, "measured")
+
+    async def _profile(self, model: str, node: NodeView) -> Answer:
+        return self._dispatcher.away(replace(node, cordoned=False)) or await self._give(
+            Profile, node.id, node.name, model
+        )
+
     async def unload(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
         """Unload a model from this node, or from every one that has it; give where it is gone, and what went wrong.
 
@@ -73,9 +96,7 @@ class Loads:
         if not nodes:
             return [], Refused(Code.NO_MODEL, f"{model} is loaded on no node")
         answers = await asyncio.gather(*(self._unload(model, one) for one in nodes))
-        done = [answer for answer in answers if isinstance(answer, Done)]
-        wrong = [answer for answer in answers if not isinstance(answer, Done)]
-        return done, _together(wrong, done) if wrong else None
+        return _sorted(answers, "unloaded")
 
     async def _unload(self, model: str, node: NodeView) -> Answer:
         away = self._dispatcher.away(replace(node, cordoned=False))
@@ -84,7 +105,9 @@ class Loads:
     async def _give(self, kind: Kind, node: NodeId, name: str, model: str) -> Answer:
         begun = self._clock()
         ended = await self._dispatcher.orders.give(kind, node, name, model)
-        return Done(node, name, self._clock() - begun) if isinstance(ended, Finished) else ended
+        if not isinstance(ended, Finished):
+            return ended
+        return Done(node, name, self._clock() - begun, model=ended.measured)
 
 
 def _loaded(node: NodeView, model: str) -> bool:
@@ -99,8 +122,13 @@ def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
     return changed(first, message="; ".join(refused.message for refused in tried.values()))
 
 
-def _together(wrong: list[Refused | Failure], done: list[Done]) -> Refused | Failure:
+def _sorted(answers: Sequence[Answer], verb: str) -> tuple[list[Done], Refused | Failure | None]:
+    """Part what was done from what went wrong, which says what was done all the same."""
+    done = [answer for answer in answers if isinstance(answer, Done)]
+    wrong = [answer for answer in answers if not isinstance(answer, Done)]
+    if not wrong:
+        return done, None
     text = "; ".join(one.message for one in wrong)
     if done:
-        text += f"; unloaded on {', '.join(one.name for one in done)}"
-    return changed(wrong[0], message=text)
+        text += f"; {verb} on {', '.join(one.name for one in done)}"
+    return done, changed(wrong[0], message=text)

@@ -371,6 +371,7 @@ class Registry:
             "base": memory.base,
             "cache": memory.cache,
             "peak": memory.peak,
+            "canary": memory.canary,
             "cap_bound_by": view.enforcement.cap_bound_by,
             "remedy": view.enforcement.remedy,
             "tier": view.enforcement.tier,
@@ -391,7 +392,14 @@ class Registry:
                 "cache": {**asdict(view.engine.cache), "evicted": [one.hex() for one in view.engine.cache.evicted]},
             },
             "models": [
-                {"name": m.name, "loaded": m.loaded, **standing(m), "weights": m.weights, "context": m.context}
+                {
+                    "name": m.name,
+                    "loaded": m.loaded,
+                    **standing(m),
+                    "weights": m.weights,
+                    "context": m.context,
+                    "measured": measured(m),
+                }
                 for m in view.models.values()
             ],
         }
@@ -424,3 +432,13 @@ def standing(model: Model) -> dict[str, Any]:
     if model.loading:
         return {"model": "loading", "cause": "", "progress": model.progress}
     return {"model": "failed" if model.cause else "known", "cause": model.cause, "progress": 0.0}
+
+
+def measured(model: Model) -> dict[str, object] | None:
+    """Give what a model was measured to take as the API shows it, in bytes and tokens; None before it was."""
+    if not model.profiled:
+        return None
+    return {
+        "max_context": model.max_context, "max_batch": model.max_batch, "kv_per_token": model.kv_per_token,
+        "transient": model.observed, "residual": model.residual, "covered": model.covered,
+    }  # fmt: skip

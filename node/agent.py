@@ -47,6 +47,7 @@ from wire.frames import (
     Hello,
     Load,
     Ping,
+    Profile,
     Refusal,
     Renew,
     Renewed,
@@ -209,7 +210,7 @@ class Agent:
 
     def _received(self, link: Link, tag: int, body: bytes) -> None:
         kind = TAGS.get(tag)
-        if kind in (Generate, Load, Unload):
+        if kind in (Generate, Load, Unload, Profile):
             self._take(link, tag, body)
         else:
             self._act(link, decode(tag, body))

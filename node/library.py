@@ -45,6 +45,12 @@ _NESTED = ("text_config", "language_config", "llm_config")
 _OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _FUSED = frozenset({64, 72, 80, 96, 128})
 """Head sizes for which Metal has attention that writes no scores (read in MLX)."""
+_LATENT = frozenset({
+    "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_linear", "mistral4",
+})  # fmt: skip
+"""Models whose compressed attention (MLA) keeps what is compressed; others expand it to keys and values first."""
+_INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Of these, models that keep an index beside it, as keys and (empty) values."""
 _STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 
@@ -335,16 +341,42 @@ def _whole(value: object) -> int:
 def foresee(config: Config, float_size: int) -> Kv:
     """Foresee what a row takes, from the config alone; measured once the model is loaded (`engine.cache.kv_of`).
 
-    Every layer counts with full keys and values unless the config names its kind. Compressed attention (MLA) is
-    therefore foreseen too large, never too small.
+    Every layer counts with full keys and values unless the config names its kind; their numbers have the size of the
+    base type, whatever the weights are quantized to.
     """
     text = _text_config(config)
-    heads = _whole(text.get("num_key_value_heads")) or _whole(text.get("num_attention_heads")) or 1
-    hidden = _whole(text.get("hidden_size"))
-    layer = 2 * heads * _head_size(text) * _float_size(text, float_size)
+    number = _float_size(text, float_size)
+    layer = _kept(text) * number
     full, windowed, states = _layers(text)
     window = _whole(text.get("sliding_window")) if windowed else 0
-    return Kv(full * layer, STEP, states * hidden * 4 * 4, window, windowed * layer)
+    return Kv(full * layer, STEP, states * _state_bytes(text, number), window, windowed * layer)
+
+
+def _kept(text: Config) -> int:
+    """Count the numbers that one layer of attention keeps of a token."""
+    latent, rope = _whole(text.get("kv_lora_rank")), _whole(text.get("qk_rope_head_dim"))
+    kind, nope, value = text.get("model_type"), _whole(text.get("qk_nope_head_dim")), _whole(text.get("v_head_dim"))
+    if latent and kind in _LATENT:
+        return latent + rope + (2 * _whole(text.get("index_head_dim")) if kind in _INDEXED else 0)
+    if latent and nope:
+        return _whole(text.get("num_attention_heads")) * (nope + rope + (value or nope))
+    heads = _whole(text.get("num_key_value_heads")) or _whole(text.get("num_attention_heads")) or 1
+    return 2 * heads * _head_size(text)
+
+
+def _state_bytes(text: Config, number: int) -> int:
+    """Give the bytes that one layer without attention keeps of a row, whatever its length: the end of a convolution,
+    with a delta net its memory in full precision, too; of kinds that we do not know a guess by their width."""
+    hidden, kernel = _whole(text.get("hidden_size")), _whole(text.get("conv_L_cache"))
+    if kernel:
+        return (kernel - 1) * hidden * number
+    sizes = [_whole(text.get(f"linear_{name}")) for name in (
+        "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")]  # fmt: skip
+    if all(sizes):
+        key_heads, key, value_heads, value, kernel = sizes
+        convolved = 2 * key_heads * key + value_heads * value
+        return (kernel - 1) * convolved * number + value_heads * value * key * 4
+    return hidden * 4 * 4
 
 
 def forecast(config: Config, float_size: int) -> Transient:

@@ -37,6 +37,9 @@ class MemorySettings(Section, frozen=True):
     guard: Annotated[str, Meta(description=(
         '"on", or "off": no request is ever refused for memory. A lasting warning; the machine may then panic.'
         ))] = "on"  # fmt: skip
+    canary: Annotated[Size, Meta(description=(
+        'Random bytes that the MLX engine holds as its last reserve and gives up before anything else: "auto" (1 % of '
+        'the cap, 256 MiB at most), a size, or "off".'))] = AUTO  # fmt: skip
     tier: Annotated[str, Meta(description=(
         "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a machine "
         "with less than 24 GiB. custom: memory.cap decides, and is required; it is the tier of every explicit cap."
@@ -155,9 +158,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "engine.scripted.text": ("words", "echo", "clock"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }
-_SIZES = ("memory.cap", "memory.margin", "engine.mlx.prefix_cache", "engine.scripted.memory", "engine.scripted.weights")
-_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "engine.mlx.prefix_cache"})
-_SWITCHED = frozenset({"engine.mlx.prefix_cache"})
+_SIZES = (
+    "memory.cap",
+    "memory.margin",
+    "memory.canary",
+    "engine.mlx.prefix_cache",
+    "engine.scripted.memory",
+    "engine.scripted.weights",
+)
+_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.canary", "engine.mlx.prefix_cache"})
+_SWITCHED = frozenset({"memory.canary", "engine.mlx.prefix_cache"})
 _RELATIVE = frozenset({"memory.cap"})
 _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
     "node.name": (valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),

@@ -60,6 +60,7 @@ from wire.frames import (
     Load,
     Ping,
     Pong,
+    Profile,
     Refusal,
     Restore,
     Unload,
@@ -78,7 +79,7 @@ MOST_UNSENT = 64 * MIB
 log = structlog.get_logger("supervise")
 _HEADER = struct.Struct(">IB")
 _ENDS = (Finished, Refusal, Failed)
-_BEGINS = (Generate, Load, Unload)
+_BEGINS = (Generate, Load, Unload, Profile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Orders to a node's engine that somebody waits for: load a model, give one back. Beside the dispatcher, on its loop.
+"""Orders to a node's engine that somebody waits for: load a model, give one back, measure one. Beside the dispatcher,
+on its loop.
 
 An order is open from its frame until the node's Finished, Refusal or Failed of that number, the end of the node, the
 end of this process, or LONGEST; whoever gave it hears how it ended, once. A load that nobody waits for any more goes
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from router.ticket import Failure
-from wire.frames import Admitted, Cancel, Failed, Finished, Frame, Load, Refusal, Unload
+from wire.frames import Admitted, Cancel, Failed, Finished, Frame, Load, Profile, Refusal, Unload
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
 
@@ -22,7 +23,8 @@ LONGEST = 3600.0
 _DIED = frozenset({"engine_crashed", "engine_lost"})
 
 Ended = Finished | Refused | Failure
-Kind = type[Load] | type[Unload]
+Kind = type[Load] | type[Unload] | type[Profile]
+_DID: dict[Kind, str] = {Load: "loaded", Unload: "unloaded", Profile: "measured"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class _Order:
     @property
     def doing(self) -> str:
         """Say what the node was doing, after its name."""
-        return f"while it {'loaded' if self.kind is Load else 'unloaded'} {self.model}"
+        return f"while it {_DID[self.kind]} {self.model}"
 
 
 class Orders:

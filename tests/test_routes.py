@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "models": ("GET /api/v1/models",),
     "load": ("POST /api/v1/models/load",),
     "unload": ("POST /api/v1/models/unload",),
+    "profile": ("POST /api/v1/models/profile",),
     "place": ("POST /api/v1/place",),
     "chat": ("POST /v1/chat/completions", "GET /v1/models"),
     "env": "prints what the state folder says",

@@ -264,6 +264,14 @@ class Unload(Frame, frozen=True, array_like=True, gc=False):
     model: str
 
 
+class Profile(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → engine: measure this model anew, from small forwards to the largest that fit, loading it if it is
+    not loaded; answered by Finished (`measured` says what came of it), Refusal or Failed. Cancel ends it."""
+
+    request: int
+    model: str
+
+
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: nobody waits for this any more."""
 
@@ -315,7 +323,8 @@ class Timings(Part, frozen=True, array_like=True, gc=False):
 
 
 class Finished(Frame, frozen=True, array_like=True, gc=False):
-    """engine → coordinator: done. One reason (`stop`, `length`, `tool_calls`) per choice, and the exact usage."""
+    """engine → coordinator: done. One reason (`stop`, `length`, `tool_calls`) per choice, and the exact usage; at the
+    end of a Profile the model as it is now."""
 
     request: int
     reasons: tuple[str, ...]
@@ -323,6 +332,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     completion_tokens: int
     cached_tokens: int = 0
     timings: Timings = Timings()
+    measured: Model | None = None
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
@@ -412,7 +422,7 @@ TAGS: dict[int, type[Frame]] = {
     10: Hello, 11: Welcome, 12: Denied, 13: Report, 14: Goodbye, 15: Ping, 16: Pong, 17: Renew, 18: Renewed,
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
-    37: Load, 38: Unload,
+    37: Load, 38: Unload, 39: Profile,
     50: Limits, 51: EngineReport, 52: Restore, 53: Enforce,
 }  # fmt: skip
 """Never reuse a number."""

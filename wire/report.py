@@ -47,7 +47,8 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     `reusable` is in a report only: bytes of `current` that the engine surely gives back at once, before it refuses
     (its prefix cache). Whoever places requests counts them as free; the gate, which has to give them back first, not.
     `cache` and `peak` are MLX's own: free buffers that it keeps, and the most that was active since MLX was last asked
-    to forget it; they are shown, and judged by nobody.
+    to forget it; they are shown, and judged by nobody. `canary` is the last reserve, given up before all else: it
+    is part of `current`, and in a report of `reusable`, too.
     """
 
     cap: int = 0
@@ -70,6 +71,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     reusable: int = 0
     cache: int = 0
     peak: int = 0
+    canary: int = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
@@ -116,7 +118,8 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     `progress` is the share of the weights that a load under way has read, 0 to 1; 0 where none is.
 
     `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
-    `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, in bytes.
+    `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, `residual` by how
+    much a forward went above its estimate at most, in bytes; `covered` the tokens of the largest chunk measured.
 
     A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
     `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
@@ -149,6 +152,8 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     observed: int = 0
     kv_waste: int = WASTE_MOST
     progress: float = 0.0
+    residual: int = 0
+    covered: int = 0
 
     @property
     def kv(self) -> "Kv":

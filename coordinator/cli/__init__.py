@@ -16,6 +16,7 @@ COMMANDS = {
     "models": ("coordinator.cli.models:models", "List the models and where they are."),
     "load": ("coordinator.cli.models:load", "Load a model into the memory of a node."),
     "unload": ("coordinator.cli.models:unload", "Give back the memory that a model takes."),
+    "profile": ("coordinator.cli.models:profile", "Measure anew what a model takes on a node."),
     "place": ("coordinator.cli.use:place", "Show where a request would go, with every node's arithmetic."),
     "chat": ("coordinator.cli.use:chat", "Ask a model something."),
     "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),

@@ -35,7 +35,7 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
     counts, held, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
     size = {name: show_size(node[name]) for name in (
         "cap", "ceiling", "leases", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "base",
-        "cache", "peak",
+        "cache", "peak", "canary",
     )}  # fmt: skip
     return [
         f"cap       {size['cap']}, decided by {node['cap_bound_by'] or '-'}, tier {node['tier'] or '-'}",
@@ -47,7 +47,8 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
         f"{size['current']} − reserved {size['reserved']}",
         f"guard     {guard_of(node)}; level {held['level'].replace('_', ' ')}; "
         f"engine from outside {show_size(held['phys'])}, at most {show_size(held['highest'])} ever",
-        f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}",
+        f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}; "
+        f"last reserve {size['canary']}",
         f"system    available {show_size(system['available'])}, pressure {system['pressure'] or 'unknown'}, video "
         f"worker {show_size(system['worker'])}; {system['source'] or 'no source'}, {system['age']:.1f} s old",
         f"counts    {counts['checks']} checks, {counts['refusals']} refusals, {counts['sheds']} sheds, "

@@ -33,6 +33,17 @@ def _print_models(answer: dict[str, Any]) -> None:
         for node in model["nodes"]:
             if node["cause"]:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
+            if node.get("measured"):
+                click.echo(f"{model['name']} on {node['name']}: {_measured(node['measured'])}")
+
+
+def _measured(found: dict[str, Any]) -> str:
+    """Write what a model was measured to take."""
+    sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
+    return (
+        f"rows of up to {found['max_context']} tokens, {found['max_batch']} usual ones at once; "
+        f"{sizes['kv_per_token']} a token, {sizes['transient']} for a forward, residual {sizes['residual']}"
+    )
 
 
 def _place(node: dict[str, Any]) -> str:
@@ -79,6 +90,24 @@ def unload(session: Session, model: str, node: str | None) -> None:
 def _print_unload(answer: dict[str, Any]) -> None:
     for node in answer["nodes"]:
         click.echo(f"{answer['model']} unloaded on {node['name']} in {node['seconds']:.1f} s")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--node", help="On this node only; without it, wherever it is loaded, or where it would be.")
+@options
+def profile(session: Session, model: str, node: str | None) -> None:
+    """Measure anew what a model takes on a node, up to the longest row that fits, and keep it. It takes up to ten
+    minutes, and only memory that is free; requests go on, more slowly. Ctrl-C ends it."""
+    with waiting(f"measuring {model}"):
+        answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, PATIENCE)
+    session.show(answer, _print_profile)
+
+
+def _print_profile(answer: dict[str, Any]) -> None:
+    for node in answer["nodes"]:
+        found = _measured(node["measured"]) if node.get("measured") else "done"
+        click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {found}")
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def _print_tree(value: dict[str, Any], indent: str = "") -> None:
 def _shown(name: str, item: object) -> str:
     sizes = {"cap", "ceiling", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "leases",
              "weights", "total", "memory", "unacknowledged", "base", "cache", "peak", "available", "worker", "highest",
-             "interval"}  # fmt: skip
+             "interval", "canary"}  # fmt: skip
     if name == "joined" and isinstance(item, float):
         return moment(item)
     if name in sizes and (item is None or isinstance(item, int)):

@@ -10,6 +10,10 @@ The form is `wire.report.Transient`, the arithmetic over it `wire.verdict`'s; he
 
 A sample above the estimate counts at once; one far below it does when it is the first of its kind. The samples are
 bounded: one of each kind of shape, and of many kinds those that are far apart.
+
+A measured profile narrows the gate's margin, and it speaks only of chunks as large as it has measured. So a larger one
+is charged with what the margin was narrowed by, until a few such have run; and a chunk that was covered and took more
+than was foreseen raises the residual from which the margin follows.
 """
 
 import math
@@ -39,6 +43,8 @@ RICH = 4
 PRIOR_WEIGHT = 0.3
 """What the formula for the scores weighs in a fit, beside 1 for a sample: it holds where the samples see too little."""
 MOST_LINES = 4
+SEEN = 3
+"""Forwards of a size after which a profile covers it."""
 ROUNDS, ABOVE = 5, 20.0
 """Rounds of a fit, and what a sample above it weighs in the next one."""
 
@@ -89,13 +95,28 @@ class Estimator:
         self.transient = prior
         self.highest = 0
         """The highest transient ever observed, in bytes."""
+        self.residual = 0
+        """The most by which a forward that the profile covers went above its estimate since, in bytes."""
+        self._covered: int | None = None
+        self._narrowed: Callable[[], int] = lambda: 0
+        self._beyond: list[int] = []
         self._prior = prior
         self._chunks = Samples()
         self._steps = Samples()
 
     def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+        """Give what a prefill of `tokens` behind `past` written ones must have room for, in bytes: what it will take
+        for a moment, and for more tokens than were measured what the margin was narrowed by."""
+        beyond = self._narrowed() if self._covered is not None and tokens > self._covered else 0
+        return self.foreseen(tokens, past, last=last, grows=grows) + beyond
+
+    def foreseen(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Give what a prefill of `tokens` behind `past` written ones will take for a moment, in bytes."""
         return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
+
+    def cover(self, tokens: int, narrowed: Callable[[], int]) -> None:
+        """Hear up to how many tokens of a chunk a profile speaks, and by how much (bytes) the margin is narrowed."""
+        self._covered, self._narrowed, self._beyond, self.residual = tokens, narrowed, [], 0
 
     def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
         """Give what a decode step of a padded batch will take for a moment, in bytes."""
@@ -109,13 +130,24 @@ class Estimator:
         """Learn from a prefill that took `taken` bytes beside what it wrote."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
+        if self._covered is not None:
+            self._compare(tokens, taken - self.foreseen(tokens, past, last=last, grows=grew))
         if not last or tokens < TELLING:
             self._chunks.add((tokens, past, grew), taken, self._foreseen)
-        elif taken > self.chunk(tokens, past, last=True, grows=grew):
+        elif taken > self.foreseen(tokens, past, last=True, grows=grew):
             logits = (taken * ROOM - self.transient.fixed) / tokens
             self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
         if self._chunks.unfitted:
             self._fit_chunks()
+
+    def _compare(self, tokens: int, above: int) -> None:
+        """Take in by how much a chunk went above what was foreseen; of a size that is not covered, that it ran."""
+        if tokens <= (self._covered or 0):
+            self.residual = max(self.residual, above)
+            return
+        self._beyond = sorted((*self._beyond, tokens))[-SEEN:]
+        if len(self._beyond) == SEEN:
+            self._covered, self._beyond = self._beyond[0], self._beyond[1:]
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
         """Learn from a decode step that took `taken` bytes beside what it wrote."""
@@ -126,7 +158,7 @@ class Estimator:
             self._fit_steps()
 
     def _foreseen(self, shape: Shape) -> int:
-        return prefill_transient(self.transient, shape[0], shape[1], grows=shape[2])
+        return self.foreseen(shape[0], shape[1], grows=shape[2])
 
     def _foreseen_step(self, shape: Shape) -> int:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])

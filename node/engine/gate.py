@@ -86,6 +86,10 @@ class Gate:
         residual = self._residual() if limits.margin_auto else None
         return limits.margin if residual is None else verdict.profiled_margin(limits.cap, residual)
 
+    def narrowed(self) -> int:
+        """Give the bytes by which the margin in force is narrower than it would be without profiles."""
+        return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
+
     def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:
         """Say whether `estimate` more bytes may be written under this reading."""
         self.checks[site] += 1

@@ -196,6 +196,10 @@ class Generation:
             chosen = next_prefill([(one.left, one.sequence.arrived) for one in waiting], self._turn)
             self._advance(waiting[chosen])
 
+    def still(self) -> None:
+        """Wait for the steps launched before, so that what follows is measured by itself."""
+        self._wait()
+
     # prefill
 
     def _choices(self, now: float) -> list[Prefill]:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -63,6 +64,19 @@ class NotLoaded:
 Outcome = Loaded | NotLoaded
 
 
+class Spare(Protocol):
+    """Memory that is given up before any that a request could use again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that would be free."""
+        ...
+
+    def give(self) -> None:
+        """Give it back now."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Shelf:
     """The models in memory and on their way. `memory()` reads now; `released()` hears that memory was given back on
@@ -76,6 +90,7 @@ class Shelf:
     pieces: Callable[[Found], Iterator[int | Resident]] = load
     patience: float = 0.0
     """Seconds after which an unused model leaves; 0: never."""
+    spares: list[Spare] = field(default_factory=list["Spare"])
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
@@ -180,14 +195,17 @@ class Shelf:
         self.released()
 
     def make_room(self, need: int) -> bool:
-        """Empty the pool, then give back the prefix cache, then evict idle models, least recently used first, until
-        `need` bytes fit; nothing if all of it would not do. Say whether they fit."""
+        """Empty the pool, then give back what is spare, then the prefix cache, then evict idle models, least recently
+        used first, until `need` bytes fit; nothing if all of it would not do. Say whether they fit."""
         clear_pool()
         if _fits(self.memory(), need):
             return True
         idle = self._idle()
-        if not _fits(self.memory(), need - self.kept.nbytes - sum(self.residents[name].weights for name in idle)):
+        spare = self.kept.nbytes + sum(one.nbytes for one in self.spares)
+        if not _fits(self.memory(), need - spare - sum(self.residents[name].weights for name in idle)):
             return False
+        if self.give_spare(lambda: _fits(self.memory(), need)):
+            return True
         if self.kept.give(need):
             return True
         for name in idle:
@@ -197,9 +215,11 @@ class Shelf:
         return _fits(self.memory(), need)
 
     def relieve(self, enough: Callable[[], bool]) -> None:
-        """Give back what can be had again until it is `enough`: the pool, the prefix cache, then idle models."""
+        """Give back what can be had again until it is `enough`: the pool, what is spare, the prefix cache, then idle
+        models."""
         if not enough():
             clear_pool()
+        self.give_spare(enough)
         self.kept.relieve(enough)
         for name in self._idle():
             if enough():
@@ -216,6 +236,14 @@ class Shelf:
         while (due := self.leaves_at()) is not None and due <= now:
             self.departures += 1
             self.drop(self._idle()[0])
+
+    def give_spare(self, enough: Callable[[], bool]) -> bool:
+        """Give back what is spare, in its order, until it is `enough`; say whether it is."""
+        for one in self.spares:
+            if one.nbytes and not enough():
+                one.give()
+                self.released()
+        return enough()
 
     def _idle(self) -> list[str]:
         """List the models that nobody uses and nobody pinned, least recently used first."""

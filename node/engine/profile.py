@@ -1,10 +1,11 @@
-"""What a model takes on this machine, measured by a short probe when it is loaded for the first time.
+"""What a model takes on this machine, measured: a short probe when it is loaded for the first time, a sweep by order.
 
 The probe runs the engine's own forwards over real text, from small to large, and asks the gate before each: what the
 gate refuses ends it. There is no blind stress; an out-of-memory of Metal ends the process and can not be caught. Each
 forward is a sample of the estimator, as every later one is, so the probe only makes sure that there are samples of many
 shapes from the start. What no fit can see is the residual: by how much a forward, read by the kernel's high-water mark
 where there is one, went above the bytes that it wrote and the estimate. The margin follows from it.
+The longest row that follows from the fit is then held against a reading (`node.engine.settle`).
 
 What was measured is kept by the model's fingerprint, the machine and the versions of what ran (`Profiles`). A file that
 can not be read or is of something else is ignored, said in the log, and written anew.
@@ -13,7 +14,7 @@ can not be read or is of something else is ignored, said in the log, and written
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
@@ -29,6 +30,7 @@ from node.engine.cache import Layers, extent_of, new_cache
 from node.engine.footprint import Height, clear_pool, give_back
 from node.engine.resident import Resident, forward
 from node.engine.sampling import greedy
+from node.engine.settle import Settled, diagnosis, settle
 from node.memory.sensor import Sensor
 from wire.report import Hardware, Kv, Transient
 from wire.units import show_size
@@ -42,7 +44,11 @@ WALK = (512, 64, 256, 32, 128)
 """Tokens of those that follow one upon the other, in turn."""
 REACH = 3072
 """Tokens of the row that the probe at a load writes."""
+SWEEP_SECONDS = 600.0
+LARGER = (1024, 2048, 4096, 8192)
+"""Tokens of the further forwards of a sweep, as far as the engine runs such."""
 ROWS = (1, 2, 4, 8)
+MORE_ROWS = (16, 32, 64, 128, 256)
 DECODE_TOKENS = 512
 STEPS = 3
 
@@ -69,7 +75,8 @@ class Key(msgspec.Struct, frozen=True):
 
 class Profile(msgspec.Struct, frozen=True):
     """What was measured. `residual`: the most by which a forward went above what it wrote and its estimate, in bytes;
-    `chunk`, `reach` and `rows`: how far was measured."""
+    `chunk`, `reach` and `rows`: how far was measured; `share`: how much of the longest row that follows from the fit
+    passed when it was held against a reading."""
 
     key: Key
     transient: Transient
@@ -80,6 +87,7 @@ class Profile(msgspec.Struct, frozen=True):
     reach: int
     rows: int
     seconds: float
+    share: float = 1.0
 
 
 def key_of(fingerprint: str, hardware: Hardware) -> Key:
@@ -136,7 +144,7 @@ class Profiles:
 def _sane(profile: Profile) -> bool:
     """Say whether all numbers are such as can be measured."""
     numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest)
-    return all(0 <= number < 2**60 for number in numbers)
+    return all(0 <= number < 2**60 for number in numbers) and 0 < profile.share <= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +180,7 @@ class Taken:
 @dataclass(slots=True, eq=False)
 class Probe:
     """See the module. `ask(bytes)` asks the gate; `ids` is text of the model's own tokens; `chunk` and `batch` are the
-    most that the engine runs, `reach` the tokens to write."""
+    most that the engine runs, `reach` the tokens to write. `whole`: a sweep, of the largest forwards, too."""
 
     resident: Resident
     ids: Sequence[int]
@@ -182,8 +190,11 @@ class Probe:
     batch: int
     reach: int
     seconds: float
+    whole: bool = False
     taken: list[Taken] = field(default_factory=list[Taken])
     rows: int = 0
+    held: int = 0
+    """Bytes that its rows have now, about."""
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
@@ -192,29 +203,43 @@ class Probe:
         try:
             yield from self._run()
         finally:
+            self.held = 0
             self.resident.estimator.settle()
             give_back()
 
+    def again(self) -> bool:
+        """Run the largest forward that was measured once more; whether there was room for it."""
+        if not self.taken:
+            return False
+        largest = max(self.taken, key=lambda one: one.tokens).tokens
+        self._ends = time.monotonic() + self.seconds
+        ran = self._chunk(new_cache(self.resident.model), largest, 0)
+        give_back()
+        return ran
+
     def _run(self) -> Iterator[None]:
-        for tokens in self._sizes(FIRST):
+        larger = LARGER if self.whole else ()
+        for tokens in self._sizes((*FIRST, *larger)):
             cache = new_cache(self.resident.model)
             if not self._chunk(cache, tokens, 0):
                 break
             yield
             del cache
-        yield from self._walk()
+        yield from self._walk([tokens for tokens in (*WALK, *larger) if tokens <= max(self.chunk, WALK[0])])
+        self.held = 0
         yield from self._decode()
 
     def _sizes(self, wanted: Sequence[int]) -> list[int]:
         return sorted({min(tokens, self.chunk) for tokens in wanted})
 
-    def _walk(self) -> Iterator[None]:
+    def _walk(self, sizes: Sequence[int]) -> Iterator[None]:
         """Write one long row."""
         cache, past = new_cache(self.resident.model), 0
-        for tokens in cycle(min(tokens, self.chunk) for tokens in WALK):
+        for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
             if past + tokens > self.reach or not self._chunk(cache, tokens, past):
                 return
             past += tokens
+            self.held = row_bytes(self.resident.kv, past)
             yield
 
     def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
@@ -240,7 +265,7 @@ class Probe:
     def _decode(self) -> Iterator[None]:
         """Let batches of more and more rows take a few steps."""
         for tokens in self._sizes((64, DECODE_TOKENS)):
-            for rows in [rows for rows in ROWS if rows <= self.batch]:
+            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.whole else ())) if rows <= self.batch]:
                 if not self._steps(rows, tokens):
                     break
                 self.rows = max(self.rows, rows)
@@ -272,7 +297,7 @@ class Probe:
     def residual(self) -> int:
         """Give the most by which a forward was charged above what it wrote and its fitted estimate, in bytes."""
         estimator = self.resident.estimator
-        return max((one.charged - one.wrote - estimator.chunk(one.tokens, one.past, grows=one.grew)
+        return max((one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew)
                     for one in self.taken), default=0)  # fmt: skip
 
     def profile(self, key: Key) -> Profile:
@@ -300,15 +325,19 @@ def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
 
 
 class Profiler:
-    """Gives every model that is loaded its profile: the kept one, or a new one. `ask` asks the gate for bytes."""
+    """Gives every model that is loaded its profile: the kept one, or a new one. `ask` asks the gate for bytes,
+    `longest` gives the longest row that follows from what a model takes, in tokens, `narrowed` the bytes
+    by which the margin is narrowed, `context` is the one that a person set (0: none)."""
 
     def __init__(
-        self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, *, chunk: int, batch: int, on: bool
-    ) -> None:
+        self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, longest: Callable[[Resident], int],
+        narrowed: Callable[[], int], *, chunk: int, batch: int, context: int, on: bool,
+    ) -> None:  # fmt: skip
         self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
+        self._longest, self._narrowed, self._context = longest, narrowed, context
         self._chunk, self._batch, self._on = chunk, batch, on
 
-    def probe(self, resident: Resident) -> Iterator[None]:
+    def probe(self, resident: Resident, *, alone: bool) -> Iterator[None]:
         """Give a model its profile, one forward at a step. A probe that breaks costs the profile, not the load."""
         if not self._on:
             return
@@ -319,25 +348,58 @@ class Profiler:
             log.info("profile", model=resident.name, source="kept", residual=show_size(kept.residual))
             return
         try:
-            yield from self._measure(resident, key)
+            probe = self._probe(resident, REACH, PROBE_SECONDS, whole=False)
+            yield from probe.run()
+            settled = yield from self._measured(probe, key, self._ask if alone else None)
+            if settled is not None and not settled.ok:
+                log.warning("profile", model=resident.name, cause=diagnosis(resident.name, settled))
         except Exception as error:
             log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
 
-    def _measure(self, resident: Resident, key: Key) -> Iterator[None]:
-        reach = min(REACH, resident.found.context)
-        ids = text_ids(Path(resident.found.folder), resident.vocabulary, reach)
-        probe = Probe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, PROBE_SECONDS)
-        yield from probe.run()
-        profile = probe.profile(key)
-        if probe.taken:
+    def sweep(self, resident: Resident) -> Probe:
+        """Give a probe that goes as far as the gate lets it; `swept` makes a profile of what it found."""
+        return self._probe(resident, resident.found.context, SWEEP_SECONDS, whole=True)
+
+    def swept(self, probe: Probe, ask: Ask | None) -> Generator[None, None, Settled | None]:
+        """Keep what a sweep found in place of what was kept before. Gives what the longest row came to; None where
+        there was other work, so that no reading could be held against it (`ask` is None)."""
+        key = key_of(probe.resident.found.fingerprint, self._hardware)
+        return (yield from self._measured(probe, key, ask))
+
+    def _probe(self, resident: Resident, reach: int, seconds: float, *, whole: bool) -> Probe:
+        reach = min(reach, resident.found.context, self._context or reach)
+        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, REACH))
+        return Probe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
+
+    def _measured(self, probe: Probe, key: Key, ask: Ask | None) -> Generator[None, None, Settled | None]:
+        """Keep what a probe found, held against a reading where one may be asked."""
+        resident, settled, profile = probe.resident, None, probe.profile(key)
+        if probe.taken and ask is not None:
+            settled = yield from self._settle(probe, ask)
+            profile = msgspec.structs.replace(profile, share=settled.share)
+        if probe.taken and (settled is None or settled.ok):
             self._profiles.write(profile)
+        if probe.taken:
             self._adopt(resident, profile)
         log.info(
             "profile", model=resident.name, source="measured", forwards=len(probe.taken), chunk=profile.chunk,
             reach=profile.reach, rows=profile.rows, seconds=profile.seconds, residual=show_size(profile.residual),
-            highest=show_size(profile.highest),
+            highest=show_size(profile.highest), settled=None if settled is None else settled.tokens,
         )  # fmt: skip
+        return settled
+
+    def _settle(self, probe: Probe, ask: Ask) -> Generator[None, None, Settled]:
+        """Hold the longest row against a reading. One that a person set is not searched for, only tried."""
+        resident = probe.resident
+        tokens = min(self._context, resident.found.context) or self._longest(resident)
+
+        def passes(tokens: int) -> bool:
+            transient = resident.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
+            return ask(row_bytes(resident.kv, tokens) + transient) and probe.again()
+
+        return (yield from settle(tokens, passes, search=not self._context))
 
     def _adopt(self, resident: Resident, profile: Profile) -> None:
         resident.estimator.adopt(profile.transient, profile.highest)
+        resident.estimator.cover(profile.chunk, self._narrowed)
         resident.profile = profile

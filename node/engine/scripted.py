@@ -41,6 +41,7 @@ from wire.frames import (
     Limits,
     Load,
     Ping,
+    Profile,
     Refusal,
     Timings,
     Unload,
@@ -138,7 +139,7 @@ class Scripted:
             self.gate.hold(frame)
         elif isinstance(frame, Enforce):
             return self._enforce(frame, now)
-        elif isinstance(frame, Load | Unload):
+        elif isinstance(frame, Load | Unload | Profile):
             return [self._ordered(frame)]
         return []
 
@@ -177,13 +178,15 @@ class Scripted:
 
     # requests
 
-    def _ordered(self, order: Load | Unload) -> Frame:
+    def _ordered(self, order: Load | Unload | Profile) -> Frame:
         """Answer an order about models: there is one, and it is always loaded."""
         name = self._settings.model
         if order.model != name:
             return Refusal(order.request, Refused(Code.NO_MODEL, f"this node serves {name}, not {order.model}"))
         if isinstance(order, Load):
             return Finished(order.request, (), 0, 0)
+        if isinstance(order, Profile):
+            return Refusal(order.request, Refused(Code.UNSUPPORTED, f"{name} is scripted: there is nothing to measure"))
         return Refusal(order.request, Refused(Code.IN_USE, f"{name} is scripted: there is nothing to unload"))
 
     def _generate(self, request: Generate, now: float) -> list[Frame]:

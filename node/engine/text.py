@@ -19,6 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine import preflight
+from node.engine.canary import Canary
 from node.engine.door import Door
 from node.engine.footprint import Footprint, clear_pool, give_back, limit_pool, wire
 from node.engine.forwards import Forwards
@@ -33,6 +34,7 @@ from node.engine.resident import LOAD_SPEED, TICK, Resident, load
 from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
+from node.engine.sweeps import Sweeps
 from node.engine_environment import PROFILES
 from node.library import Library
 from node.memory.sensor import open_machine
@@ -48,6 +50,7 @@ from wire.frames import (
     Limits,
     Load,
     Ping,
+    Profile,
     Refusal,
     Restore,
     Unload,
@@ -95,7 +98,8 @@ class TextEngine:
         pinned = frozenset(settings.models.preload)
         self._profiler = Profiler(
             Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
-            chunk=self._settings.chunk, batch=self._settings.batch, on=settings.models.profile == "auto",
+            self._longest, self.gate.narrowed, chunk=self._settings.chunk, batch=self._settings.batch,
+            context=self._settings.context, on=settings.models.profile == "auto",
         )  # fmt: skip
         self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces,
                             settings.models.idle_unload)  # fmt: skip
@@ -107,6 +111,13 @@ class TextEngine:
             self._settings.chunk,
             self._settings.chunk_floor,
         )
+        self._sweeps = Sweeps(
+            self._profiler, self._forwards, lambda: self._shelf.residents, self._shelf.loading, self._alone,
+            self._generation.still,
+            lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
+        )  # fmt: skip
+        self._canary = Canary(settings.memory.canary, self._memory)
+        self._shelf.spares += [self._canary, self._sweeps]
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._wired_for = self._enforced = 0
@@ -124,7 +135,7 @@ class TextEngine:
         """On the I/O thread: put a prompt into tokens; at a sign of life, look for new models now and then."""
         if isinstance(frame, Generate):
             return self._door.prepare(frame)
-        if isinstance(frame, Load):
+        if isinstance(frame, Load | Profile):
             self._library.look(frame.model)
         if isinstance(frame, Ping):
             return frame if self._library.refresh() else None
@@ -149,6 +160,8 @@ class TextEngine:
                 return self._load(work, now)
             case Unload():
                 return self._unload(work)
+            case Profile():
+                return self._profile(work, now)
             case Restore():
                 self._restore(work, now)
             case _:
@@ -158,9 +171,12 @@ class TextEngine:
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
         or when the recent height falls, or an unused model leaves or has left."""
-        if self._may_load():
+        if self._may_load() or (self._sweeps.busy and self.gate.closed() is None):
             return now
-        times = (self._generation.due(now), self._footprint.falls_at(now), self._shelf.leaves_at(), self._looks_at())
+        shelf, footprint = self._shelf, self._footprint
+        times = (
+            self._generation.due(now), footprint.falls_at(now), shelf.leaves_at(), self._looks_at(), self._canary.due(),
+        )  # fmt: skip
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
@@ -168,19 +184,23 @@ class TextEngine:
         self._generation.decode()
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
+        swept = self._sweeps.step() if self._sweeps.busy else []
         said = self._generation.said()
         self._shelf.leave(now)
         if (looks_at := self._looks_at()) is not None and looks_at <= now:
             self._look_back()
         if self._generation.due(now) is None:
             clear_pool()
-        return [*loaded, *said]
+            self._canary.tend(now)
+        return [*loaded, *said, *swept]
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
         running, waiting, queued = self._generation.load()
         queued += sum(prepared.tokens for prepared, _ in self._pending.values())
-        memory = replace(self._offered(now), reusable=self._reuse.reusable)
+        memory = replace(
+            self._offered(now), reusable=self._reuse.reusable + self._canary.nbytes, canary=self._canary.nbytes
+        )
         models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
         shelf = self._shelf
         counts = replace(self._forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
@@ -206,6 +226,8 @@ class TextEngine:
     def _hold(self, limits: Limits) -> None:
         """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""
         self.gate.hold(limits)
+        self._canary.hold(limits.cap)
+        self._shelf.give_spare(lambda: (self._memory().headroom or 0) >= 0)
         self._reuse.relieve(lambda: (self._memory().headroom or 0) >= 0)
         ours = max(1, limits.cap - limits.leases)
         if limits.cap and ours != self._wired_for:
@@ -315,7 +337,8 @@ class TextEngine:
         return answer
 
     def _cancel(self, number: int) -> None:
-        if self._pending.pop(number, None) is not None or self._generation.cancel(number):
+        known = self._pending.pop(number, None) is not None or self._sweeps.cancel(number)
+        if known or self._generation.cancel(number):
             return
         self._cancelled[number] = None
         while len(self._cancelled) > REMEMBERED:
@@ -324,19 +347,32 @@ class TextEngine:
     # loading
 
     def _load(self, order: Load, now: float) -> list[Frame]:
-        found = self._library.find(order.model)
-        if found is None:
-            return [Refusal(order.request, Refused(Code.NO_MODEL, f"this node has no model {order.model}"))]
         if order.model in self._shelf.residents:
             return [Finished(order.request, (), 0, 0)]
-        self._shelf.forgive(order.model)
-        cause = self._shelf.cause(found, now)
-        if cause:
-            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        refused = self._ordered(order.model, now)
+        if refused is not None:
             return [Refusal(order.request, refused)]
         self._orders[order.request] = order.model
-        self._shelf.ask(found)
         return []
+
+    def _profile(self, order: Profile, now: float) -> list[Frame]:
+        refused = None if order.model in self._shelf.residents else self._ordered(order.model, now)
+        if refused is not None:
+            return [Refusal(order.request, refused)]
+        self._sweeps.ask(order.request, order.model)
+        return []
+
+    def _ordered(self, name: str, now: float) -> Refused | None:
+        """Begin to load what somebody asked for by name; or say why it cannot be."""
+        found = self._library.find(name)
+        if found is None:
+            return Refused(Code.NO_MODEL, f"this node has no model {name}")
+        self._shelf.forgive(name)
+        cause = self._shelf.cause(found, now)
+        if cause:
+            return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
+        self._shelf.ask(found)
+        return None
 
     def _unload(self, order: Unload) -> list[Frame]:
         resident = self._shelf.residents.get(order.model)
@@ -362,6 +398,7 @@ class TextEngine:
     def _tick(self) -> list[Frame]:
         name = self._shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
+        self._generation.still()
         with self._forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
             outcome = self._shelf.tick()
         return [] if outcome is None else self._loaded(outcome)
@@ -371,6 +408,8 @@ class TextEngine:
         if isinstance(outcome, Loaded):
             outcome.resident.bound_waste(waste_under(self._wired_for))
         name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
+        if not isinstance(outcome, Loaded):
+            self._sweeps.failed(name, outcome.refused)
         frames: list[Frame] = []
         for number in [number for number, model in self._orders.items() if model == name]:
             del self._orders[number]
@@ -443,25 +482,43 @@ class TextEngine:
 
     def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
         """Add what follows from the measurements under the cap in force."""
+        profile = resident.profile
         return replace(
-            model, profiled=resident.profile is not None, max_context=max_context(memory, model),
-            max_batch=max_batch(memory, model, self._settings.batch), observed=resident.estimator.highest,
+            model, profiled=profile is not None, observed=resident.estimator.highest,
+            max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
+            max_batch=max_batch(memory, model, self._settings.batch),
+            residual=0 if profile is None else max(profile.residual, resident.estimator.residual),
+            covered=0 if profile is None else profile.chunk,
         )  # fmt: skip
+
+    def _longest(self, resident: Resident) -> int:
+        """Give the longest row that follows from what a model takes, in tokens."""
+        model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
+        return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
+
+    def _alone(self, resident: Resident) -> bool:
+        """Whether a model is the only one here, used by nobody but a sweep."""
+        return list(self._shelf.residents.values()) == [resident] and resident.users == 1
 
     def _pieces(self, found: Found) -> Iterator[int | Resident]:
         """Load a model and give it its profile, piece by piece."""
         for piece in load(found):
             if isinstance(piece, Resident):
-                yield from (0 for _ in self._profiler.probe(piece))
+                yield from (0 for _ in self._profiler.probe(piece, alone=not self._shelf.residents))
             yield piece
 
     def _ask(self, need: int) -> bool:
         return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
 
     def _residual(self) -> int | None:
-        """Give the worst residual of all that is loaded; None where nothing is, or one has not been measured."""
-        profiles = [one.profile for one in self._shelf.residents.values()]
-        return None if not profiles or None in profiles else max(one.residual for one in profiles if one is not None)
+        """Give the worst residual of all that is loaded, measured then or seen since; None where nothing is, or one has
+        not been measured up to the smallest chunk that is cut here."""
+        residents = self._shelf.residents.values()
+        profiles = [one.profile for one in residents]
+        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
+        seen = [one.estimator.residual for one in residents]
+        return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
     def _transients(self, transient: Transient) -> "_Transients":
         """Say what a model's forwards take for a moment, with the smallest chunk that is cut here."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from node.engine.recorder import Recorder
 from node.engine.text import TextEngine
 from node.library import Library
-from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
+from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
 from wire.frames import (
     Admitted,
     Cancel,
@@ -43,12 +43,14 @@ class Driver:
         profile: str = "off",
         profiles: Path | None = None,
         idle_unload: float = 0.0,
+        canary: str = "off",
         **mlx: int | str,
     ) -> None:
         models = ModelSettings(
             folders=tuple(map(str, folders)), hub=False, preload=preload, profile=profile, idle_unload=idle_unload
         )
-        settings = NodeSettings(engine=EngineSettings(kind="mlx", mlx=MlxSettings(**mlx)), models=models)  # type: ignore[arg-type]
+        engine = EngineSettings(kind="mlx", mlx=MlxSettings(**mlx))  # type: ignore[arg-type]
+        settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(canary=canary))
         library = Library(models)
         library.scan()
         self.recorder = Recorder()

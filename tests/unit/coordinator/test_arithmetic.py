@@ -22,7 +22,8 @@ def node(**changes: Any) -> dict[str, Any]:
     return {
         "name": "studio", "cap": 96 * GIB, "ceiling": 90 * GIB, "margin": 12 * GIB, "phys": 58 * GIB,
         "active": 57 * GIB, "recent": 60 * GIB, "current": 60 * GIB, "reserved": 4 * GIB, "headroom": 14 * GIB,
-        "leases": 6 * GIB, "base": 300 * MIB, "cache": 256 * MIB, "peak": 61 * GIB, "cap_bound_by": "metal",
+        "leases": 6 * GIB, "base": 300 * MIB, "cache": 256 * MIB, "peak": 61 * GIB, "canary": 256 * MIB,
+        "cap_bound_by": "metal",
         "bound_by": "leases", "tier": "balanced", "remedy": "wait for the video job", "source": "phys_footprint",
         "age": 0.25, "guard": True, "gate_armed": True, "enforcement": enforcement,
         "system_memory": {"available": 31 * GIB, "pressure": "warn", "worker": 5 * GIB, "source": "vm_statistics64",
@@ -39,7 +40,7 @@ def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
         "current   60.0 GiB = highest of phys 58.0 GiB, active 57.0 GiB, recent 60.0 GiB; phys_footprint, 0.2 s old",
         "headroom  14.0 GiB = ceiling 90.0 GiB − margin 12.0 GiB − current 60.0 GiB − reserved 4.0 GiB",
         "guard     armed; level over soft; engine from outside 59.0 GiB, at most 70.0 GiB ever",
-        "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB",
+        "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB; last reserve 256.0 MiB",
         "system    available 31.0 GiB, pressure warn, video worker 5.0 GiB; vm_statistics64, 0.5 s old",
         "counts    10 checks, 4 refusals, 2 sheds, 1 evictions, 2 times over the cap, 1 engine kills, 3 restarts",
     ]

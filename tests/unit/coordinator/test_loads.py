@@ -11,7 +11,7 @@ import pytest
 from node.identity import Identity
 from tests.support.cluster_port import Line, Port, a_report, opened
 from tests.support.loopback_cluster import a_memory, a_model
-from wire.frames import Failed, Finished, Load, Refusal, Report, Unload
+from wire.frames import Failed, Finished, Load, Profile, Refusal, Report, Unload
 from wire.refusals import Code, Numbers, Refused
 from wire.report import Model
 from wire.units import GIB
@@ -190,3 +190,31 @@ async def test_the_list_says_how_every_node_stands_to_a_model(port: Port):
     assert [one["id"] for one in (await port.get("/v1/models"))["data"]] == [BIG]
     async with port.client("infer") as client:
         assert "no template" in (await client.get("/v1/models/gone")).json()["error"]["message"]
+
+
+async def test_a_model_is_measured_wherever_it_is_loaded_and_the_answer_says_what_was_found(port: Port):
+    _, one = await node(port, "one", big(loaded=True))
+    await node(port, "two", big())
+    asking = await ask(port, "profile")
+    order = await one.until(Profile)
+    assert order.model == BIG
+    found = big(loaded=True, profiled=True, max_context=5000, max_batch=7, observed=9, residual=3, covered=512)
+    one.send(Finished(order.request, (), 0, 0, measured=found))
+    answer = (await asking).json()
+    (row,) = answer["nodes"]
+    assert row["name"] == "one"
+    assert row["measured"] == {
+        "max_context": 5000, "max_batch": 7, "kv_per_token": found.kv_per_token, "transient": 9, "residual": 3,
+        "covered": 512,
+    }  # fmt: skip
+
+
+async def test_a_model_that_is_loaded_nowhere_is_measured_where_it_would_be_loaded(port: Port):
+    await node(port, "mini", big(), room=1 * GIB)
+    _, studio = await node(port, "studio", big())
+    asking = await ask(port, "profile")
+    order = await studio.until(Profile)
+    studio.send(Refusal(order.request, Refused(Code.NO_ROOM, "the profile failed: lower engine.mlx.chunk")))
+    answer = await asking
+    assert answer.status_code == 503
+    assert error(answer)["message"] == "studio: the profile failed: lower engine.mlx.chunk"

@@ -103,6 +103,20 @@ def test_unload_says_where(server: Server):
     assert server.asked == [("/api/v1/models/unload", {"model": "a/b", "node": None})]
 
 
+MEASURED = {"max_context": 5000, "max_batch": 7, "kv_per_token": 2048, "transient": GIB, "residual": 0, "covered": 512}
+TOLD = "rows of up to 5000 tokens, 7 usual ones at once; 2.0 KiB a token, 1.0 GiB for a forward, residual 0.0 MiB"
+
+
+def test_profile_says_what_was_found_and_models_shows_it(server: Server):
+    found = {"id": "n", "name": "studio", "seconds": 61.0, "already": False, "measured": MEASURED}
+    server.answer = {"model": "a/b", "nodes": [found]}
+    assert server.run("profile", "a/b").output == f"a/b measured on studio in 61.0 s: {TOLD}\n"
+    assert server.asked == [("/api/v1/models/profile", {"model": "a/b", "node": None})]
+    nodes = [{**row("studio"), "measured": MEASURED}]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    assert f"a/b on studio: {TOLD}" in server.run("models").output
+
+
 ENDS = [
     (from_refused(Refused(Code.NO_ROOM, "needs 5 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
     (from_refused(Refused(Code.TOO_LARGE, "needs 50 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
@@ -115,7 +129,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("problem", "code"), ENDS)
-@pytest.mark.parametrize("verb", ["load", "unload"])
+@pytest.mark.parametrize("verb", ["load", "unload", "profile"])
 def test_what_goes_wrong_is_told_with_its_numbers_and_exit_code(server: Server, verb: str, problem: Problem, code: int):
     server.answer = problem
     result = server.run(verb, "a/b")

@@ -8,7 +8,7 @@ import pytest
 from router import orders as module
 from router.orders import MOST_OPEN, Ended, Kind, Orders
 from router.ticket import Failure
-from wire.frames import Cancel, Failed, Finished, Frame, Load, Refusal, Unload
+from wire.frames import Cancel, Failed, Finished, Frame, Load, Profile, Refusal, Unload
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 
@@ -44,7 +44,7 @@ def nodes() -> Nodes:
     return Nodes()
 
 
-@pytest.mark.parametrize("kind", [Load, Unload])
+@pytest.mark.parametrize("kind", [Load, Unload, Profile])
 async def test_an_order_is_sent_and_its_end_is_heard(nodes: Nodes, kind: Kind):
     task = await nodes.give(kind)
     assert nodes.sent == [(A, kind(1, "tiny"))]

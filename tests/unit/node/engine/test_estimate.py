@@ -102,3 +102,41 @@ def test_samples_are_bounded():
     for tokens in range(1, 2000, 3):
         estimator.observe(tokens, tokens * 7, prefill_transient(TRUE, tokens, tokens * 7))
     assert len(estimator._chunks) <= MOST_SAMPLES
+
+
+def covered(tokens: int, narrowed: int) -> Estimator:
+    estimator = Estimator(Transient(token=1000.0))
+    estimator.cover(tokens, lambda: narrowed)
+    return estimator
+
+
+def test_a_chunk_beyond_what_was_measured_needs_room_for_the_full_margin():
+    estimator = covered(512, 10**9)
+    assert estimator.chunk(512, 0) == estimator.foreseen(512, 0)
+    assert estimator.chunk(513, 0) == estimator.foreseen(513, 0) + 10**9
+    assert Estimator(Transient(token=1000.0)).chunk(9999, 0) == 9999 * 1000, "without a profile the margin is full"
+
+
+def test_a_few_chunks_of_a_size_extend_what_is_covered():
+    estimator = covered(512, 10**9)
+    for tokens in (2048, 1024):
+        estimator.observe(tokens, 0, 1)
+        assert estimator.chunk(1024, 0) > 10**9
+    estimator.observe(2048, 0, 1)
+    assert estimator.chunk(1024, 0) < 10**9
+    assert estimator.chunk(2048, 0) > 10**9
+    estimator.observe(2048, 0, 1)
+    assert estimator.chunk(2048, 0) < 10**9
+
+
+def test_a_covered_chunk_above_its_estimate_raises_the_residual():
+    estimator = covered(512, 0)
+    estimator.observe(100, 0, 50_000)
+    assert estimator.residual == 0
+    above = 700_000 - estimator.foreseen(256, 0)
+    estimator.observe(256, 0, 700_000)
+    assert estimator.residual == above > 0
+    estimator.observe(2048, 0, 10**9)
+    assert estimator.residual == above, "of what is not covered the fit learns, and the full margin holds"
+    estimator.cover(512, lambda: 0)
+    assert estimator.residual == 0

@@ -12,8 +12,9 @@ from node.engine.gate import Site
 from tests import models
 from tests.support.text_engine import Driver
 from wire.frames import Finished, Limits, Load, Params
+from wire.refusals import Refused
 from wire.units import GIB, MIB
-from wire.verdict import alone_bytes, max_context, most_bytes, prefill_transient, profiled_margin
+from wire.verdict import Fits, alone_bytes, max_context, most_bytes, prefill_transient, profiled_margin
 
 SHORT = Params(temperature=0.0, max_tokens=4)
 
@@ -130,6 +131,39 @@ def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kep
     driver.take(auto)
     resident(driver).profile = None
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB, "a model without a profile is not covered"
+
+
+def test_a_chunk_that_no_profile_covers_is_refused_by_the_full_margin(kept: Path):
+    driver = loaded(kept)
+    gate, estimator = driver.engine.gate, resident(driver).estimator
+    driver.take(Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
+    memory = driver.engine.report(time.monotonic()).memory
+    assert gate.narrowed() == 512 * MIB - memory.margin > 0
+    assert memory.headroom is not None
+    tight = GIB - memory.headroom + estimator.foreseen(257, 0)
+    driver.take(Limits(GIB, tight, 512 * MIB, "static", margin_auto=True))
+    memory = driver.engine.report(time.monotonic()).memory
+    assert isinstance(gate.check(Site.PREFILL, memory, estimator.chunk(200, 0)), Fits)
+    assert isinstance(gate.check(Site.PREFILL, memory, estimator.chunk(257, 0)), Refused)
+
+
+def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
+    driver = loaded(kept)
+    driver.take(Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
+    before = driver.engine.report(time.monotonic())
+    resident(driver).estimator.observe(128, 0, resident(driver).estimator.foreseen(128, 0) + 100 * MIB)
+    after = driver.engine.report(time.monotonic())
+    assert after.memory.margin == profiled_margin(GIB, 100 * MIB) > before.memory.margin
+    assert after.models[0].residual == 100 * MIB
+
+
+def test_a_profile_that_ended_below_the_smallest_chunk_narrows_nothing(kept: Path):
+    driver = loaded(kept)
+    driver.take(Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
+    found = resident(driver).profile
+    assert found is not None
+    resident(driver).profile = msgspec.structs.replace(found, chunk=128)
+    assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB
 
 
 def test_the_context_that_is_reported_is_the_longest_row_that_fits(kept: Path):

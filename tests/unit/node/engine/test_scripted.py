@@ -26,6 +26,7 @@ from wire.frames import (
     Load,
     Message,
     Params,
+    Profile,
     Refusal,
     Unload,
 )
@@ -229,9 +230,11 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
 def test_orders_about_its_one_model_are_answered():
     bench = Bench()
     said = [bench.engine.take(order, bench.now)[0] for order in (
-        Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"))]  # fmt: skip
+        Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"),
+        Profile(4, "scripted-1"))]  # fmt: skip
     assert isinstance(said[0], Finished)
-    assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [Code.NO_MODEL, Code.IN_USE]
+    assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [
+        Code.NO_MODEL, Code.IN_USE, Code.UNSUPPORTED]  # fmt: skip
 
 
 def test_the_report_tells_padded_bytes_and_what_is_acknowledged():
