@@ -133,6 +133,11 @@ def test_a_verdict_carries_every_number():
     assert refused == Refused(Code.NO_ROOM, "needs 2.0 GiB, headroom is 0.0 KiB", numbers, None, "studio")
 
 
+def test_a_verdict_is_never_changed_afterwards():
+    with pytest.raises(AttributeError):
+        Fits(95, 5).spare = 6  # type: ignore[misc]
+
+
 def test_an_unreadable_footprint_says_so_and_what_of_the_numbers_is_known():
     memory = Memory(cap=120, ceiling=100, margin=10, phys=None, active=30, reserved=20, bound_by="static")
     refused = judge(memory, 25, node="studio")
@@ -366,6 +371,8 @@ def test_only_so_many_tokens_share_the_last_forward_that_their_logits_take_16_mi
     model = Model("m", loaded=True, forward=costly)
     assert request_transient(model, 100, 1) == prefill_transient(costly, 8, 92, last=True) == 1000 + 16 * MIB
     assert request_transient(model, 3, 1) == prefill_transient(costly, 3, 0, last=True)
+    far = replace(costly, pair=50)
+    assert request_transient(replace(model, forward=far), 10_000, 1) == prefill_transient(far, 256, 9744), "the chunk"
 
 
 def test_a_request_without_a_prompt_or_without_chunks_takes_a_step():
@@ -383,6 +390,9 @@ def test_the_rows_of_a_request_step_in_the_batch_that_one_joins_and_in_one_of_th
     assert request_transient(busy, 0, 40, 5) == 4 * (1000 + 50), "four of its own step by themselves"
     assert request_transient(busy, 0, 40, 7) == 6 * (1000 + 40)
     assert request_transient(busy, 0, 60) == 4 * (1000 + 60)
+    equal = (Group(2, 100, 200), Group(3, 100, 300))
+    assert request_transient(replace(busy, groups=equal), 0, 100) == 3 * (1000 + 100), "of equals the first"
+    assert request_transient(replace(busy, groups=equal[::-1]), 0, 100) == 4 * (1000 + 100)
     alone = replace(busy, groups=())
     assert request_transient(alone, 0, 40, 5) == 5 * (1000 + 40)
     assert request_need(busy, 0, 40, 3) == (4 * 50 - 3 * 50 + 2 * 40) * GIB + 4 * (1000 + 50)
@@ -394,6 +404,7 @@ def test_alone_a_request_takes_weights_every_row_and_its_forward():
     assert alone_bytes(model, 100, 20, 3) == 5000 + 3600 + 41_000
     memory = Memory(cap=50_000, margin=2000, base=800)
     assert can_ever_fit(memory, model, 100, 20)
+    assert can_ever_fit(memory, model, 100, 19)
     assert not can_ever_fit(memory, model, 100, 20, 3)
     assert can_ever_fit(replace(memory, guard=False), model, 100, 20, 3)
     assert can_ever_fit(replace(memory, cap=52_400), model, 100, 20, 3)
@@ -408,6 +419,7 @@ def test_the_longest_row_that_fits_is_prompt_and_answer_up_to_the_models_context
     assert max_context(memory, replace(model, context=128)) == 128
     assert max_context(memory, replace(model, context=0)) == 0
     assert max_context(memory, replace(model, weights=850)) == 0
+    assert max_context(memory, replace(model, weights=2000)) == 0
     assert max_context(memory, replace(model, weights=848)) == 1
     forward = Transient(token=3, floor=8)
     assert max_context(memory, replace(model, forward=forward)) == 288, "a chunk of 8 takes 24 for a moment"
