@@ -67,7 +67,7 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     assert (refused.code, refused.numbers) == (error["code"], numbers)
     safe, balanced, aggressive = (TIERS[tier].reserve // GIB for tier in ("safe", "balanced", "aggressive"))
     told = {
-        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; {SMALL_RESERVE // GIB} on a machine below",
+        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; {SMALL_RESERVE // GIB} on a machine",
         f"{MARGIN_SHARE * 100:.1f} % of the cap, at least {MARGIN_LEAST // MIB} MiB, at most {MARGIN_MOST // GIB} GiB",
         f"{RESIDUAL_FACTOR:.2f} × the worst",
         f"at least {PROFILED_LEAST * 100:.0f} % of the cap",
