@@ -1,5 +1,6 @@
 """The generated pages of the manual equal what the code gives, and say something about everything."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,8 +8,26 @@ import pytest
 
 from coordinator.settings import OTHERS, CoordinatorSettings
 from docs.generate import HERE, PAGES
-from node.settings import SECTIONS, NodeSettings
+from node.enforcer import BUSY, EMPTY
+from node.engine.prompt import IMAGE_TOKENS
+from node.engine.returns import LEAST
+from node.engine.reuse import AUTO_SHARE
+from node.memory.cap import SMALL_RESERVE, TIERS
+from node.memory.reading import POLLS
+from node.settings import SECTIONS, MlxSettings, NodeSettings
+from wire.refusals import Numbers, Refused
+from wire.report import Memory
 from wire.settings import describe
+from wire.units import GIB, MIB
+from wire.verdict import (
+    MARGIN_LEAST,
+    MARGIN_MOST,
+    MARGIN_SHARE,
+    PROFILED_LEAST,
+    RESIDUAL_FACTOR,
+    default_margin,
+    judge,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,3 +54,39 @@ def test_every_page_that_is_linked_exists():
     assert len(links) > 5
     missing = [(page.name, target) for page, target in links if not (page.parent / target).exists()]
     assert missing == []
+
+
+def test_the_numbers_of_the_memory_page_are_those_of_the_code():
+    page = (HERE / "memory.md").read_text()
+    error = json.loads(re.sub(r"…", "", page.split("```json\n")[1].split("```")[0]))["error"]
+    numbers = Numbers(**error["memory"])
+    memory = Memory(numbers.cap, numbers.ceiling, default_margin(numbers.cap), numbers.current, 0, 0, numbers.current,
+                    numbers.reserved, bound_by=numbers.bound_by)  # fmt: skip
+    refused = judge(memory, numbers.estimate)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.numbers) == (error["code"], numbers)
+    safe, balanced, aggressive = (TIERS[tier].reserve // GIB for tier in ("safe", "balanced", "aggressive"))
+    told = {
+        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; {SMALL_RESERVE // GIB} on a machine",
+        f"{MARGIN_SHARE * 100:.1f} % of the cap, at least {MARGIN_LEAST // MIB} MiB, at most {MARGIN_MOST // GIB} GiB",
+        f"{RESIDUAL_FACTOR:.2f} × the worst",
+        f"at least {PROFILED_LEAST * 100:.0f} % of the cap",
+        f"every {BUSY} s while it works",
+        f"every {EMPTY:.0f} s with no model",
+        f"more than {LEAST // MIB} MiB",
+        f"counts as {IMAGE_TOKENS} tokens",
+        f"from {MlxSettings().chunk} tokens",
+        f"at most {AUTO_SHARE * 100:.0f} % of the cap without",
+    }
+    assert {text for text in told if text not in page} == set()
+    assert POLLS == 5, "the page says: the last five polls"
+    picture = (HERE / "memory.svg").read_text()
+    for size in (
+        numbers.cap,
+        numbers.ceiling,
+        numbers.current,
+        numbers.reserved,
+        numbers.margin,
+        numbers.headroom or 0,
+    ):
+        assert f"{size / GIB:.1f}" in picture
