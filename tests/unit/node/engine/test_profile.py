@@ -1,5 +1,6 @@
 """The profile: a probe under the gate, kept on disk, loaded instead of measured again; and what follows from it."""
 
+import json
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from wire.units import GIB, MIB
 from wire.verdict import Fits, alone_bytes, max_context, most_bytes, prefill_transient, profiled_margin
 
 SHORT = Params(temperature=0.0, max_tokens=4)
+END = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 
 
 def loaded(folder: Path, **more: object) -> Driver:
@@ -113,7 +115,7 @@ def test_every_real_chunk_and_step_is_a_sample():
     estimator = resident(driver).estimator
     assert len(estimator._chunks) >= 3
     assert estimator.highest > 0
-    first = driver.ask("word", Params(temperature=0.0, max_tokens=200, stop=("\0",)))
+    first = driver.ask("word", Params(temperature=0.0, max_tokens=200, logit_bias=((END, -100.0),)))
     driver.until(lambda: driver.ids[first, 0])
     driver.end(driver.ask("word " * 300, SHORT))
     assert len(estimator._steps) >= 1

@@ -460,7 +460,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     copy_of(tmp_path / "three")
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
-    driver.take(Limits(memory.current + GIB, memory.current + 64 * MIB, 0, "dynamic"))
+    driver.take(Limits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
     driver.engine._library.scan()
     driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
     assert "three" in loaded()
