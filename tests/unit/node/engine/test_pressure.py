@@ -68,7 +68,7 @@ def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
 
 def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is_refused_on_the_way(driver: Driver):
     model = driver.engine.report(time.monotonic()).models[0]
-    squeeze(driver, int(2.6 * row(driver, 2100)) + request_transient(model, 2050, 8))
+    squeeze(driver, int(2.9 * row(driver, 2100)) + request_transient(model, 2050, 8))
     numbers = [driver.ask(f"{one} " + "word " * 680, endless(8), expected=8) for one in range(4)]
     admitted = [number for number in numbers if driver.admitted(number)]
     assert len(admitted) == 2

@@ -117,7 +117,7 @@ def test_every_real_chunk_and_step_is_a_sample():
     assert estimator.highest > 0
     first = driver.ask("word", Params(temperature=0.0, max_tokens=200, logit_bias=((END, -100.0),)))
     driver.until(lambda: driver.ids[first, 0])
-    driver.end(driver.ask("word " * 300, SHORT))
+    driver.end(driver.ask("sun " * 900, SHORT))
     assert len(estimator._steps) >= 1
 
 
