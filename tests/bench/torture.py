@@ -128,8 +128,9 @@ class Node:
         self._number = 0
 
     def _frame(self, tag: int, encoded: bytes, request: int) -> None:
-        if TAGS[tag] in (Finished, Refusal, Failed) and not self._ends[request].done():
-            self._ends[request].set_result(decode(tag, encoded[5:]))
+        end = self._ends.get(request)
+        if TAGS[tag] in (Finished, Refusal, Failed) and end is not None and not end.done():
+            end.set_result(decode(tag, encoded[5:]))
 
     def _change(self) -> None:
         self.poll.changed()
