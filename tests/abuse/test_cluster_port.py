@@ -330,9 +330,9 @@ def _printed(answers: dict[str, object], capsys: pytest.CaptureFixture[str]) -> 
     return capsys.readouterr().out
 
 
-async def test_a_hundred_thousand_models_are_cut_short(port: Port) -> None:
+async def test_tens_of_thousands_of_models_are_cut_short(port: Port) -> None:
     who = port.member("liar")
-    many = a_report(models=tuple(replace(a_model(), name=f"m{number}") for number in range(100_000)))
+    many = a_report(models=tuple(replace(a_model(), name=f"m{number}") for number in range(60_000)))
     async with port.undisturbed():
         line = await port.link(who)
         line.send(*fragments(encode(many), 9))
