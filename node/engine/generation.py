@@ -167,7 +167,8 @@ class Generation:
         waiting = [
             one.resident.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
         ]
-        return max(waiting, default=0) + sum(self._returning(one) for one in self._preempted[:1])
+        oldest = min(self._preempted, key=_age, default=None)
+        return max(waiting, default=0) + (0 if oldest is None else self._returning(oldest))
 
     def said(self) -> list[Frame]:
         """Give what there is to say since the last time."""
@@ -189,7 +190,7 @@ class Generation:
         """Write one chunk of one prompt; after its last, let it join."""
         now = time.monotonic()
         if self._preempted and now >= self._return_at:
-            self._return(self._preempted[0], now)
+            self._return(min(self._preempted, key=_age), now)
         waiting = self._choices(now)
         if waiting:
             self._turn += 1

@@ -257,7 +257,7 @@ def test_a_short_row_does_not_join_where_padding_wastes_more_than_its_worth() ->
     assert joinable(long, 5000, kv)
     assert join_bytes([long], 5000, kv) == 6000 * kv.per_token
     assert joinable(short, 200, kv), "256 MiB of padding or less is not worth a second batch"
-    assert not joinable(short, 400, replace(kv, waste=MIB)), "less under a small cap"
+    assert not joinable(short, 200, replace(kv, waste=MIB)), "less under a small cap"
     assert waste_under(96 * GIB) == 256 * MIB
     assert waste_under(GIB) == GIB // 100
     assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv.per_token
