@@ -105,16 +105,19 @@ def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_b
         number = driver.ask(prompt, params, expected=16)
         driver.end(number)
         alone.append(driver.ids[number, 0])
+    stays = driver.ask("hello", endless(400), expected=400)
     numbers = [driver.ask(prompt, params, expected=16) for prompt, params in asked]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
+    assert driver.ended(stays) is None, "its promise holds"
     assert not any(isinstance(driver.ended(number), Failed) for number in numbers)
     assert driver.ended(numbers[0]) is None, "the oldest stays"
     squeeze(driver, 64 * MIB)
     for number, expected in zip(numbers, alone, strict=True):
         assert isinstance(driver.end(number), Finished)
         assert driver.ids[number, 0] == expected
+    driver.cancel(stays)
     assert driver.engine.report(time.monotonic()).memory.reserved == 0
 
 
