@@ -6,6 +6,7 @@ compute with the same BLAS in one thread; prompts are new in every round, so tha
 
 import asyncio
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from random import Random
 
 import psutil
+import structlog
 
 from tests import models
 from tests.bench import torture
@@ -389,6 +391,7 @@ def bench_torture(folder: Path) -> list[Row]:
     if missing():
         return [not_measured(name.format(room), "0 over", missing()) for room in ROOMS]
     os.environ |= THREADS
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torture.lay_out(folder)
     rest, peaks = asyncio.run(torture.alone(folder))
     rows: list[Row] = []
