@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from router.affinity import Affinity, Chain, chain_of
+from router.columns import Columns
 from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
@@ -106,6 +107,7 @@ class Dispatcher:
         self.view = ClusterView()
         self.ledger = Ledger()
         self.affinity = Affinity()
+        self._columns = Columns(self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self.orders = Orders(send, lambda: numbers()[0])
@@ -128,6 +130,7 @@ class Dispatcher:
         """Take a new picture: settle what the reports acknowledge, then try those in line on the nodes that changed."""
         old = {node.id: node for node in self.view.nodes}
         self.view = view
+        self._columns.follow(view)
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
@@ -319,8 +322,9 @@ class Dispatcher:
 
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         now = self._clock()
-        result = place(view, ticket.demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
-                       corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
+        result = self._columns.place(view, ticket.demand, now=now, draw=self._draw, policy=self._policy,
+                                     corrections=self._corrections, trials=ticket.trials(),
+                                     warm=ticket.warm)  # fmt: skip
         self.decisions.append(Decision(now, ticket.job.request_id, ticket.job.key, ticket.demand, _short(result)))
         return result
 

@@ -206,7 +206,7 @@ def place(
     `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
     which share of the prompt a node has read before.
     """
-    seen = tuple(_consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
+    seen = tuple(consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
     feasible = [candidate for candidate in seen if not candidate.why]
     if not feasible:
         return _refuse(view, request, seen, trials)
@@ -215,7 +215,7 @@ def place(
     return Placement(min(feasible, key=lambda one: (*policy.score(one, request), draw())), seen)
 
 
-def _consider(
+def consider(
     node: NodeView,
     request: Demand,
     ledger: Ledger,
@@ -224,6 +224,7 @@ def _consider(
     trials: Trials,
     warm: Mapping[NodeId, float],
 ) -> Candidate:
+    """Make one node's arithmetic for a request, and say why it may not be picked if so."""
     model = node.models.get(request.model)
     if model is None:
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
