@@ -42,8 +42,6 @@ from wire.identity import NodeId
 from wire.report import Model
 from wire.verdict import headroom, occupied, request_need
 
-ABOVE = 32
-"""Nodes from which on arrays are faster."""
 LOOKS = 8
 """Leaders that are examined before all are."""
 _SHORT, _LONG, _ANSWER = 256, 4096, 64
@@ -153,7 +151,7 @@ class Columns:
     ) -> Placement | NoPlacement:
         """Pick a node like `placement.place`. Of the candidates only those that were examined are told."""
         ranks = RANKS.get(policy)
-        if len(view.nodes) > ABOVE and view is self._view and ranks is not None and request.choices == 1:
+        if view is self._view and ranks is not None and request.choices == 1:
             self._settle()
             found = self._lead(request, now, draw, ranks, corrections, trials, warm)
             if found is not None:
@@ -202,7 +200,7 @@ class Columns:
     def follow(self, view: ClusterView) -> None:
         """Take a new picture: rewrite the rows of the nodes that changed."""
         old, self._view = self._view, view
-        if len(view.nodes) <= ABOVE or len(view.nodes) != len(old.nodes):
+        if len(view.nodes) != len(old.nodes):
             self._begin(view)
             return
         for row, node in enumerate(view.nodes):
@@ -217,9 +215,8 @@ class Columns:
 
     def _begin(self, view: ClusterView) -> None:
         self._tables.clear()
-        if len(view.nodes) > ABOVE:
-            self._index = {node.id: row for row, node in enumerate(view.nodes)}
-            self._noise = np.random.default_rng(len(view.nodes)).random(2 * len(view.nodes))
+        self._index = {node.id: row for row, node in enumerate(view.nodes)}
+        self._noise = np.random.default_rng(len(view.nodes)).random(2 * len(view.nodes))
 
     def _settle(self) -> None:
         """Take off what was promised, and put back what was released, since the last placement."""

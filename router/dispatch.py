@@ -22,11 +22,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
+if TYPE_CHECKING:
+    from router.columns import Columns
 from router.affinity import Affinity, Chain, chain_of
-from router.columns import Columns
 from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
@@ -50,6 +53,8 @@ from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Gener
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
+LARGE = 32
+"""Nodes above which arrays find the best one sooner."""
 MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
 LOST = "engine_lost"
@@ -107,7 +112,8 @@ class Dispatcher:
         self.view = ClusterView()
         self.ledger = Ledger()
         self.affinity = Affinity()
-        self._columns = Columns(self.ledger)
+        self._columns: Columns | None = None
+        self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self.orders = Orders(send, lambda: numbers()[0])
@@ -130,7 +136,7 @@ class Dispatcher:
         """Take a new picture: settle what the reports acknowledge, then try those in line on the nodes that changed."""
         old = {node.id: node for node in self.view.nodes}
         self.view = view
-        self._columns.follow(view)
+        self._follow(view)
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
@@ -142,6 +148,16 @@ class Dispatcher:
             if correction is not None and correction.heard_at != node.heard_at:
                 del self._corrections[node.id]
             self._wake_soon(node.id)
+
+    def _follow(self, view: ClusterView) -> None:
+        """Keep the arrays of a large cluster. They are imported here: a household need not carry numpy."""
+        if self._columns is None and len(view.nodes) > LARGE:
+            from router.columns import Columns
+
+            self._columns = Columns(self.ledger)
+            self._rule = self._columns.place
+        if self._columns is not None:
+            self._columns.follow(view)
 
     def _read_in(self, node: NodeView) -> None:
         """Count the weights of a load once: now that the report has them, no request promises them any more."""
@@ -322,9 +338,8 @@ class Dispatcher:
 
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         now = self._clock()
-        result = self._columns.place(view, ticket.demand, now=now, draw=self._draw, policy=self._policy,
-                                     corrections=self._corrections, trials=ticket.trials(),
-                                     warm=ticket.warm)  # fmt: skip
+        result = self._rule(view, ticket.demand, now=now, draw=self._draw, policy=self._policy,
+                            corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
         self.decisions.append(Decision(now, ticket.job.request_id, ticket.job.key, ticket.demand, _short(result)))
         return result
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.columns import ABOVE, RANKS, Columns
+from router.columns import RANKS, Columns
+from router.dispatch import LARGE
 from router.placement import POLICIES, Candidate, Correction, Demand, NoPlacement, Placement, place
 from router.reservations import Ledger
 from router.view import FRESH_SECONDS, ClusterView, NodeView
@@ -16,7 +17,7 @@ from wire.report import EngineState, Group
 from wire.units import GIB, MIB
 
 NOW = 1000.0
-COUNT = ABOVE + 8
+COUNT = LARGE + 8
 seeds = st.integers(0, 2**32 - 1)
 
 
