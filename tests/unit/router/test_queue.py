@@ -53,6 +53,18 @@ def test_a_key_may_have_a_share_of_its_own():
     assert refused.code is Code.OVER_SHARE
 
 
+def place_one(queue: AdmissionQueue[str], order: list[str]) -> None:
+    before = len(order)
+
+    def attempt(item: str, keep: bool) -> bool:
+        if len(order) == before:
+            order.append(item)
+            return True
+        return False
+
+    queue.wake(1.0, attempt)
+
+
 @pytest.mark.parametrize("weight", [1, 2, 4])
 def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
     queue: AdmissionQueue[str] = AdmissionQueue()
@@ -60,15 +72,8 @@ def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
         queue.offer(f"heavy {number}", "heavy", QUANTUM, 0.0, 30.0, 20, weight=weight, share=100)
         queue.offer(f"light {number}", "light", QUANTUM, 0.0, 30.0, 20, share=100)
     order: list[str] = []
-
-    def first(item: str, keep: bool) -> bool:
-        if len(order) < places:
-            order.append(item)
-            return True
-        return False
-
-    for places in range(1, 21):
-        queue.wake(1.0, first)
+    for _ in range(20):
+        place_one(queue, order)
     heavy = sum(item.startswith("heavy") for item in order)
     assert heavy == pytest.approx(20 * weight / (weight + 1), abs=1.5)
 
