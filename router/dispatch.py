@@ -45,9 +45,11 @@ from router.placement import (
     place,
 )
 from router.queue import AdmissionQueue
+from router.quotas import Quotas
 from router.reservations import Ledger
 from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.usage import Usage
 from router.view import ClusterView, NodeView
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Refusal
 from wire.identity import NodeId
@@ -100,6 +102,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         counters: Counters | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self._send = send
         self._settings = settings
@@ -112,6 +115,8 @@ class Dispatcher:
         self.view = ClusterView()
         self.ledger = Ledger()
         self.affinity = Affinity()
+        self.quotas = quotas or Quotas()
+        self.usage = Usage()
         self._columns: Columns | None = None
         self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
@@ -236,12 +241,21 @@ class Dispatcher:
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
+        elif isinstance(charged := self.quotas.take(job.key, job.demand, ticket.arrived), Refused):
+            self._end(ticket, charged)
         else:
+            self._let_in(ticket, charged)
             self._place(ticket)
         self._open[ticket.number] = ticket
         self._quiet.clear()
         self._arm()
         return ticket
+
+    def _let_in(self, ticket: Ticket, charged: int) -> None:
+        ticket.charged = charged
+        labels = self.quotas.limits(ticket.job.key).labels
+        if labels:
+            ticket.demand = msgspec.structs.replace(ticket.demand, labels=frozenset(labels))
 
     def close(self, ticket: Ticket) -> None:
         """Let go of a ticket; if it has not ended, its client is gone and the node is told."""
@@ -387,7 +401,9 @@ class Dispatcher:
             ticket.deadline = now + self._settings.queue_seconds
         cost = ticket.demand.prompt_tokens or ticket.demand.prompt_bytes // 4
         cost += (ticket.demand.max_tokens or 256) * ticket.demand.choices
-        entry = self.queue.offer(ticket, ticket.job.key, cost, now, ticket.deadline, len(self.view.nodes))
+        limits = self.quotas.limits(ticket.job.key)
+        entry = self.queue.offer(ticket, ticket.job.key, cost, now, ticket.deadline, len(self.view.nodes),
+                                 weight=limits.weight, share=limits.waiting)  # fmt: skip
         if isinstance(entry, Refused):
             numbers = why.numbers if why is not None else None
             self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
@@ -540,10 +556,27 @@ class Dispatcher:
             self.queue.remove(ticket.entry)
             self._left_line(ticket)
         self._leave_node(ticket)
+        self._account(ticket, outcome)
         self.counters.ended(_label(outcome))
         self.counters.durations += 1
         self.counters.duration_seconds += self._clock() - ticket.arrived
         ticket.end(outcome)
+
+    def _account(self, ticket: Ticket, outcome: Outcome) -> None:
+        """Count what a request used for its key, and give its quota back what it did not use."""
+        if ticket.charged is None:
+            return
+        used = self.usage.of(ticket.job.key, ticket.job.demand.model)
+        used.requests += 1
+        tokens = 0
+        if isinstance(outcome, Finished):
+            used.prompt_tokens += outcome.prompt_tokens
+            used.cached_tokens += outcome.cached_tokens
+            used.completion_tokens += outcome.completion_tokens
+            tokens = outcome.prompt_tokens + outcome.completion_tokens
+        else:
+            used.failed += 1
+        self.quotas.settle(ticket.job.key, ticket.charged, tokens, self._clock())
 
     def _too_much(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):
@@ -596,7 +629,8 @@ def _chain(job: Job) -> Chain:
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:
-    return Demand(demand.model, demand.prompt_bytes, max(0, tokens), demand.max_tokens, demand.choices, demand.features)
+    return Demand(demand.model, demand.prompt_bytes, max(0, tokens), demand.max_tokens, demand.choices, demand.features,
+                  demand.labels)  # fmt: skip
 
 
 def _short(result: Placement | NoPlacement) -> Placement | NoPlacement:

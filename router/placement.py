@@ -52,7 +52,8 @@ _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
-    """What a request asks of a node. `prompt_tokens` is None until a node has counted them."""
+    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `labels` are those that
+    its key wants on a node."""
 
     model: str
     prompt_bytes: int = 0
@@ -60,6 +61,7 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
     max_tokens: int | None = None
     choices: int = 1
     features: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
 
     def tokens_on(self, model: Model) -> int:
         """Give the prompt's tokens: exact, or estimated and then never more than the context."""
@@ -225,6 +227,9 @@ def consider(
     warm: Mapping[NodeId, float],
 ) -> Candidate:
     """Make one node's arithmetic for a request, and say why it may not be picked if so."""
+    if request.labels and not request.labels <= node.labels:
+        lacking = ", ".join(sorted(request.labels - node.labels))
+        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
@@ -319,6 +324,11 @@ def _too_long(model: Model, request: Demand) -> bool:
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
     known = [node for node in view.nodes if request.model in node.models]
+    if known and request.labels:
+        known = [node for node in known if request.labels <= node.labels]
+        if not known:
+            text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+            return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
     if not known:
         return NoPlacement(_no_model(view, request), seen)
     causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
