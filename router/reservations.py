@@ -129,11 +129,15 @@ class Ledger:
         return None if kept is None else kept[0]
 
     def unacknowledged(self, node: NodeId, waiting: int = -1) -> int:
-        """Give the bytes promised on a node that its report does not contain, and those held there for others."""
+        """Give the bytes promised on a node that its report does not contain, and those held there for others: for
+        everybody else if nobody waits (-1), else for who has waited longer, or two that wait would keep each other out
+        of a node that is empty."""
         need = self._accounts.get(node, _EMPTY).need
         if not self._holds:
             return need
-        return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
+        return need + sum(
+            kept for who, (where, kept) in self._holds.items() if where == node and (waiting < 0 or who < waiting)
+        )
 
     def account(self, node: NodeId) -> Account:
         """Give what is open on a node, to read only."""

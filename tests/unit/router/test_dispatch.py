@@ -350,6 +350,21 @@ async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
     assert large.node == small.node == A
 
 
+async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    waiting = [one.submit(prompt_tokens=3000) for _ in range(3)]
+    one.now += 6
+    one.report()
+    await turn()
+    assert [one.dispatcher.ledger.held_on(ticket.number) for ticket in waiting] == [A, A, A]
+    need = one.dispatcher.preview(waiting[0].demand).candidates[0].need
+    one.memory[A] = a_memory(need + need // 2)
+    one.report()
+    await turn()
+    assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
+
+
 async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Cluster):
     one.memory[A] = a_memory(200 * MIB)
     one.report()

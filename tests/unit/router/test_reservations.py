@@ -53,6 +53,13 @@ def test_a_hold_counts_for_all_but_its_owner():
     assert ledger.empty
 
 
+def test_who_waits_is_kept_out_by_those_who_have_waited_longer_only():
+    ledger = Ledger()
+    ledger.hold(7, A, 300)
+    ledger.hold(9, A, 200)
+    assert [ledger.unacknowledged(A, waiting) for waiting in (-1, 7, 8, 9)] == [500, 0, 300, 300]
+
+
 class AllOrders(RuleBasedStateMachine):
     """Every event in every order, also those that a broken or lying node causes."""
 
