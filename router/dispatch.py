@@ -421,7 +421,10 @@ class Dispatcher:
         held = self.ledger.held_on(ticket.number)
         if held is not None and any(node.id == held and node.state == "ready" for node in self.view.nodes):
             return
-        short = [one for one in result.candidates if one.code is Code.NO_ROOM and one.need <= one.most]
+        short = [
+            one for one in result.candidates
+            if one.code is Code.NO_ROOM and one.need <= one.most and self.ledger.holder(one.node) is None
+        ]  # fmt: skip
         if short:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
             self.ledger.hold(ticket.number, best.node, best.need)

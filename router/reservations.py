@@ -15,7 +15,9 @@ most one promise, every promise is freed exactly once, and an end that comes twi
 What a request promises includes the weights of a model that it makes its node load; from the report on that shows the
 load under way they count there, and no longer here.
 
-A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it.
+A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it. A
+node has one at most, and so has a key: two that wait would keep each other out of a node that is empty, and a key with
+many that wait would keep everybody else out of all nodes.
 """
 
 from dataclasses import dataclass, field
@@ -123,21 +125,21 @@ class Ledger:
         """Keep nothing for it any more."""
         self._holds.pop(waiting, None)
 
+    def holder(self, node: NodeId) -> int | None:
+        """Give who has room kept on a node."""
+        return next((who for who, (where, _) in self._holds.items() if where == node), None)
+
     def held_on(self, waiting: int) -> NodeId | None:
         """Give the node where room is kept for it."""
         kept = self._holds.get(waiting)
         return None if kept is None else kept[0]
 
     def unacknowledged(self, node: NodeId, waiting: int = -1) -> int:
-        """Give the bytes promised on a node that its report does not contain, and those held there for others: for
-        everybody else if nobody waits (-1), else for who has waited longer, or two that wait would keep each other out
-        of a node that is empty."""
+        """Give the bytes promised on a node that its report does not contain, and those held there for others."""
         need = self._accounts.get(node, _EMPTY).need
         if not self._holds:
             return need
-        return need + sum(
-            kept for who, (where, kept) in self._holds.items() if where == node and (waiting < 0 or who < waiting)
-        )
+        return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
 
     def account(self, node: NodeId) -> Account:
         """Give what is open on a node, to read only."""

@@ -48,16 +48,10 @@ def test_a_hold_counts_for_all_but_its_owner():
     assert (ledger.unacknowledged(A), ledger.unacknowledged(A, 7), ledger.unacknowledged(B)) == (300, 0, 0)
     ledger.hold(7, B, 200)
     assert (ledger.unacknowledged(A), ledger.unacknowledged(B), ledger.held_on(7)) == (0, 200, B)
+    assert (ledger.holder(A), ledger.holder(B)) == (None, 7)
     ledger.drop_hold(7)
     ledger.drop_hold(7)
     assert ledger.empty
-
-
-def test_who_waits_is_kept_out_by_those_who_have_waited_longer_only():
-    ledger = Ledger()
-    ledger.hold(7, A, 300)
-    ledger.hold(9, A, 200)
-    assert [ledger.unacknowledged(A, waiting) for waiting in (-1, 7, 8, 9)] == [500, 0, 300, 300]
 
 
 class AllOrders(RuleBasedStateMachine):
