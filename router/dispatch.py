@@ -35,6 +35,7 @@ from router.placement import (
     Demand,
     NoPlacement,
     Placement,
+    Policy,
     away,
     explain,
     place,
@@ -82,7 +83,8 @@ STOPPING = "the coordinator is stopping: send it again"
 
 class Dispatcher:
     """See the module. `send` writes a frame to a node's link and says whether there is one, without calling back in
-    here; `numbers` gives the next request number and seq; `draw` gives numbers in [0, 1) for ties."""
+    here; `numbers` gives the next request number and seq; `draw` gives numbers in [0, 1) for ties; `policy` is one that
+    the settings cannot name."""
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         counters: Counters | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self._send = send
         self._settings = settings
@@ -100,7 +103,7 @@ class Dispatcher:
         self._clock = clock
         self._draw = draw
         self._slow_bytes = settings.slow_client_bytes
-        self._policy = POLICIES[settings.policy]
+        self._policy = policy or POLICIES[settings.policy]
         self.counters = counters or Counters()
         self.view = ClusterView()
         self.ledger = Ledger()
