@@ -66,7 +66,7 @@ rate = {rate}
 prompt = {{ median = 800, sigma = 0.4, least = 100, most = 2000 }}
 output = {{ median = 200, sigma = 0.4, least = 50, most = 250 }}
 """
-        for key, rate in (("greedy", 2.0), ("ada", 0.1), ("bob", 0.1), ("cem", 0.1), ("dia", 0.1))
+        for key, rate in (("greedy", 1.0), ("ada", 0.1), ("bob", 0.1), ("cem", 0.1), ("dia", 0.1))
     )
 )
 
