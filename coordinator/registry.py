@@ -30,6 +30,10 @@ from wire.units import show_size
 from wire.verdict import most_bytes
 
 log = structlog.get_logger("coordinator.registry")
+AT_ONCE = 32
+"""Members up to which every report makes a new picture at once."""
+MOMENT = 0.02
+"""Seconds in which the reports of a larger cluster are gathered into one picture."""
 
 
 class Placing(Protocol):
@@ -80,6 +84,7 @@ class Registry:
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
+        self._publishing: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
         self.some_ready = asyncio.Event()
@@ -256,6 +261,14 @@ class Registry:
         self._due = due or 0.0
 
     def _publish(self) -> None:
+        """Give placement the new picture: at once, or in a large cluster with what else comes in the next moment."""
+        if len(self._pool.members) <= AT_ONCE:
+            self._publish_now()
+        elif self._publishing is None:
+            self._publishing = self._loop.call_later(MOMENT, self._publish_now)
+
+    def _publish_now(self) -> None:
+        self._publishing = None
         view = self.view()
         if any(node.state == State.READY and node.models for node in view.nodes):
             self.some_ready.set()
@@ -264,6 +277,8 @@ class Registry:
 
     def close(self) -> None:
         """Stop the clock."""
+        if self._publishing is not None:
+            self._publishing.cancel()
         if self._timer is not None:
             self._timer.cancel()
 

@@ -22,9 +22,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
+if TYPE_CHECKING:
+    from router.columns import Columns
+from router.affinity import Affinity, Chain, chain_of
 from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
@@ -49,6 +54,8 @@ from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Gener
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
+LARGE = 32
+"""Nodes above which arrays find the best one sooner."""
 MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
 LOST = "engine_lost"
@@ -107,6 +114,9 @@ class Dispatcher:
         self.counters = counters or Counters()
         self.view = ClusterView()
         self.ledger = Ledger()
+        self.affinity = Affinity()
+        self._columns: Columns | None = None
+        self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self.orders = Orders(send, lambda: numbers()[0])
@@ -129,15 +139,28 @@ class Dispatcher:
         """Take a new picture: settle what the reports acknowledge, then try those in line on the nodes that changed."""
         old = {node.id: node for node in self.view.nodes}
         self.view = view
+        self._follow(view)
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
             self.ledger.acknowledge(node.id, node.acked_seq)
+            cache = node.engine.cache
+            self.affinity.heard(node.id, node.life, cache.evictions, cache.evicted)
             self._read_in(node)
             correction = self._corrections.get(node.id)
             if correction is not None and correction.heard_at != node.heard_at:
                 del self._corrections[node.id]
             self._wake_soon(node.id)
+
+    def _follow(self, view: ClusterView) -> None:
+        """Keep the arrays of a large cluster. They are imported here: a household need not carry numpy."""
+        if self._columns is None and len(view.nodes) > LARGE:
+            from router.columns import Columns
+
+            self._columns = Columns(self.ledger)
+            self._rule = self._columns.place
+        if self._columns is not None:
+            self._columns.follow(view)
 
     def _read_in(self, node: NodeView) -> None:
         """Count the weights of a load once: now that the report has them, no request promises them any more."""
@@ -211,6 +234,9 @@ class Dispatcher:
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
         ticket = kind(job, self._count, self._clock())
+        if len(self.view.nodes) > 1:
+            ticket.chain = chain = _chain(job)
+            ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
         else:
@@ -315,8 +341,8 @@ class Dispatcher:
 
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         now = self._clock()
-        result = place(view, ticket.demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
-                       corrections=self._corrections, trials=ticket.trials())  # fmt: skip
+        result = self._rule(view, ticket.demand, now=now, draw=self._draw, policy=self._policy,
+                            corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
         self.decisions.append(Decision(now, ticket.job.request_id, ticket.job.key, ticket.demand, _short(result)))
         return result
 
@@ -390,7 +416,7 @@ class Dispatcher:
     def _attempt(self, ticket: Ticket, keep: bool, changed: ClusterView) -> bool:
         """Try one in line on the nodes that changed: on all others it did not fit before."""
         result = place(changed, ticket.demand, self.ledger, now=self._clock(), draw=self._draw, policy=self._policy,
-                       corrections=self._corrections, trials=ticket.trials())  # fmt: skip
+                       corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
         if isinstance(result, Placement) and self._start(ticket, result.chosen, result.chosen.need):
             self.decisions.append(
                 Decision(self._clock(), ticket.job.request_id, ticket.job.key, ticket.demand, _short(result))
@@ -479,6 +505,8 @@ class Dispatcher:
         self.ledger.admitted(frame.request)
         ticket.deadline = None
         ticket.demand = _counted(ticket.demand, frame.prompt_tokens)
+        if ticket.chain is not None and ticket.node is not None:
+            self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, frame.prompt_tokens, frame.cached_tokens)
 
     def _finished(self, ticket: Ticket, frame: Finished) -> None:
         counters = self.counters
@@ -566,6 +594,11 @@ class Dispatcher:
         elif ticket.still >= self._settings.keepalive_seconds:
             ticket.nudged = True
             ticket.flush()
+
+
+def _chain(job: Job) -> Chain:
+    root = (job.demand.model, job.tools, job.template)
+    return chain_of(root, job.messages, f"{job.key} {job.session}" if job.session else "")
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:
