@@ -40,6 +40,7 @@ from router.placement import (
     Demand,
     NoPlacement,
     Placement,
+    Policy,
     away,
     explain,
     place,
@@ -91,7 +92,8 @@ STOPPING = "the coordinator is stopping: send it again"
 
 class Dispatcher:
     """See the module. `send` writes a frame to a node's link and says whether there is one, without calling back in
-    here; `numbers` gives the next request number and seq; `draw` gives numbers in [0, 1) for ties."""
+    here; `numbers` gives the next request number and seq; `draw` gives numbers in [0, 1) for ties; `policy` is one that
+    the settings cannot name."""
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class Dispatcher:
         draw: Callable[[], float] = random.random,
         counters: Counters | None = None,
         quotas: Quotas | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self._send = send
         self._settings = settings
@@ -110,7 +113,7 @@ class Dispatcher:
         self._clock = clock
         self._draw = draw
         self._slow_bytes = settings.slow_client_bytes
-        self._policy = POLICIES[settings.policy]
+        self._policy = policy or POLICIES[settings.policy]
         self.counters = counters or Counters()
         self.view = ClusterView()
         self.ledger = Ledger()
@@ -463,7 +466,10 @@ class Dispatcher:
         held = self.ledger.held_on(ticket.number)
         if held is not None and any(node.id == held and node.state == "ready" for node in self.view.nodes):
             return
-        short = [one for one in result.candidates if one.code is Code.NO_ROOM and one.need <= one.most]
+        short = [
+            one for one in result.candidates
+            if one.code is Code.NO_ROOM and one.need <= one.most and self.ledger.holder(one.node) is None
+        ]  # fmt: skip
         if short:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
             self.ledger.hold(ticket.number, best.node, best.need)

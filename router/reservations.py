@@ -15,7 +15,9 @@ most one promise, every promise is freed exactly once, and an end that comes twi
 What a request promises includes the weights of a model that it makes its node load; from the report on that shows the
 load under way they count there, and no longer here.
 
-A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it.
+A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it. A
+node has one at most, and so has a key: two that wait would keep each other out of a node that is empty, and a key with
+many that wait would keep everybody else out of all nodes.
 """
 
 from dataclasses import dataclass, field
@@ -135,6 +137,10 @@ class Ledger:
         kept = self._holds.pop(waiting, None)
         if kept is not None:
             self._touched.add(kept[0])
+
+    def holder(self, node: NodeId) -> int | None:
+        """Give who has room kept on a node."""
+        return next((who for who, (where, _) in self._holds.items() if where == node), None)
 
     def held_on(self, waiting: int) -> NodeId | None:
         """Give the node where room is kept for it."""

@@ -109,7 +109,7 @@ class Ticket:
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""
-        if not self.attempts:
+        if not self.attempts and self.entry is None:  # who waits must not be kept out by the room kept for it
             return FIRST
         return Trials(self.refused, self.never, self.lost, self.number)
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "unload": ("coordinator.cli.models:unload", "Give back the memory that a model takes."),
     "profile": ("coordinator.cli.models:profile", "Measure anew what a model takes on a node."),
     "place": ("coordinator.cli.use:place", "Show where a request would go, with every node's arithmetic."),
+    "simulate": ("coordinator.cli.simulate:simulate", "Play a pool in virtual time, under every placement policy."),
     "chat": ("coordinator.cli.use:chat", "Ask a model something."),
     "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),
     "token": ("coordinator.cli.access:token", "Make, list and revoke join tokens."),

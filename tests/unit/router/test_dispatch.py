@@ -354,6 +354,34 @@ async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
     assert large.node == small.node == A
 
 
+async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    keys = ("ada", "ada", "bob")
+    waiting = [one.submit(prompt_tokens=3000, key=key) for key in keys]
+    one.now += 6
+    one.report()
+    await turn()
+    assert [one.dispatcher.ledger.held_on(ticket.number) for ticket in waiting] == [A, None, None]
+    need = one.dispatcher.preview(waiting[0].demand).candidates[0].need
+    one.memory[A] = a_memory(need + need // 2)
+    one.report()
+    await turn()
+    assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
+
+
+async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
+    two.memory[A] = two.memory[B] = a_memory(200 * MIB)
+    two.report()
+    waiting = [two.submit(prompt_tokens=3000, key=key) for key in ("ada", "ada", "bob")]
+    two.now += 6
+    two.report()
+    await turn()
+    held = [two.dispatcher.ledger.held_on(ticket.number) for ticket in waiting]
+    assert held[1] is None
+    assert {held[0], held[2]} == {A, B}
+
+
 async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Cluster):
     one.memory[A] = a_memory(200 * MIB)
     one.report()
