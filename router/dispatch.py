@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from router.affinity import Affinity, Chain, chain_of
 from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
@@ -104,6 +105,7 @@ class Dispatcher:
         self.counters = counters or Counters()
         self.view = ClusterView()
         self.ledger = Ledger()
+        self.affinity = Affinity()
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self.orders = Orders(send, lambda: numbers()[0])
@@ -130,6 +132,8 @@ class Dispatcher:
             if old.get(node.id) is node:
                 continue
             self.ledger.acknowledge(node.id, node.acked_seq)
+            cache = node.engine.cache
+            self.affinity.heard(node.id, node.life, cache.evictions, cache.evicted)
             self._read_in(node)
             correction = self._corrections.get(node.id)
             if correction is not None and correction.heard_at != node.heard_at:
@@ -208,6 +212,9 @@ class Dispatcher:
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
         ticket = kind(job, self._count, self._clock())
+        if len(self.view.nodes) > 1:
+            ticket.chain = chain = _chain(job)
+            ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
         else:
@@ -313,7 +320,7 @@ class Dispatcher:
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         now = self._clock()
         result = place(view, ticket.demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
-                       corrections=self._corrections, trials=ticket.trials())  # fmt: skip
+                       corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
         self.decisions.append(Decision(now, ticket.job.request_id, ticket.job.key, ticket.demand, _short(result)))
         return result
 
@@ -387,7 +394,7 @@ class Dispatcher:
     def _attempt(self, ticket: Ticket, keep: bool, changed: ClusterView) -> bool:
         """Try one in line on the nodes that changed: on all others it did not fit before."""
         result = place(changed, ticket.demand, self.ledger, now=self._clock(), draw=self._draw, policy=self._policy,
-                       corrections=self._corrections, trials=ticket.trials())  # fmt: skip
+                       corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
         if isinstance(result, Placement) and self._start(ticket, result.chosen, result.chosen.need):
             self.decisions.append(
                 Decision(self._clock(), ticket.job.request_id, ticket.job.key, ticket.demand, _short(result))
@@ -473,6 +480,8 @@ class Dispatcher:
         self.ledger.admitted(frame.request)
         ticket.deadline = None
         ticket.demand = _counted(ticket.demand, frame.prompt_tokens)
+        if ticket.chain is not None and ticket.node is not None:
+            self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, frame.prompt_tokens, frame.cached_tokens)
 
     def _finished(self, ticket: Ticket, frame: Finished) -> None:
         counters = self.counters
@@ -560,6 +569,11 @@ class Dispatcher:
         elif ticket.still >= self._settings.keepalive_seconds:
             ticket.nudged = True
             ticket.flush()
+
+
+def _chain(job: Job) -> Chain:
+    root = (job.demand.model, job.tools, job.template)
+    return chain_of(root, job.messages, f"{job.key} {job.session}" if job.session else "")
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:

@@ -13,7 +13,8 @@ so everywhere, waiting helps nobody and the request ends with the cause.
 
 The balanced order is: room for two such requests or more (full marks), else for one; then the shortest expected time to
 the first token; then the larger fraction of headroom; then fewest in flight; then chance. Ranking by plain bytes sends
-everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 at 40 % load).
+everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 at 40 % load). What a node has read of
+the prompt before (`affinity`) only shortens its expected time; between equals it decides.
 
 Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
 context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping
@@ -28,6 +29,7 @@ from typing import Protocol
 
 import msgspec
 
+from router.affinity import NOWHERE
 from router.reservations import Ledger
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from wire.identity import NodeId
@@ -38,6 +40,9 @@ from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, most_
 
 FULL_MARKS = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
+WARM = 0.5
+"""A node that has read this share of the prompt before gets full marks wherever the request fits at all: most of what
+it needs there may be in the cache that makes room for it."""
 TTFT_STEP = 0.05
 """Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
@@ -75,7 +80,8 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One node's arithmetic for one request. `why` is empty when it is feasible, `code` the matching refusal;
-    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes."""
+    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes, `warm`
+    the share of the prompt that the node has probably read before."""
 
     node: NodeId
     name: str
@@ -92,6 +98,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_flight: int = 0
     model: Model | None = None
     weights: int = 0
+    warm: float = 0.0
 
     @property
     def feasible(self) -> bool:
@@ -162,12 +169,13 @@ class Balanced:
     """Saturating headroom first, then the shortest expected time to first token (see the theory above)."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
-        """Rank by marks, time, fraction of headroom, requests in flight."""
+        """Rank by marks, time, share of the prompt known there, fraction of headroom, requests in flight."""
         room = candidate.headroom or 0
-        marks = FULL_MARKS if candidate.need <= 0 else min(room // candidate.need, FULL_MARKS)
+        full = candidate.need <= 0 or candidate.warm >= WARM
+        marks = FULL_MARKS if full else min(room // candidate.need, FULL_MARKS)
         memory = candidate.memory
         fraction = room / max(1, memory.ceiling - memory.margin)
-        return (-marks, candidate.expected_ttft // TTFT_STEP, -fraction, candidate.in_flight)
+        return (-marks, candidate.expected_ttft // TTFT_STEP, -candidate.warm, -fraction, candidate.in_flight)
 
 
 class MostHeadroom:
@@ -191,12 +199,14 @@ def place(
     policy: Policy = POLICIES["balanced"],
     corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
     trials: Trials = FIRST,
+    warm: Mapping[NodeId, float] = NOWHERE,
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or say why there is none.
 
-    `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties.
+    `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
+    which share of the prompt a node has read before.
     """
-    seen = tuple(_consider(node, request, ledger, now, corrections, trials) for node in view.nodes)
+    seen = tuple(_consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
     feasible = [candidate for candidate in seen if not candidate.why]
     if not feasible:
         return _refuse(view, request, seen, trials)
@@ -212,6 +222,7 @@ def _consider(
     now: float,
     corrections: Mapping[NodeId, Correction],
     trials: Trials,
+    warm: Mapping[NodeId, float],
 ) -> Candidate:
     model = node.models.get(request.model)
     if model is None:
@@ -234,12 +245,13 @@ def _consider(
         if not why:
             why, code = verdict.message, verdict.code
     account = ledger.account(node.id)
-    ttft = (node.engine.queued_tokens + account.tokens + tokens) / model.prefill_speed
+    known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
+    ttft = (node.engine.queued_tokens + account.tokens + tokens * (1.0 - known)) / model.prefill_speed
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
-                     len(account.requests), model, weights)  # fmt: skip
+                     len(account.requests), model, weights, known)  # fmt: skip
 
 
 def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
@@ -480,5 +492,6 @@ def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
         "prompt_tokens": candidate.prompt_tokens,
         "expected_output": candidate.output_tokens,
         "expected_ttft_seconds": round(candidate.expected_ttft, 3),
+        "known_share": round(candidate.warm, 3),
         "in_flight": candidate.in_flight,
     }

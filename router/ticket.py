@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from router.affinity import NOWHERE, Chain
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
 from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
@@ -29,7 +30,7 @@ LONGEST_WHOLE = 32 * 1024 * 1024
 
 class Job(msgspec.Struct, frozen=True, gc=False):
     """What a dialect asks for: the parts of Generate, whose it is, and how it will be read. `created` in seconds since
-    1970."""
+    1970, `session` the conversation's name if its client gave one."""
 
     demand: Demand
     key: str
@@ -41,6 +42,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     template: str = ""
     include_usage: bool = False
+    session: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
@@ -68,9 +70,9 @@ class Ticket:
     """Base of both kinds: where the request is, what it has met, how it ended."""
 
     __slots__ = (
-        "arrived", "attempts", "begun", "crashes", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job",
-        "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused",
-        "request", "sink", "waiter",
+        "arrived", "attempts", "begun", "chain", "crashes", "deadline", "demand", "entry", "first_at", "held",
+        "in_a_row", "job", "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at",
+        "refused", "request", "sink", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -81,6 +83,8 @@ class Ticket:
         self.outcome: Outcome | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.sink: Callable[[], None] | None = None
+        self.chain: Chain | None = None
+        self.warm = NOWHERE
         # where it is
         self.request = 0
         self.node: NodeId | None = None

@@ -57,6 +57,11 @@ class NodeView:
     system: System = field(default_factory=System)
     enforcement: Enforcement = field(default_factory=Enforcement)
 
+    @property
+    def life(self) -> int:
+        """A number that changes when its engine is another process."""
+        return hash((self.epoch, self.engine.restarts, self.engine.recycles))
+
     def reads(self, model: Model) -> bool:
         """Whether this node is reading a model in, so that its report counts the weights. Loads go one by one: of
         several nobody knows which has begun."""

@@ -224,8 +224,12 @@ class Generation:
         if not sequence.begun:
             sequence.begun = time.monotonic()
         try:
-            refused = self._chunk(prefill)
-            if refused is None and prefill.logits is not None:
+            refused: Refused | None = None
+            if prefill.left:
+                refused = self._chunk(prefill)
+            else:  # its join had no room
+                self._wait()
+            if refused is None and prefill.logits is not None and prefill in self._prefills:
                 refused = self._join(prefill, prefill.logits)
         except Exception as error:
             log.exception("prefill", request=sequence.number)

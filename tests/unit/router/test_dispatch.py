@@ -51,6 +51,7 @@ class Cluster:
         self.acked = 0
         self.count = 0
         self.models = (a_model(),)
+        self.engine = EngineState("x", "ready")
         self.dispatcher = Dispatcher(self._send, RouterSettings(**settings), numbers=self._numbers,  # pyright: ignore
                                      clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
         self.nodes = nodes
@@ -75,7 +76,7 @@ class Cluster:
         self.dispatcher.set_view(ClusterView(tuple(views)))
 
     def _view(self, node: NodeId) -> NodeView:
-        report = Report(0, self.memory.get(node, a_memory()), EngineState("x", "ready"), self.models, self.acked)
+        report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
         return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now)
 
     def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
@@ -714,3 +715,38 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
     with pytest.raises(OSError, match="broken"):
         cluster.submit()
     cluster.settled()
+
+
+# where a prompt was read before
+
+
+def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
+    messages = tuple(Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
+    job = Job(Demand("tiny", 100_000), "k", "r", messages, Params(), 0, True, session=session)
+    cluster.dispatcher.submit(job)
+    cluster.say(lambda number: Admitted(number, 25_000, 0, b"hash"))
+    cluster.finish()
+    cluster.report()
+    return cluster.last()[0]
+
+
+async def test_the_turns_of_a_conversation_meet_one_node():
+    cluster = Cluster(A, B, C)
+    first = served_by(cluster, "x" * 100)
+    for other in (A, B, C):
+        cluster.memory[other] = a_memory(9 * GIB if other != first else 8 * GIB)
+    cluster.report()
+    assert served_by(cluster, "another conversation") != first
+    assert served_by(cluster, "x" * 100, "y" * 100, "z" * 100) == first
+    assert served_by(cluster, "quite another text", session="s") == served_by(cluster, "summary of it", session="s")
+
+
+async def test_after_its_engine_died_a_node_is_like_any_other():
+    cluster = Cluster(A, B)
+    first = served_by(cluster, "x" * 100)
+    cluster.memory[B if first == A else A] = a_memory(9 * GIB)
+    cluster.report()
+    assert served_by(cluster, "x" * 100) == first
+    cluster.engine = EngineState("x", "ready", restarts=1)
+    cluster.report()
+    assert served_by(cluster, "x" * 100) != first
