@@ -74,14 +74,22 @@ class AdmissionQueue(Generic[T]):
         """Give how many may wait for one key."""
         return max(LEAST_SHARE, self.limit(nodes) // SHARE)
 
-    def offer(self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int) -> Entry[T] | Refused:
-        """Take a place in line, or be refused: over the key's share (429) or the line is full (503)."""
+    def offer(
+        self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int, *, begun: bool = False
+    ) -> Entry[T] | Refused:
+        """Take a place in line, or be refused: over the key's share (429) or the line is full (503). What was `begun`
+        already is never refused: it had been let in."""
+        if begun:
+            return self._enter(item, key, cost, now, deadline)
         if self.depth(key) >= self.share(nodes):
             text = f"{self.depth(key)} requests of this key wait already, its share: wait for their answers"
             return Refused(Code.OVER_SHARE, text, None, self._patience(now))
         if self._count >= self.limit(nodes):
             text = f"{self._count} requests wait already for a node with room: retry later or join another machine"
             return Refused(Code.QUEUE_FULL, text, None, self._patience(now))
+        return self._enter(item, key, cost, now, deadline)
+
+    def _enter(self, item: T, key: str, cost: int, now: float, deadline: float) -> Entry[T]:
         self._number += 1
         entry = Entry(item, key, max(1, cost), now, deadline, self._number)
         self._lanes.setdefault(key, _Lane()).entries.append(entry)

@@ -37,7 +37,7 @@ def a_model(name: str = "tiny", **changes: object) -> Model:
     """Make a loaded model with a 4,096-token context and 64 KiB of KV per token."""
     facts: dict[str, object] = {
         "loaded": True, "weights": 1 * GIB, "kv_per_token": 64 * 1024, "transient": 64 * MIB, "context": 4096,
-        "prefill_speed": 1000.0, "decode_speed": 50.0, "expected_output": 64,
+        "prefill_speed": 1000.0, "decode_speed": 50.0, "expected_output": 64, "fingerprint": "tiny-1",
     } | changes  # fmt: skip
     return Model(name, **facts)  # pyright: ignore[reportArgumentType]
 
