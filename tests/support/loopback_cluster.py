@@ -160,7 +160,8 @@ class LoopbackCluster:
                 return
             self.say(node, Deltas(step))
         node.reserved.pop(asked.request, None)
-        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, sum(map(len, steps))))
+        written = sum(map(len, steps)) + sum(map(len, asked.resume))
+        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, written))
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
         model = next(model for model in node.models if model.name == asked.model)
@@ -234,5 +235,8 @@ def _steps(node: LoopbackNode, asked: Generate) -> tuple[list[tuple[Delta, ...]]
         return [(delta,) for delta in deltas], reason
     spoken = node.text[: asked.params.max_tokens]
     choices = range(asked.params.n)
-    steps = [tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices) for text in spoken]
+    steps = [
+        tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices if at >= len(asked.known(choice)))
+        for at, text in enumerate(spoken)
+    ]
     return steps, "length" if len(spoken) < len(node.text) else "stop"
