@@ -6,6 +6,7 @@ could: an impossible footprint reads as unreadable (nothing is placed there), a 
 out. The node's own gate remains the judge of what runs. Texts are bounded and printable: people read them in terminals.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,11 @@ class ClusterView:
     def node(self, node: NodeId) -> NodeView | None:
         """Give one node, None when it is not a member."""
         return next((seen for seen in self.nodes if seen.id == node), None)
+
+
+def seen_as(node: NodeView, state: str) -> NodeView:
+    """Give a node in another state."""
+    return dataclasses.replace(node, state=state)
 
 
 def view_of(

@@ -147,12 +147,12 @@ def test_engine_killed_under_load(cluster_pool: Pool) -> None:
     node = cluster_pool.join("studio", "engine.scripted.step_ms=50")
     api = client(cluster_pool)
     stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400)
-    next(iter(stream))
+    parts = iter(stream)
+    words = [next(parts).choices[0].delta.content or ""]
     (engine,) = node.children()
     engine.kill()
-    with pytest.raises(openai.APIError) as caught:
-        list(stream)
-    assert "engine" in str(caught.value)
+    words += [part.choices[0].delta.content or "" for part in parts if part.choices]
+    assert len("".join(words).split()) == 400, "it went on once the engine was there again"
     until(lambda: cluster_pool.node("studio")["engine"]["restarts"] == 1, what="a restart")
     until(lambda: cluster_pool.serves("studio"), what="the engine again")
     assert "SIGKILL" in cluster_pool.node("studio")["engine"]["cause"]
@@ -197,22 +197,22 @@ def test_a_prompt_that_can_never_fit_is_400_with_numbers(cluster_pool: Pool) -> 
     assert "GiB" in error["message"]
 
 
-def test_node_killed_mid_stream_ends_in_an_error_event_and_others_serve(cluster_pool: Pool) -> None:
+def test_node_killed_mid_stream_is_not_noticed_and_the_other_serves(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("one", "engine.scripted.step_ms=50")
     cluster_pool.join("two", "engine.scripted.step_ms=50")
     api = client(cluster_pool)
     raw = api.chat.completions.with_raw_response.create(
-        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=100
     )
-    stream = raw.parse()
-    next(iter(stream))
+    parts = iter(raw.parse())
+    words = [next(parts).choices[0].delta.content or ""]
     victim = cluster_pool.nodes[raw.headers["x-macpool-node"]]
     below = victim.children()
     victim.kill()
-    with pytest.raises(openai.APIError) as caught:
-        list(stream)
-    assert "lost" in str(caught.value)
+    words += [part.choices[0].delta.content or "" for part in parts if part.choices]
+    whole = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=100)
+    assert "".join(words) == whole.choices[0].message.content
     gone(below, 5)
     for _ in range(10):
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=1)

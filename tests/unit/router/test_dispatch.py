@@ -191,7 +191,9 @@ async def test_tools_and_template_go_to_the_engine(one: Cluster):
     job = Job(Demand("tiny", 100), "k", "r", (), Params(top_k=4), 7, True, '[{"type":"function"}]', '{"a":1}', True)
     one.dispatcher.submit(job)
     _, frame = one.generates()[-1]
-    assert (frame.tools, frame.template, frame.params, frame.created) == (job.tools, job.template, job.params, 7)
+    assert (frame.tools, frame.template, frame.created) == (job.tools, job.template, 7)
+    assert frame.params.seed is not None, "the router gives one, so that the answer can be resumed"
+    assert frame.params == Params(top_k=4, seed=frame.params.seed)
     one.finish()
 
 
@@ -395,7 +397,6 @@ async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Clust
 async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
     ticket = two.submit(stream=False)
     first, _ = two.last()
-    two.speak("text that no client has seen")
     two.dispatcher.node_gone(first, "connection ended")
     second, _ = two.last()
     assert second != first
@@ -404,16 +405,6 @@ async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
     assert isinstance(ticket, WholeTicket)
     assert ticket.answer().texts == {(0, 0): "hello"}
     assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
-
-
-async def test_a_lost_node_ends_what_has_begun(two: Cluster):
-    ticket = two.submit()
-    two.speak()
-    assert taken(ticket) == ["hi"]
-    two.dispatcher.node_gone(two.last()[0], "connection ended")
-    assert isinstance(ticket.outcome, Failure)
-    assert ticket.outcome.code == "node_lost"
-    assert len(two.generates()) == 1
 
 
 async def test_the_last_node_lost_is_a_failure_and_not_a_long_wait(one: Cluster):
@@ -449,8 +440,6 @@ def engine_lost(cluster: Cluster) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster, stream: bool):
     ticket = two.submit(stream=stream)
-    if not stream:
-        two.speak("text that no client has seen")
     engine_lost(two)
     assert ticket.outcome is None
     assert len(two.generates()) == 2
@@ -460,15 +449,6 @@ async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster,
     assert isinstance(ticket.outcome, Finished)
     if isinstance(ticket, WholeTicket):
         assert ticket.answer().texts == {(0, 0): "hello"}
-
-
-async def test_what_had_begun_ends_with_its_engine(two: Cluster):
-    ticket = two.submit()
-    two.speak()
-    assert taken(ticket) == ["hi"]
-    engine_lost(two)
-    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
-    assert len(two.generates()) == 1
 
 
 async def test_no_request_survives_a_second_crash(two: Cluster):
