@@ -122,6 +122,7 @@ class Facts:
     cluster_url: str
     cluster: str
     started: float
+    ca_pem: str = ""
 
 
 class ProblemError(Exception):
@@ -207,6 +208,10 @@ class Api:
             ("DELETE", "/joins/{code}", "admin", self.reject),
         ):
             self._route(method, path, scope, handler)
+        app.add_api_route(
+            "/api/v1/ca.pem", self.ca, summary=(self.ca.__doc__ or "").strip(), response_model=None,
+            openapi_extra={"security": []},
+        )  # fmt: skip
 
     def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
         self.app.add_api_route(
@@ -218,6 +223,12 @@ class Api:
             summary=(handler.__doc__ or "").splitlines()[0],
             response_model=None,
         )
+
+    async def ca(self) -> Response:
+        """Give the certificate of the authority behind this endpoint (PEM), which is no secret."""
+        if not self._facts.ca_pem:
+            raise ProblemError(Problem(404, "no_authority", "this endpoint has no authority of its own"))
+        return Response(self._facts.ca_pem, media_type="application/x-pem-file")
 
     def _audited(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         """Write what an administrator did into the audit log, once it is done."""

@@ -20,6 +20,7 @@ OPEN = {
     "/health": "a load balancer asks it; it tells no names and no numbers of nodes",
     "/livez": "says only that the process runs",
     "/api/v1/openapi.json": "the description itself",
+    "/api/v1/ca.pem": "the certificate that a client needs before it can trust the connection on which it sends a key",
 }
 """Paths that need no key, and why."""
 VERBS: dict[str, tuple[str, ...] | str] = {
@@ -50,6 +51,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "key create": ("POST /api/v1/keys",),
     "key limit": ("PUT /api/v1/keys/{key}/limits",),
     "key usage": ("GET /api/v1/keys/usage",),
+    "simulate": "runs on this machine alone",
+    "trust-ca": ("GET /api/v1/ca.pem",),
     "audit": ("GET /api/v1/audit",),
     "key list": ("GET /api/v1/keys",),
     "key revoke": ("DELETE /api/v1/keys/{key}",),

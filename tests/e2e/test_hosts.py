@@ -56,7 +56,13 @@ class Lab:
         made.call = lambda ask: local.submit(ask).result()
 
     def up(self) -> None:
-        self.pool.up(listen="0.0.0.0:8080", cluster_listen="0.0.0.0:8081", bonjour=True, wrap=self.hosts[1].enter())
+        self.pool.up(
+            "http.tls=off",
+            listen="0.0.0.0:8080",
+            cluster_listen="0.0.0.0:8081",
+            bonjour=True,
+            wrap=self.hosts[1].enter(),
+        )
 
     def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
         return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **{"url": False, **how})
