@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from machine.private import private_folder, write_private
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
+from router.quotas import Quotas
 from wire.advert import Advert, cluster_hint
 
 log = structlog.get_logger("coordinator.run")
@@ -55,6 +57,8 @@ MOST_FILES = 8192
 """Open files and connections that this process allows itself."""
 DAY = 86400.0
 """Seconds between two looks at the coordinator's own certificate."""
+COUNT_SECONDS = 10.0
+"""Between two times that what was used is written down; a crash loses no more."""
 COLLECT_AFTER = 20_000
 """Objects made and not freed after which the youngest are searched for rings; Python's 700 costs 4 % of a request."""
 LOCAL_NODE_SECONDS = 20.0
@@ -133,7 +137,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
 
     enrolment = Enrolment(Cluster(settings.cluster.name, authority, tokens, store, approvals, time.time, tell))
     registry = Registry(store, authority, enrolment, name=settings.cluster.name, version=version, epoch=epoch)
-    enrolled.append(registry.enrolled)
+    enrolled += [registry.enrolled, partial(_joined, store)]
     stack.callback(registry.close)
 
     counter = itertools.count(1)
@@ -143,8 +147,9 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         return number, number
 
     dispatcher = Dispatcher(
-        registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers
-    )
+        registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
+        quotas=Quotas(ring.limits),
+    )  # fmt: skip
     registry.placing = dispatcher
     cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
     stack.push_async_callback(registry.links.close)
@@ -170,6 +175,8 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     await store.flush()
 
     stack.push_async_callback(_cancel, asyncio.create_task(_renew(authority)))
+    stack.callback(admin.count, dispatcher.usage)
+    stack.push_async_callback(_cancel, asyncio.create_task(_count(admin, dispatcher)))
     if settings.cluster.bonjour:
         advert = Advert(
             "coord", cluster_hint(authority.cluster), version, hashlib.sha256(authority.ca).hexdigest()[:16]
@@ -233,6 +240,16 @@ async def _renew(authority: Authority) -> None:
     while True:
         authority.renew()
         await asyncio.sleep(max(60.0, min(DAY, authority.renew_from - time.time())))
+
+
+def _joined(store: Store, row: MemberRow) -> None:
+    store.note(time.time(), "node", "joined", f"{row.name} {row.node}")
+
+
+async def _count(admin: Admin, dispatcher: Dispatcher) -> None:
+    while True:
+        await asyncio.sleep(COUNT_SECONDS)
+        admin.count(dispatcher.usage)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -24,10 +24,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
+if TYPE_CHECKING:
+    from router.columns import Columns
 from router.affinity import Affinity, Chain, chain_of
 from router.breaker import Breakers
 from router.loads import Choice, choose
@@ -45,15 +49,19 @@ from router.placement import (
     place,
 )
 from router.queue import AdmissionQueue
+from router.quotas import Quotas
 from router.reservations import Ledger
 from router.resume import Fall, fall_of, is_fault, patience, survives
 from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.usage import Usage
 from router.view import ClusterView, NodeView, seen_as
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Refusal
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
+LARGE = 32
+"""Nodes above which arrays find the best one sooner."""
 MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
 FAILING = "failing"
@@ -97,6 +105,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         counters: Counters | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self._send = send
         self._settings = settings
@@ -110,6 +119,10 @@ class Dispatcher:
         self.ledger = Ledger()
         self.breakers: Breakers[NodeId] = Breakers()
         self.affinity = Affinity()
+        self.quotas = quotas or Quotas()
+        self.usage = Usage()
+        self._columns: Columns | None = None
+        self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self.orders = Orders(send, lambda: numbers()[0])
@@ -133,6 +146,7 @@ class Dispatcher:
         """Take a new picture: settle what the reports acknowledge, then try those in line on the nodes that changed."""
         old = {node.id: node for node in self.view.nodes}
         self.view = view
+        self._follow(view)
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
@@ -146,6 +160,16 @@ class Dispatcher:
             self._wake_soon(node.id)
             if (node.draining or node.state == DRAINING) and self.ledger.in_flight(node.id):
                 asyncio.get_running_loop().call_soon(self.move, node.id)
+
+    def _follow(self, view: ClusterView) -> None:
+        """Keep the arrays of a large cluster. They are imported here: a household need not carry numpy."""
+        if self._columns is None and len(view.nodes) > LARGE:
+            from router.columns import Columns
+
+            self._columns = Columns(self.ledger)
+            self._rule = self._columns.place
+        if self._columns is not None:
+            self._columns.follow(view)
 
     def _read_in(self, node: NodeView) -> None:
         """Count the weights of a load once: now that the report has them, no request promises them any more."""
@@ -280,12 +304,21 @@ class Dispatcher:
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
+        elif isinstance(charged := self.quotas.take(job.key, job.demand, ticket.arrived), Refused):
+            self._end(ticket, charged)
         else:
+            self._let_in(ticket, charged)
             self._place(ticket)
         self._open[ticket.number] = ticket
         self._quiet.clear()
         self._arm()
         return ticket
+
+    def _let_in(self, ticket: Ticket, charged: int) -> None:
+        ticket.charged = charged
+        labels = self.quotas.limits(ticket.job.key).labels
+        if labels:
+            ticket.demand = msgspec.structs.replace(ticket.demand, labels=frozenset(labels))
 
     def close(self, ticket: Ticket) -> None:
         """Let go of a ticket; if it has not ended, its client is gone and the node is told."""
@@ -384,8 +417,8 @@ class Dispatcher:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
 
     def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
-        return place(self._seen(view), demand, self.ledger, now=self._clock(), draw=self._draw, policy=self._policy,
-                     corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
+        return self._rule(self._seen(view), demand, now=self._clock(), draw=self._draw, policy=self._policy,
+                          corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
 
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Keep a decision, to be explained later."""
@@ -454,7 +487,9 @@ class Dispatcher:
             ticket.deadline = now + self._settings.queue_seconds
         cost = ticket.demand.prompt_tokens or ticket.demand.prompt_bytes // 4
         cost += (ticket.demand.max_tokens or 256) * ticket.demand.choices
+        limits = self.quotas.limits(ticket.job.key)
         entry = self.queue.offer(ticket, ticket.job.key, cost, now, ticket.deadline, len(self.view.nodes),
+                                 weight=limits.weight, share=limits.waiting,
                                  begun=ticket.fallen is not None)  # fmt: skip
         if isinstance(entry, Refused):
             numbers = result.refused.numbers if isinstance(result, NoPlacement) else None
@@ -617,10 +652,27 @@ class Dispatcher:
             self.queue.remove(ticket.entry)
             self._left_line(ticket)
         self._leave_node(ticket)
+        self._account(ticket, outcome)
         self.counters.ended(_label(outcome))
         self.counters.durations += 1
         self.counters.duration_seconds += self._clock() - ticket.arrived
         ticket.end(outcome)
+
+    def _account(self, ticket: Ticket, outcome: Outcome) -> None:
+        """Count what a request used for its key, and give its quota back what it did not use."""
+        if ticket.charged is None:
+            return
+        used = self.usage.of(ticket.job.key, ticket.job.demand.model)
+        used.requests += 1
+        tokens = 0
+        if isinstance(outcome, Finished):
+            used.prompt_tokens += outcome.prompt_tokens
+            used.cached_tokens += outcome.cached_tokens
+            used.completion_tokens += outcome.completion_tokens
+            tokens = outcome.prompt_tokens + outcome.completion_tokens
+        else:
+            used.failed += 1
+        self.quotas.settle(ticket.job.key, ticket.charged, tokens, self._clock())
 
     def _too_much(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):

@@ -53,8 +53,9 @@ _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
-    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `written` are the tokens of
-    its longest answer that are known already, because it was begun elsewhere."""
+    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `labels` are those that
+    its key wants on a node; `written` are the tokens of its longest answer that are known already, because it was begun
+    elsewhere."""
 
     model: str
     prompt_bytes: int = 0
@@ -62,6 +63,7 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
     max_tokens: int | None = None
     choices: int = 1
     features: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
     written: int = 0
 
     def tokens_on(self, model: Model) -> int:
@@ -213,7 +215,7 @@ def place(
     `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
     which share of the prompt a node has read before.
     """
-    seen = tuple(_consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
+    seen = tuple(consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
     feasible = [candidate for candidate in seen if not candidate.why]
     if not feasible:
         return _refuse(view, request, seen, trials)
@@ -222,7 +224,7 @@ def place(
     return Placement(min(feasible, key=lambda one: (*policy.score(one, request), draw())), seen)
 
 
-def _consider(
+def consider(
     node: NodeView,
     request: Demand,
     ledger: Ledger,
@@ -231,6 +233,10 @@ def _consider(
     trials: Trials,
     warm: Mapping[NodeId, float],
 ) -> Candidate:
+    """Make one node's arithmetic for a request, and say why it may not be picked if so."""
+    if request.labels and not request.labels <= node.labels:
+        lacking = ", ".join(sorted(request.labels - node.labels))
+        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
@@ -328,6 +334,11 @@ def _too_long(model: Model, request: Demand) -> bool:
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
     known = [node for node in view.nodes if request.model in node.models]
+    if known and request.labels:
+        known = [node for node in known if request.labels <= node.labels]
+        if not known:
+            text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+            return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
     if not known:
         return NoPlacement(_no_model(view, request), seen)
     causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}

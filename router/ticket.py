@@ -71,9 +71,9 @@ class Ticket:
     """Base of both kinds: where the request is, what it has met, how it ended."""
 
     __slots__ = (
-        "arrived", "attempts", "begun", "chain", "crashes", "deadline", "demand", "entry", "fallen", "fingerprint",
-        "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name", "number",
-        "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "waiter", "warm",
+        "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
+        "fingerprint", "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name",
+        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -111,6 +111,7 @@ class Ticket:
         self.opened = False
         self.begun = False
         self.held = 0
+        self.charged: int | None = None
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""

@@ -57,6 +57,7 @@ class NodeView:
     draining: bool = False
     system: System = field(default_factory=System)
     enforcement: Enforcement = field(default_factory=Enforcement)
+    labels: frozenset[str] = frozenset()
 
     @property
     def life(self) -> int:
@@ -102,6 +103,7 @@ def view_of(
     heard_at: float,
     cordoned: bool = False,
     epoch: int = 0,
+    labels: frozenset[str] = frozenset(),
 ) -> NodeView:
     """Make a node's view from its report and what membership knows of it."""
     return NodeView(
@@ -118,6 +120,7 @@ def view_of(
         draining=report.draining,
         system=_honest_system(report.system),
         enforcement=_honest_enforcement(report.enforcement),
+        labels=labels,
     )
 
 

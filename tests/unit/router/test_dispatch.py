@@ -7,6 +7,7 @@ import pytest
 
 from router.dispatch import Dispatcher
 from router.placement import Demand, NoPlacement, Placement
+from router.quotas import KeyLimits, Quotas
 from router.settings import RouterSettings
 from router.ticket import CANCELLED, SLOW, Failure, Job, StreamTicket, Ticket, WholeTicket
 from router.view import ClusterView, NodeView, view_of
@@ -52,6 +53,7 @@ class Cluster:
         self.count = 0
         self.models = (a_model(),)
         self.engine = EngineState("x", "ready")
+        self.labels: dict[NodeId, frozenset[str]] = {}
         self.dispatcher = Dispatcher(self._send, RouterSettings(**settings), numbers=self._numbers,  # pyright: ignore
                                      clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
         self.nodes = nodes
@@ -77,7 +79,8 @@ class Cluster:
 
     def _view(self, node: NodeId) -> NodeView:
         report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
-        return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now)
+        return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now,
+                       labels=self.labels.get(node, frozenset()))  # fmt: skip
 
     def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
         asked = Demand("tiny", 100, **demand)  # pyright: ignore
@@ -729,3 +732,43 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
     cluster.engine = EngineState("x", "ready", restarts=1)
     cluster.report()
     assert served_by(cluster, "x" * 100) != first
+
+
+# what a key may take
+
+
+async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
+    limits = {"k": KeyLimits(concurrency=1, waiting=0)}
+    two.dispatcher.quotas = Quotas(limits.get)
+    first = two.submit()
+    second = two.submit()
+    assert isinstance(second.outcome, Refused)
+    assert second.outcome.code is Code.RATE_LIMITED
+    two.dispatcher.close(first)
+    assert two.dispatcher.quotas.running("k") == 0
+    third = two.submit()
+    two.finish()
+    assert isinstance(third.outcome, Finished)
+    assert two.dispatcher.quotas.running("k") == 0
+    two.memory = dict.fromkeys((A, B), a_memory(0))
+    two.report()
+    full = two.submit()
+    assert isinstance(full.outcome, Refused)
+    assert full.outcome.code is Code.OVER_SHARE, "it may not wait"
+    assert two.dispatcher.quotas.running("k") == 0
+    used = two.dispatcher.usage.drain()["k", "tiny"]
+    assert (used.requests, used.failed, used.prompt_tokens, used.completion_tokens) == (3, 2, 25, 3)
+    two.settled()
+
+
+async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two: Cluster):
+    two.dispatcher.quotas = Quotas({"k": KeyLimits(labels=("lab",))}.get)
+    ticket = two.submit()
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.NOT_ALLOWED
+    assert "labels that this API key is bound to (lab)" in ticket.outcome.message
+    two.labels = {B: frozenset({"lab", "home"})}
+    two.report()
+    for _ in range(4):
+        two.submit()
+    assert {node for node, _ in two.generates()} == {B}
