@@ -221,6 +221,13 @@ async def test_the_request_in_the_forward_ends_and_the_others_go_on(two: Cluster
     assert len(two.generates()) == 1
 
 
+async def test_a_request_that_broke_by_itself_is_not_placed_again(two: Cluster):
+    ticket = two.submit()
+    two.say(lambda number: Failed(number, "engine_error", "its sampling failed"))
+    assert ticket.outcome == Failure("engine_error", "its sampling failed")
+    assert len(two.generates()) == 1
+
+
 async def test_a_begun_request_survives_one_crash_only(two: Cluster):
     ticket = two.submit()
     say(two, 1)
