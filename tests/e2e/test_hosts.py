@@ -139,7 +139,7 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
         assert (chat.words, chat.end) == (tokens, "data: [DONE]"), "those of the dead Mac went on on the other"
     assert sum(chat.node == "macbook" for chat in answers) >= 8
     for chat in [*answers, *(each.result() for each in early)]:
-        # What was there has moved by then; it may wait for a place beside the others, and then has all of its work to do.
+        # What was there has moved by then; it may wait for a place beside the others, and then has all its work to do.
         working = (max(lengths) + chat.words) * 0.05 + 1
         assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK + working, chat
     assert {lab.chat(5, 2).result().node for _ in range(4)} == {"studio"}
