@@ -52,7 +52,7 @@ from router.placement import (
 from router.queue import AdmissionQueue
 from router.quotas import Quotas
 from router.reservations import Ledger
-from router.resume import Fall, fall_of, is_fault, patience, survives
+from router.resume import STOPS, Fall, fall_of, is_fault, patience, survives
 from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from router.usage import Usage
@@ -67,7 +67,9 @@ MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
 FAILING = "failing"
 """The state that placement sees of a node whose breaker is open."""
-SUSPECT, DRAINING = "suspect", "draining"
+READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
+LINKED = frozenset({READY, SUSPECT, DRAINING})
+"""States that placement and moves tell apart; in all others a node has no link that serves."""
 DECISIONS_KEPT = 1000
 ROWS_KEPT = 16
 """Nodes kept of each decision: enough to explain, bounded in a large cluster."""
@@ -160,9 +162,16 @@ class Dispatcher:
             correction = self._corrections.get(node.id)
             if correction is not None and correction.heard_at != node.heard_at:
                 del self._corrections[node.id]
+            self._returned(old.get(node.id), node)
             self._wake_soon(node.id)
             if (node.draining or node.state == DRAINING) and self.ledger.in_flight(node.id):
                 asyncio.get_running_loop().call_soon(self.move, node.id)
+
+    def _returned(self, before: NodeView | None, node: NodeView) -> None:
+        """Let a node that was away have again what was lost with it."""
+        if node.state == READY and before is not None and before.state not in LINKED:
+            for ticket in self._open.values():
+                ticket.lost.discard(node.id)
 
     def _follow(self, view: ClusterView) -> None:
         """Keep the arrays of a large cluster. They are imported here: a household need not carry numpy."""
@@ -211,7 +220,9 @@ class Dispatcher:
             self._end(ticket, Failure(frame.code, frame.message))
             return
         if fall is Fall.NODE:
-            self._fell(ticket, fall, Failure("node_lost", f"{ticket.node_name} stopped: {frame.message}"))
+            if frame.code == STOPS:
+                ticket.lost.add(node)
+            self._fell(ticket, fall, Failure("node_lost", f"{ticket.node_name} let go of it: {frame.message}"))
             return
         ticket.refused[node] = self._heard_at(node)  # its last report still calls the engine ready
         self._fell(ticket, fall, Failure("engine_crashed", frame.message))
@@ -224,6 +235,7 @@ class Dispatcher:
         for ticket in self._on(node):
             self.counters.nodes_lost += 1
             name = ticket.node_name
+            ticket.lost.add(node)
             why = Failure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
             self._fell(ticket, Fall.NODE, why)
 
@@ -239,12 +251,9 @@ class Dispatcher:
 
     def _fell(self, ticket: Ticket, fall: Fall, why: Failure) -> None:
         """Go on elsewhere with a request that its node let fall, if that is allowed and possible; else end it."""
-        node = ticket.node
         self._leave_node(ticket)
         if fall is Fall.NODE:
             ticket.losses += 1
-            if node is not None:
-                ticket.lost.add(node)
         else:
             ticket.crashes += 1
         if not survives(fall, ticket.losses, ticket.crashes) or not self._continues(ticket):

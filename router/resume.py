@@ -25,7 +25,8 @@ GROWTH = 64
 CRASHED = "engine_crashed"
 LOST = "engine_lost"
 """A node's word for requests that its engine had when it died, but that were not in the forward."""
-STOPPING = "node_stopping"
+STOPS, LINK_LOST = "node_stopping", "link_lost"
+"""A node's words for requests that it had when it stopped, and that came over an older link of its own."""
 SHORT_OF_MEMORY = frozenset({"no_headroom", "memory_pressure"})
 """Failures that are no fault of the engine."""
 
@@ -40,12 +41,12 @@ class Fall(Enum):
 
 def fall_of(code: str) -> Fall | None:
     """Read a node's word for a broken request; None: it is broken for good, whoever asks again."""
-    return {CRASHED: Fall.FORWARD, LOST: Fall.ENGINE, STOPPING: Fall.NODE}.get(code)
+    return {CRASHED: Fall.FORWARD, LOST: Fall.ENGINE, STOPS: Fall.NODE, LINK_LOST: Fall.NODE}.get(code)
 
 
 def is_fault(code: str) -> bool:
     """Say whether a node's word for a broken request speaks against its engine."""
-    return code != STOPPING and code not in SHORT_OF_MEMORY
+    return fall_of(code) is not Fall.NODE and code not in SHORT_OF_MEMORY
 
 
 def survives(fall: Fall, losses: int, crashes: int) -> bool:

@@ -1,6 +1,7 @@
 """A Mac goes while it writes: its streams go on elsewhere, word for word, and nobody notices."""
 
 import json
+import signal
 import tempfile
 import threading
 import time
@@ -23,6 +24,8 @@ TOKENS = 500
 NODES = ("one", "two")
 NOTICED = 1.0
 """Seconds of silence that a client may hear beside the time of writing its prompt and text again."""
+SUSPECTED = 3.0
+"""Seconds of a node's silence after which its streams go on elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,7 @@ def undisturbed(pair: Pool) -> list[Heard]:
         return [each.result() for each in [start(Chat(pair, number).run) for number in range(STREAMS)]]
 
 
-def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: float) -> None:
+def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: float, noticed: float = NOTICED) -> None:
     gap = max(heard.gap(after.since) for heard in after.heard)
     usual = max(heard.gap(0.0) for heard in undisturbed)
     print(f"{after.moved} of {STREAMS} streams moved from {after.victim}: longest gap {gap:.2f} s, "
@@ -149,7 +152,7 @@ def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: floa
         assert (heard.last, len(heard.ids)) == ("data: [DONE]", 1)
         assert heard.usage["completion_tokens"] == whole.usage["completion_tokens"] == TOKENS
         assert heard.usage["prompt_tokens"] == whole.usage["prompt_tokens"]
-    assert gap <= NOTICED + rewriting + usual
+    assert gap <= noticed + rewriting + usual
 
 
 def rewriting(pair: Pool, count: int) -> float:
@@ -205,10 +208,31 @@ def test_a_mac_is_taken_away_under_twelve_streams_and_nobody_notices(pair: Pool,
 
     def stop(name: str) -> None:
         left.append(pair.nodes[name])
-        pair.nodes[name].signal(15)
+        pair.nodes[name].signal(signal.SIGTERM)
 
     after = told(pair, stop)
     assert left[0].popen.wait(15) == 0
     unnoticed(pair, after, undisturbed, again)
     until(lambda: at_rest(pair, next(name for name in NODES if name != after.victim)), what="at rest")
     rejoined(pair, after.victim)
+
+
+def test_a_mac_falls_asleep_under_twelve_streams_and_its_late_words_change_nothing(
+    pair: Pool, undisturbed: list[Heard]
+) -> None:
+    again = rewriting(pair, STREAMS)
+    asleep: list[Process] = []
+
+    def sleep(name: str) -> None:
+        asleep.append(pair.nodes[name])
+        pair.nodes[name].signal(signal.SIGSTOP)
+        until(lambda: pair.node(name)["state"] == "suspect", what="it is suspected")
+        until(lambda: pair.node(name)["in_flight"] == 0, what="all have moved")
+        pair.nodes[name].signal(signal.SIGCONT)
+
+    try:
+        after = told(pair, sleep)
+    finally:
+        asleep[0].signal(signal.SIGCONT)
+    unnoticed(pair, after, undisturbed, again, SUSPECTED + NOTICED)
+    until(lambda: pair.serves(after.victim) and at_rest(pair, after.victim), what="it is back, and has let go of them")

@@ -221,6 +221,13 @@ async def test_the_request_in_the_forward_ends_and_the_others_go_on(two: Cluster
     assert len(two.generates()) == 1
 
 
+async def test_a_request_that_broke_by_itself_is_not_placed_again(two: Cluster):
+    ticket = two.submit()
+    two.say(lambda number: Failed(number, "engine_error", "its sampling failed"))
+    assert ticket.outcome == Failure("engine_error", "its sampling failed")
+    assert len(two.generates()) == 1
+
+
 async def test_a_begun_request_survives_one_crash_only(two: Cluster):
     ticket = two.submit()
     say(two, 1)
@@ -406,6 +413,36 @@ async def test_who_would_lose_much_waits_longer_for_a_silent_node(two: Cluster):
     await silence(two, first[0], 8.0)
     assert len(two.generates()) == 2
     assert ticket.node == other_than(first[0])
+
+
+async def test_a_node_that_comes_back_may_go_on_with_what_was_lost_with_it(two: Cluster):
+    ticket = two.submit()
+    say(two, 1)
+    taken(ticket)
+    first = two.last()[0]
+    full(two, other(two))
+    two.state[first] = "lost"
+    two.report(first)
+    lose(two)
+    assert ticket.entry is not None
+    two.state[first] = "joining"
+    two.report(first)
+    two.state[first] = "ready"
+    two.report(first)
+    await turn()
+    assert two.last()[0] == first
+    assert generate(two).resume == ((1,),)
+
+
+async def test_an_older_link_s_end_loses_nothing():
+    cluster = Cluster(A)
+    ticket = cluster.submit()
+    say(cluster, 1)
+    taken(ticket)
+    cluster.say(lambda number: Failed(number, "link_lost", "the older of two links to the node was lost"))
+    assert resumes(cluster) == [(), ((1,),)]
+    cluster.finish()
+    cluster.settled()
 
 
 async def test_a_stopping_node_s_word_is_a_lost_node(two: Cluster):
