@@ -25,6 +25,7 @@ from coordinator.loads import Done, Loads
 from coordinator.registry import Registry, measured, standing
 from coordinator.store import AUDIT_KEPT
 from router.dialects.openapi import openapi_schemas
+from router.history import STORIES_KEPT, History, Story
 from router.keys import KeyRing, credential
 from router.placement import Demand, NoPlacement, Placement, explain
 from router.problems import NO_KEY, WRONG_KEY, Problem, failed, invalid, missing_scope, not_found
@@ -97,6 +98,7 @@ class Traffic(Protocol):
     """What the API reads of the dispatcher."""
 
     usage: Usage
+    history: History
 
     def in_flight(self, node: NodeId) -> int:
         """Requests on a node."""
@@ -104,6 +106,10 @@ class Traffic(Protocol):
 
     def waiting(self) -> int:
         """Requests that wait for a node."""
+        ...
+
+    def now(self) -> float:
+        """The clock of its times."""
         ...
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:
@@ -193,6 +199,9 @@ class Api:
             ("POST", "/models/unload", "admin", self.unload),
             ("POST", "/models/profile", "admin", self.profile),
             ("POST", "/place", "metrics", self.place),
+            ("GET", "/requests", "metrics", self.requests),
+            ("GET", "/requests/{request_id}", "metrics", self.request),
+            ("GET", "/decisions", "admin", self.decisions),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
             ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
@@ -392,12 +401,43 @@ class Api:
             "node": None,
             "name": None,
             "refused": None,
-            "candidates": explain(result),
+            "candidates": explain(result.candidates, result.chosen.node if isinstance(result, Placement) else None),
         }
         if isinstance(result, Placement):
             return {**answer, "node": result.chosen.node, "name": result.chosen.name}
         problem = problem_of(result.refused)
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
+
+    async def requests(self, last: Annotated[int, Query(ge=1, le=STORIES_KEPT)] = 50) -> dict[str, Any]:
+        """List the newest requests that have ended, oldest first, with the times of each step."""
+        return {"schema": 1, "requests": [_told(story) for story in list(self._traffic.history.stories)[-last:]]}
+
+    async def request(self, request_id: str) -> dict[str, Any]:
+        """Give everything that is kept of a request: steps, end, and each decision with every node's arithmetic."""
+        history = self._traffic.history
+        stories, decisions = history.told(request_id), history.decided_on(request_id)
+        if not stories and not decisions:
+            raise ProblemError(Problem(404, "request_not_found", f"nothing is kept of a request {request_id[:100]!r}: "
+                               f"the newest {STORIES_KEPT} are"))  # fmt: skip
+        return {
+            "schema": 1,
+            "requests": [_told(story) for story in stories],
+            "decisions": [
+                {
+                    "seconds_ago": round(self._traffic.now() - one.at, 3),
+                    "demand": msgspec.to_builtins(one.demand),
+                    "chosen": one.chosen,
+                    "refused": None if one.refused is None else one.refused.message,
+                    "nodes": one.nodes,
+                    "candidates": one.rows(),
+                }
+                for one in decisions
+            ],
+        }
+
+    async def decisions(self) -> Response:
+        """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
+        return StreamingResponse(self._traffic.history.lines(), media_type="application/jsonl")
 
     def _find(self, node: str) -> NodeId:
         found = self._registry.find(node)
@@ -503,6 +543,11 @@ class Api:
                 )
             )  # fmt: skip
         raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))
+
+
+def _told(story: Story) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(story)
+    return {**told, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
 
 
 def _subject(given: Mapping[str, Any], answer: Any) -> str:

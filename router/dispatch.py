@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from router.columns import Columns
 from router.affinity import Affinity, Chain, chain_of
 from router.breaker import Breakers
+from router.history import History, Story
 from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
@@ -46,7 +46,6 @@ from router.placement import (
     Placement,
     Policy,
     away,
-    explain,
     place,
 )
 from router.queue import AdmissionQueue
@@ -70,26 +69,9 @@ FAILING = "failing"
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
 LINKED = frozenset({READY, SUSPECT, DRAINING})
 """States that placement and moves tell apart; in all others a node has no link that serves."""
-DECISIONS_KEPT = 1000
-ROWS_KEPT = 16
-"""Nodes kept of each decision: enough to explain, bounded in a large cluster."""
 SWEEP_SECONDS = 0.25
 ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
 """Final on one node, not in the cluster: another may be larger."""
-
-
-class Decision(msgspec.Struct, frozen=True, gc=False):
-    """One placement as it was made. `at` in monotonic seconds."""
-
-    at: float
-    request_id: str
-    key: str
-    demand: Demand
-    result: Placement | NoPlacement
-
-    def rows(self) -> list[dict[str, object]]:
-        """Give every node's arithmetic as plain rows."""
-        return explain(self.result)
 
 
 STOPPING = "the coordinator is stopping: send it again"
@@ -129,7 +111,7 @@ class Dispatcher:
         self._columns: Columns | None = None
         self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
-        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+        self.history = History()
         self.orders = Orders(send, lambda: numbers()[0])
         self._corrections: dict[NodeId, Correction] = {}
         self._live: dict[int, Ticket] = {}
@@ -251,6 +233,7 @@ class Dispatcher:
 
     def _fell(self, ticket: Ticket, fall: Fall, why: Failure) -> None:
         """Go on elsewhere with a request that its node let fall, if that is allowed and possible; else end it."""
+        ticket.mark(self._clock(), f"dropped: {why.message}", ticket.node_name)
         self._leave_node(ticket)
         if fall is Fall.NODE:
             ticket.losses += 1
@@ -296,6 +279,7 @@ class Dispatcher:
             return False
         ticket.demand = asked
         self._kept(ticket, result)
+        ticket.mark(self._clock(), "moved away", where[2])
         ticket.losses += 1
         self.counters.moves += 1
         self._free(node, where[0])
@@ -376,13 +360,13 @@ class Dispatcher:
         """Whether nobody is here: what a drain waits for."""
         return not self._open
 
+    def now(self) -> float:
+        """Give the time of the clock that all times here are of."""
+        return self._clock()
+
     def in_flight(self, node: NodeId) -> int:
         """Give how many requests are on a node."""
         return self.ledger.in_flight(node)
-
-    def explained(self, request_id: str) -> list[Decision]:
-        """Give the kept decisions about one request, oldest first."""
-        return [decision for decision in self.decisions if decision.request_id == request_id]
 
     def waiting(self) -> int:
         """Give how many requests wait for a node."""
@@ -435,7 +419,7 @@ class Dispatcher:
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Keep a decision, to be explained later."""
         job = ticket.job
-        self.decisions.append(Decision(self._clock(), job.request_id, job.key, ticket.demand, _short(result)))
+        self.history.decided(self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes))
         return result
 
     def _seen(self, view: ClusterView) -> ClusterView:
@@ -463,7 +447,9 @@ class Dispatcher:
         self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens, min(need, chosen.weights))
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
-        self.breakers.tried(chosen.node, request, self._clock())
+        now = self._clock()
+        self.breakers.tried(chosen.node, request, now)
+        ticket.mark(now, "resumed" if known else "sent", chosen.name)
         sent = False
         try:
             sent = self._send(chosen.node, frame)
@@ -471,6 +457,7 @@ class Dispatcher:
             if not sent:
                 self._leave_node(ticket)
                 ticket.refused[chosen.node] = self._heard_at(chosen.node)
+                ticket.mark(now, "no link", chosen.name)
         return sent
 
     def _leave_node(self, ticket: Ticket) -> None:
@@ -508,6 +495,7 @@ class Dispatcher:
             self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
             return
         ticket.entry, ticket.queued_at = entry, now
+        ticket.mark(now, "queued")
         self.counters.queue_entries += 1
         if ticket.fallen is not None:
             self._keep(ticket, result)
@@ -608,6 +596,7 @@ class Dispatcher:
     def _first(self, ticket: Ticket) -> None:
         now = self._clock()
         ticket.first_at = now
+        ticket.mark(now, "first token", ticket.node_name)
         self.ledger.admitted(ticket.request)
         self.counters.first_tokens += 1
         self.counters.first_token_seconds += now - ticket.arrived
@@ -631,6 +620,7 @@ class Dispatcher:
     def _refused(self, ticket: Ticket, node: NodeId, frame: Refusal) -> None:
         refused = frame.refused
         self.counters.refused(refused.code.value)
+        ticket.mark(self._clock(), f"refused: {refused.code}", ticket.node_name)
         self._leave_node(ticket)
         if refused.code in FINAL and refused.code not in ELSEWHERE:
             self._deny(ticket, refused)
@@ -669,8 +659,10 @@ class Dispatcher:
         self._leave_node(ticket)
         self._account(ticket, outcome)
         self.counters.ended(_label(outcome))
+        seconds = self._clock() - ticket.arrived
         self.counters.durations += 1
-        self.counters.duration_seconds += self._clock() - ticket.arrived
+        self.counters.duration_seconds += seconds
+        self.history.stories.append(_story(ticket, outcome, seconds))
         ticket.end(outcome)
 
     def _account(self, ticket: Ticket, outcome: Outcome) -> None:
@@ -757,13 +749,15 @@ def _counted(demand: Demand, tokens: int) -> Demand:
     return replace(demand, prompt_tokens=max(0, tokens))
 
 
-def _short(result: Placement | NoPlacement) -> Placement | NoPlacement:
-    if len(result.candidates) <= ROWS_KEPT:
-        return result
-    kept = result.candidates[:ROWS_KEPT]
-    if isinstance(result, Placement):
-        return Placement(result.chosen, (result.chosen, *(one for one in kept if one is not result.chosen)))
-    return NoPlacement(result.refused, kept, result.ask)
+def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
+    job = ticket.job
+    steps = tuple(ticket.steps)
+    if isinstance(outcome, Finished):
+        return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, "ok", "", steps,
+                     outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
+                     outcome.timings)  # fmt: skip
+    return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
+                 outcome.message, steps, ticket.demand.prompt_tokens)  # fmt: skip
 
 
 def _label(outcome: Outcome) -> str:

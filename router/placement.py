@@ -23,7 +23,7 @@ and the absent ones included.
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -491,10 +491,9 @@ def retry_after(candidate: Candidate) -> float:
     return min(RETRY_MOST, max(RETRY_LEAST, answer / candidate.in_flight))
 
 
-def explain(result: Placement | NoPlacement) -> list[dict[str, object]]:
-    """Give the whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
-    chosen = result.chosen.node if isinstance(result, Placement) else None
-    return [_row(candidate, candidate.node == chosen) for candidate in result.candidates]
+def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
+    """Give a whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
+    return [_row(candidate, candidate.node == chosen) for candidate in candidates]
 
 
 def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:

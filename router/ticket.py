@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from router.affinity import NOWHERE, Chain
+from router.history import Step
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
 from router.resume import MOST_KNOWN
@@ -19,6 +20,7 @@ from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Refused
 
+MOST_STEPS = 64
 DELTA_BYTES = 256
 """What one waiting delta, and one kept tool call, costs besides its text."""
 LOGPROB_BYTES = 96
@@ -73,7 +75,7 @@ class Ticket:
     __slots__ = (
         "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
         "fingerprint", "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name",
-        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "waiter", "warm",
+        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "steps", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -112,6 +114,13 @@ class Ticket:
         self.begun = False
         self.held = 0
         self.charged: int | None = None
+        self.steps: list[Step] = []
+
+    def mark(self, now: float, what: str, node: str = "") -> None:
+        """Remember a step of its way, `now` in monotonic seconds; the first and the last of too many."""
+        if len(self.steps) >= MOST_STEPS:
+            del self.steps[MOST_STEPS // 2]
+        self.steps.append(Step(now - self.arrived, what, node))
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""

@@ -41,6 +41,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "unload": ("POST /api/v1/models/unload",),
     "profile": ("POST /api/v1/models/profile",),
     "place": ("POST /api/v1/place",),
+    "explain": ("GET /api/v1/requests", "GET /api/v1/requests/{request_id}", "GET /api/v1/decisions"),
+    "replay": "reads a file",
     "chat": ("POST /v1/chat/completions", "GET /v1/models"),
     "env": "prints what the state folder says",
     "token": "a group",

@@ -19,6 +19,8 @@ COMMANDS = {
     "profile": ("coordinator.cli.models:profile", "Measure anew what a model takes on a node."),
     "place": ("coordinator.cli.use:place", "Show where a request would go, with every node's arithmetic."),
     "simulate": ("coordinator.cli.simulate:simulate", "Play a pool in virtual time, under every placement policy."),
+    "explain": ("coordinator.cli.use:explain", "Show what became of a request, and why it went where it went."),
+    "replay": ("coordinator.cli.use:replay", "Take recorded decisions again by another policy."),
     "chat": ("coordinator.cli.use:chat", "Ask a model something."),
     "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),
     "token": ("coordinator.cli.access:token", "Make, list and revoke join tokens."),

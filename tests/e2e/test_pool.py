@@ -583,3 +583,31 @@ def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> 
         )  # fmt: skip
         assert refused.returncode in (1, 2)
         assert said in refused.stderr
+
+
+def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("studio")
+    cluster_pool.join("macbook", "engine.scripted.memory=36GiB")
+    answer = client(cluster_pool).chat.completions.with_raw_response.create(
+        model="scripted-1", messages=MESSAGES, max_tokens=5, extra_headers={"x-request-id": "why-there"}
+    )
+    told = cluster_pool.cli("explain", "why-there")
+    (story,) = told["requests"]
+    assert [step["what"] for step in story["steps"]] == ["sent", "first token"]
+    assert story["steps"][0]["node"] == answer.headers["x-macpool-node"]
+    (decision,) = told["decisions"]
+    assert {one["name"] for one in decision["candidates"]} == {"studio", "macbook"}
+    shown = cluster_pool.run("explain", "why-there", "--state", str(cluster_pool.state)).stdout
+    assert "first token" in shown
+    assert "HEADROOM" in shown
+    assert "why-there" in cluster_pool.run("explain", "--state", str(cluster_pool.state)).stdout
+    file = cluster_pool.folder / "decisions.jsonl"
+    assert cluster_pool.run("explain", "--export", str(file), "--state", str(cluster_pool.state)).returncode == 0
+    again = cluster_pool.run("replay", str(file), "--policy", "most_headroom")
+    assert "1 decisions, 0 of them refusals" in again.stdout
+    file.write_text("junk\n")
+    wrong = cluster_pool.run("replay", str(file), "--policy", "balanced")
+    assert wrong.returncode == 2
+    assert "line 1" in wrong.stderr
+    assert cluster_pool.run("explain", "nobody", "--state", str(cluster_pool.state)).returncode == 5

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from coordinator.store import MemberRow
+from router.history import read_line
 from router.placement import Demand
 from router.ticket import Job
 from tests.support.application import Application, application
@@ -134,3 +135,27 @@ async def test_every_administrative_act_is_written_down_with_who_did_it(built: A
     reader = built.admin.create_key("reader", ["infer", "metrics"], None)["key"]
     async with client(built, reader) as one:
         assert (await one.get("/api/v1/audit")).status_code == 403
+
+
+# requests, explained
+
+
+async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, waiting=0)
+    async with client(built, made["key"]) as one:
+        answer = await one.post("/v1/chat/completions", json=chat(), headers={"x-request-id": "mine-1"})
+        assert answer.status_code == 429
+        assert (await one.get("/api/v1/requests/mine-1")).status_code == 403, "it shows other keys' requests"
+    told = (await admin.get("/api/v1/requests/mine-1")).json()
+    (story,) = told["requests"]
+    assert (story["outcome"], story["key"], story["model"]) == ("over_share", made["id"], "tiny")
+    (decision,) = told["decisions"]
+    assert decision["chosen"] is None
+    assert "no node of the cluster" in decision["refused"]
+    listed = (await admin.get("/api/v1/requests?last=1")).json()["requests"]
+    assert listed == told["requests"]
+    missing = await admin.get("/api/v1/requests/nobody")
+    assert missing.status_code == 404
+    assert "the newest 1000 are" in missing.json()["error"]["message"]
+    lines = (await admin.get("/api/v1/decisions")).content.splitlines()
+    assert read_line(lines[-1]).request_id == "mine-1"

@@ -679,7 +679,7 @@ async def test_shutdown_tells_everybody(two: Cluster):
 async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
     two.submit()
     two.refuse()
-    decisions = two.dispatcher.explained("r0")
+    decisions = two.dispatcher.history.decided_on("r0")
     assert len(decisions) == 2
     assert [row["chosen"] for row in decisions[0].rows()].count(True) == 1
     assert "refused this request" in str(decisions[1].rows())

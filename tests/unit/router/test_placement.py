@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.placement import (
     POLICIES,
+    Candidate,
     Correction,
     Demand,
     NoPlacement,
@@ -54,6 +55,10 @@ def chosen(result: Placement | NoPlacement) -> str:
 def refused(result: Placement | NoPlacement) -> Refused:
     assert isinstance(result, NoPlacement), result
     return result.refused
+
+
+def told(result: Placement | NoPlacement) -> tuple[tuple[Candidate, ...], NodeId | None]:
+    return result.candidates, result.chosen.node if isinstance(result, Placement) else None
 
 
 def why(result: Placement | NoPlacement, name: str) -> str:
@@ -401,7 +406,7 @@ def test_nodes_that_are_all_away_are_named():
 
 
 def test_explain_shows_every_node_with_its_arithmetic():
-    rows = explain(decide(node("a"), node("b", a_memory(MIB))))
+    rows = explain(*told(decide(node("a"), node("b", a_memory(MIB)))))
     assert [(row["name"], row["chosen"], row["feasible"]) for row in rows] == [("a", True, True), ("b", False, False)]
     assert rows[1]["headroom"] == MIB
     assert rows[1]["code"] == "no_headroom"
@@ -454,7 +459,7 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
     assert {candidate.node for candidate in result.candidates if candidate.feasible} == fits
     if isinstance(result, Placement):
         assert result.chosen.node in fits
-        assert [row["chosen"] for row in explain(result)].count(True) == 1
+        assert [row["chosen"] for row in explain(*told(result))].count(True) == 1
     else:
         assert not fits
         assert all(candidate.why for candidate in result.candidates)
