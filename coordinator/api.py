@@ -79,6 +79,12 @@ class Labels(Body):
     labels: Annotated[list[Annotated[str, Field(pattern=LABEL)]], Field(max_length=16)]
 
 
+class Drain(Body):
+    """How long to wait until a node has no requests."""
+
+    wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
+
+
 class DryRun(Body):
     """A request to place without sending it."""
 
@@ -110,6 +116,10 @@ class Traffic(Protocol):
 
     def now(self) -> float:
         """The clock of its times."""
+        ...
+
+    async def emptied(self, node: NodeId, seconds: float) -> int:
+        """Move what runs on a node, and wait until it has nothing."""
         ...
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:
@@ -192,6 +202,7 @@ class Api:
             ("GET", "/nodes/{node}/logs", "admin", self.logs),
             ("POST", "/nodes/{node}/cordon", "admin", self.cordon),
             ("POST", "/nodes/{node}/uncordon", "admin", self.uncordon),
+            ("POST", "/nodes/{node}/drain", "admin", self.drain),
             ("PUT", "/nodes/{node}/labels", "admin", self.label),
             ("DELETE", "/nodes/{node}", "admin", self.remove),
             ("GET", "/models", "infer", self.models),
@@ -343,6 +354,15 @@ class Api:
     async def uncordon(self, node: str) -> dict[str, Any]:
         """Send requests to a node again."""
         return self._set_cordon(node, on=False)
+
+    async def drain(self, node: str, body: Drain) -> dict[str, Any]:
+        """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.
+
+        It stays cordoned until it is uncordoned."""
+        found = self._find(node)
+        self._registry.cordon(found, on=True)
+        left = await self._traffic.emptied(found, body.wait_seconds)
+        return {"schema": 1, "node": found, "cordoned": True, "left": left}
 
     def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find(node)

@@ -51,6 +51,10 @@ class Placing(Protocol):
         """What ran there must go on elsewhere."""
         ...
 
+    def forget(self, node: NodeId) -> None:
+        """It is no member any more."""
+        ...
+
 
 class Registry:
     """Members and their state. `wall` gives Unix seconds; everything else is in the loop's seconds."""
@@ -256,6 +260,8 @@ class Registry:
     def _forget(self, node: NodeId) -> None:
         for kept in (self._reports, self._heard, self._versions, self._views):
             kept.pop(node, None)
+        if self.placing is not None:
+            self.placing.forget(node)
 
     def _plan(self) -> None:
         due = membership.next_deadline(self._pool, self._loop.time())

@@ -123,6 +123,7 @@ class Dispatcher:
         self._changed: set[NodeId] = set()
         self._wake_due = False
         self._silent: dict[NodeId, float] = {}
+        self._emptying: dict[NodeId, list[asyncio.Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._interval = min(SWEEP_SECONDS, settings.queue_seconds / 4, settings.keepalive_seconds / 4,
                              settings.slow_client_seconds / 4)  # fmt: skip
@@ -148,6 +149,8 @@ class Dispatcher:
             self._wake_soon(node.id)
             if (node.draining or node.state == DRAINING) and self.ledger.in_flight(node.id):
                 asyncio.get_running_loop().call_soon(self.move, node.id)
+        for node_id in self._emptying:
+            asyncio.get_running_loop().call_soon(self.move, node_id)
 
     def _returned(self, before: NodeView | None, node: NodeView) -> None:
         """Let a node that was away have again what was lost with it."""
@@ -220,6 +223,38 @@ class Dispatcher:
             ticket.lost.add(node)
             why = Failure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
             self._fell(ticket, Fall.NODE, why)
+
+    def forget(self, node: NodeId) -> None:
+        """Forget all that is known of a node that is no member any more. Whatever is kept by node is dropped here."""
+        self.affinity.forget(node)
+        self.breakers.forget(node)
+        self.ledger.forget(node)
+        self._changed.discard(node)
+        for kept in (self._corrections, self._silent):
+            kept.pop(node, None)
+        for ticket in self._open.values():
+            ticket.lost.discard(node)
+            ticket.warm = {other: share for other, share in ticket.warm.items() if other != node}
+            for tried in (ticket.refused, ticket.never):
+                tried.pop(node, None)
+
+    async def emptied(self, node: NodeId, seconds: float) -> int:
+        """Take the requests off a node and wait until it has none, for `seconds` at most; those for which nobody has
+        room are moved when somebody has, or end there. Give how many are left."""
+        empty = asyncio.Event()
+        self._emptying.setdefault(node, []).append(empty)
+        self.move(node)
+        try:
+            if self.ledger.in_flight(node):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await empty.wait()
+        finally:
+            waiting = self._emptying[node]
+            waiting.remove(empty)
+            if not waiting:
+                del self._emptying[node]
+        return self.ledger.in_flight(node)
 
     def move(self, node: NodeId) -> int:
         """Take the requests off a node that still lives, so that nobody notices that it goes: they go on elsewhere from
@@ -471,6 +506,9 @@ class Dispatcher:
         self._live.pop(request, None)
         self.ledger.release(request)
         self.breakers.let_go(node, request)
+        if node in self._emptying and not self.ledger.in_flight(node):
+            for waits in self._emptying[node]:
+                waits.set()
         self._wake_soon(node)
 
     def _heard_at(self, node: NodeId) -> float:

@@ -119,6 +119,14 @@ class Ledger:
         account.requests.discard(request)
         return True
 
+    def forget(self, node: NodeId) -> None:
+        """Forget the account of a node that is no member any more and has nothing open, and what is kept there."""
+        if not self.in_flight(node):
+            self._accounts.pop(node, None)
+        for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
+            del self._holds[waiting]
+        self._touched.discard(node)
+
     def _settle(self, account: Account, request: int, promise: _Promise) -> None:
         promise.settled = True
         self._touched.add(promise.node)

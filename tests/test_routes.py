@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes logs": ("GET /api/v1/nodes/{node}/logs",),
     "nodes cordon": ("POST /api/v1/nodes/{node}/cordon",),
     "nodes uncordon": ("POST /api/v1/nodes/{node}/uncordon",),
+    "nodes drain": ("POST /api/v1/nodes/{node}/drain",),
     "nodes label": ("PUT /api/v1/nodes/{node}/labels",),
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),

@@ -611,3 +611,26 @@ def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool)
     assert wrong.returncode == 2
     assert "line 1" in wrong.stderr
     assert cluster_pool.run("explain", "nobody", "--state", str(cluster_pool.state)).returncode == 5
+
+
+def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    for name in ("one", "two"):
+        cluster_pool.join(name, "engine.scripted.step_ms=20")
+    api = client(cluster_pool)
+    asked: Any = {"model": "scripted-1", "messages": MESSAGES, "max_tokens": 150}
+    undisturbed = api.chat.completions.create(**asked).choices[0].message.content
+    response = api.chat.completions.with_raw_response.create(**asked, stream=True)
+    chunks = iter(response.parse())
+    text = [next(chunks).choices[0].delta.content or "" for _ in range(5)]
+    where = response.headers["x-macpool-node"]
+    drained = cluster_pool.cli("nodes", "drain", where, "--wait", "20s")
+    assert drained["left"] == 0
+    text += [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(text) == undisturbed
+    assert cluster_pool.node(where)["cordoned"] is True
+    assert cluster_pool.node(where)["in_flight"] == 0
+    acts = [(act["action"], act["actor"]) for act in cluster_pool.cli("audit")["acts"]]
+    assert ("drain", "local") in acts
+    assert acts.count(("joined", "node")) == 2
+    cluster_pool.cli("nodes", "uncordon", where)

@@ -801,3 +801,47 @@ async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two
     for _ in range(4):
         two.submit()
     assert {node for node, _ in two.generates()} == {B}
+
+
+# taking a node away
+
+
+async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Cluster):
+    ticket = two.submit()
+    where, _ = two.last()
+    two.speak("hello")
+    emptied = asyncio.create_task(two.dispatcher.emptied(where, 5.0))
+    await turn()
+    other, _ = two.last()
+    assert other != where
+    assert await emptied == 0
+    assert two.dispatcher.in_flight(where) == 0
+    assert ticket.outcome is None
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+    two.settled()
+
+
+async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
+    two.submit()
+    where, _ = two.last()
+    two.speak("hello")
+    other = B if where == A else A
+    two.memory[other] = a_memory(0)
+    two.report()
+    assert await two.dispatcher.emptied(where, 0.01) == 1, "it runs on where it is"
+    first, second = (asyncio.create_task(two.dispatcher.emptied(where, 5.0)) for _ in range(2))
+    await turn()
+    two.memory[other] = a_memory()
+    two.report()
+    assert await first == await second == 0
+    assert two.last()[0] == other
+
+
+async def test_what_ends_by_itself_empties_the_node_too(one: Cluster):
+    one.submit()
+    waits = asyncio.create_task(one.dispatcher.emptied(A, 5.0))
+    await turn()
+    one.finish()
+    assert await waits == 0
+    assert await one.dispatcher.emptied(A, 5.0) == 0
