@@ -203,6 +203,12 @@ class Registry:
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
 
+    def label(self, node: NodeId, labels: tuple[str, ...]) -> None:
+        """Give a node these labels, in place of all that it had."""
+        self._store.put_member(replace(self._row(node), labels=labels))
+        self._views.pop(node, None)
+        self._publish()
+
     def remove(self, node: NodeId) -> None:
         """Revoke a node at once: its certificate, its links, its membership."""
         self.links.hang_up(
@@ -300,7 +306,7 @@ class Registry:
     def _new_view(self, node: NodeId) -> NodeView:
         member, name, report = self._pool.members[node], self._row(node).name, self._reports.get(node)
         if report is None:
-            return NodeView(node, name, member.state, member.cordoned)
+            return NodeView(node, name, member.state, member.cordoned, labels=frozenset(self._row(node).labels))
         return view_of(
             report,
             node=node,
@@ -309,6 +315,7 @@ class Registry:
             heard_at=self._heard[node],
             cordoned=member.cordoned,
             epoch=member.link,
+            labels=frozenset(self._row(node).labels),
         )
 
     def _row(self, node: NodeId) -> MemberRow:
@@ -363,6 +370,7 @@ class Registry:
             "state": member.state.value,
             "reason": member.reason,
             "cordoned": member.cordoned,
+            "labels": list(row.labels),
             "chip": row.hardware.chip,
             "memory": row.hardware.memory,
             "system": row.hardware.system,

@@ -31,6 +31,7 @@ import msgspec
 
 from router.affinity import NOWHERE
 from router.reservations import Ledger
+from router.resume import GROWTH
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
@@ -52,7 +53,9 @@ _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
-    """What a request asks of a node. `prompt_tokens` is None until a node has counted them."""
+    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `labels` are those that
+    its key wants on a node; `written` are the tokens of its longest answer that are known already, because it was
+    begun elsewhere."""
 
     model: str
     prompt_bytes: int = 0
@@ -60,6 +63,8 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
     max_tokens: int | None = None
     choices: int = 1
     features: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
+    written: int = 0
 
     def tokens_on(self, model: Model) -> int:
         """Give the prompt's tokens: exact, or estimated and then never more than the context."""
@@ -72,6 +77,8 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
         """Give the output tokens to reserve for each choice: what this model usually writes, or less if asked, and no
         more than the context leaves after `tokens` of prompt."""
         usual = model.expected_output
+        if self.written:
+            usual = max(usual, self.written + GROWTH)
         if self.max_tokens is not None and self.max_tokens < usual:
             usual = self.max_tokens
         room = model.context - tokens
@@ -139,12 +146,14 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
     """What this request has met so far: nodes that refused it (with the time of the report that they refused under),
-    nodes that said they could never hold it, and nodes that were lost with it."""
+    nodes that said they could never hold it, and nodes that were lost with it. An answer that was begun goes on only
+    with the model of that `fingerprint`; empty: with any."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
     lost: Collection[NodeId] = ()
     waiting: int = -1
+    fingerprint: str = ""
 
 
 FIRST = Trials()
@@ -225,6 +234,9 @@ def consider(
     warm: Mapping[NodeId, float],
 ) -> Candidate:
     """Make one node's arithmetic for a request, and say why it may not be picked if so."""
+    if request.labels and not request.labels <= node.labels:
+        lacking = ", ".join(sorted(request.labels - node.labels))
+        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
@@ -247,7 +259,8 @@ def consider(
             why, code = verdict.message, verdict.code
     account = ledger.account(node.id)
     known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
-    ttft = (node.engine.queued_tokens + account.tokens + tokens * (1.0 - known)) / model.prefill_speed
+    ahead = node.engine.queued_tokens + account.tokens + request.written
+    ttft = (ahead + tokens * (1.0 - known)) / model.prefill_speed
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
@@ -281,7 +294,7 @@ def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Tr
         )
     if _too_long(model, request):
         return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", Code.CONTEXT
-    return _FIT if trials is FIRST else _tried(node, trials)
+    return _FIT if trials is FIRST else _tried(node, model, trials)
 
 
 def away(node: NodeView, now: float) -> tuple[str, Code | None]:
@@ -300,7 +313,9 @@ def away(node: NodeView, now: float) -> tuple[str, Code | None]:
     return _FIT
 
 
-def _tried(node: NodeView, trials: Trials) -> tuple[str, Code | None]:
+def _tried(node: NodeView, model: Model, trials: Trials) -> tuple[str, Code | None]:
+    if trials.fingerprint and trials.fingerprint != model.fingerprint:
+        return f"its {model.name} is not the one that began the answer", Code.NOT_READY
     if node.id in trials.lost:
         return "was lost with this request", Code.NOT_READY
     if node.id in trials.never:
@@ -319,6 +334,11 @@ def _too_long(model: Model, request: Demand) -> bool:
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
     known = [node for node in view.nodes if request.model in node.models]
+    if known and request.labels:
+        known = [node for node in known if request.labels <= node.labels]
+        if not known:
+            text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+            return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
     if not known:
         return NoPlacement(_no_model(view, request), seen)
     causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}

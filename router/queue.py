@@ -81,10 +81,13 @@ class AdmissionQueue(Generic[T]):
 
     def offer(
         self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int, *, weight: int = 1,
-        share: int | None = None,
+        share: int | None = None, begun: bool = False,
     ) -> Entry[T] | Refused:  # fmt: skip
         """Take a place in line, or be refused: over the key's share (429) or the line is full (503). `weight` is the
-        key's part beside the others' when all have something in line, `share` the most that it may have there."""
+        key's part beside the others' when all have something in line, `share` the most that it may have there. What was
+        `begun` already is never refused: it had been let in."""
+        if begun:
+            return self._enter(item, key, cost, now, deadline, weight)
         most = self.share(nodes) if share is None else share
         if self.depth(key) >= most:
             text = f"{self.depth(key)} requests of this key wait already, its share: wait for their answers"
@@ -92,6 +95,9 @@ class AdmissionQueue(Generic[T]):
         if self._count >= self.limit(nodes):
             text = f"{self._count} requests wait already for a node with room: retry later or join another machine"
             return Refused(Code.QUEUE_FULL, text, None, self._patience(self._count, now))
+        return self._enter(item, key, cost, now, deadline, weight)
+
+    def _enter(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> Entry[T]:
         self._number += 1
         entry = Entry(item, key, max(1, cost), now, deadline, self._number)
         lane = self._lanes.setdefault(key, _Lane())

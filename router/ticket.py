@@ -14,6 +14,7 @@ import msgspec
 from router.affinity import NOWHERE, Chain
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
+from router.resume import MOST_KNOWN
 from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Refused
@@ -70,9 +71,9 @@ class Ticket:
     """Base of both kinds: where the request is, what it has met, how it ended."""
 
     __slots__ = (
-        "arrived", "attempts", "begun", "chain", "crashes", "deadline", "demand", "entry", "first_at", "held",
-        "in_a_row", "job", "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at",
-        "refused", "request", "sink", "waiter", "warm",
+        "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
+        "fingerprint", "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name",
+        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -100,25 +101,57 @@ class Ticket:
         self.refused: dict[NodeId, float] = {}
         self.never: dict[NodeId, Refused] = {}
         self.lost: set[NodeId] = set()
+        self.fallen: Failure | None = None
         self.first_at: float | None = None
+        # what was heard of each choice, and of which model: what another node needs to go on
+        self.params = job.params
+        self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
+        self.fingerprint = ""
         # its reader
         self.opened = False
         self.begun = False
         self.held = 0
+        self.charged: int | None = None
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""
         if not self.attempts and self.entry is None:  # who waits must not be kept out by the room kept for it
             return FIRST
-        return Trials(self.refused, self.never, self.lost, self.number)
+        return Trials(self.refused, self.never, self.lost, self.number, self.fingerprint if self.written else "")
+
+    @property
+    def written(self) -> int:
+        """Tokens of the longest answer that were heard."""
+        return max(map(len, self.heard), default=0)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another node that has the same model could go on with the answer."""
+        return bool(self.fingerprint) and self.written > 0
+
+    def known(self) -> tuple[tuple[int, ...], ...]:
+        """Give the ids heard of each choice; nothing while none was."""
+        return tuple(map(tuple, self.heard)) if self.written else ()
+
+    def hears(self, delta: Delta) -> None:
+        """Remember a delta's ids. A choice that nobody asked for spoils them: the answer cannot be resumed."""
+        try:
+            self.heard[delta.choice] += delta.ids
+        except IndexError:
+            self.heard = []
+
+    def bound(self) -> None:
+        """Remember no more than was asked for: a node that says more is not to be believed anyway."""
+        if self.written > (self.params.max_tokens or MOST_KNOWN):
+            self.heard = []
 
     def add(self, delta: Delta) -> bool:
         """Take one delta from the node; True when `flush` must follow after the last of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Forget what a lost node had said; nothing of it has gone out."""
-        raise NotImplementedError
+        """Forget what was said; nothing of it has gone out."""
+        self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
         """Call the sink, or wake a reader that waits."""
@@ -164,6 +197,10 @@ class StreamTicket(Ticket):
 
     def add(self, delta: Delta) -> bool:
         """Put one delta where the reader finds it."""
+        try:  # as `hears` does, without the call: every token of a stream passes here
+            self.heard[delta.choice] += delta.ids
+        except IndexError:
+            self.heard = []
         pending = self.pending
         pending.append(delta)
         if self.blocked:
@@ -187,7 +224,8 @@ class StreamTicket(Ticket):
         return taken
 
     def discard(self) -> None:
-        """Forget what a lost node had said."""
+        """Forget what was said and not taken."""
+        super().discard()
         self.pending = []
         self.held = 0
 
@@ -206,6 +244,7 @@ class WholeTicket(Ticket):
         choice = delta.choice
         if not 0 <= choice < self.job.params.n:
             return False
+        self.hears(delta)
         for channel, text in delta.pieces:
             if channel in _TEXTS:
                 self.held += len(text)
@@ -223,7 +262,8 @@ class WholeTicket(Ticket):
         return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs)
 
     def discard(self) -> None:
-        """Forget what a lost node had said."""
+        """Forget what was said."""
+        super().discard()
         self._texts: dict[tuple[int, int], io.StringIO] = {}
         self._calls: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[Logprob]] = {}

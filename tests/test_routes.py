@@ -20,6 +20,7 @@ OPEN = {
     "/health": "a load balancer asks it; it tells no names and no numbers of nodes",
     "/livez": "says only that the process runs",
     "/api/v1/openapi.json": "the description itself",
+    "/api/v1/ca.pem": "the certificate that a client needs before it can trust the connection on which it sends a key",
 }
 """Paths that need no key, and why."""
 VERBS: dict[str, tuple[str, ...] | str] = {
@@ -32,6 +33,7 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes logs": ("GET /api/v1/nodes/{node}/logs",),
     "nodes cordon": ("POST /api/v1/nodes/{node}/cordon",),
     "nodes uncordon": ("POST /api/v1/nodes/{node}/uncordon",),
+    "nodes label": ("PUT /api/v1/nodes/{node}/labels",),
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),
     "models": ("GET /api/v1/models",),
@@ -47,6 +49,11 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "token revoke": ("DELETE /api/v1/tokens/{token}",),
     "key": "a group",
     "key create": ("POST /api/v1/keys",),
+    "key limit": ("PUT /api/v1/keys/{key}/limits",),
+    "key usage": ("GET /api/v1/keys/usage",),
+    "simulate": "runs on this machine alone",
+    "trust-ca": ("GET /api/v1/ca.pem",),
+    "audit": ("GET /api/v1/audit",),
     "key list": ("GET /api/v1/keys",),
     "key revoke": ("DELETE /api/v1/keys/{key}",),
     "version": ("GET /api/v1/version", "GET /api/v1/nodes"),

@@ -235,7 +235,10 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     `stream` nobody reads token by token: deltas may be gathered for half a second.
 
     `tools` is a JSON array of tools as in OpenAI's body (empty: none), `template` a JSON object of further variables
-    for the chat template (empty: none)."""
+    for the chat template (empty: none).
+
+    `resume`: the answer was begun elsewhere, and these are the token ids of each choice that were heard. Their text is
+    not said again; usage counts them."""
 
     request: int
     seq: int
@@ -248,6 +251,11 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     stream: bool = True
     tools: str = ""
     template: str = ""
+    resume: tuple[tuple[int, ...], ...] = ()
+
+    def known(self, choice: int) -> tuple[int, ...]:
+        """Give the ids of a choice that were heard already."""
+        return self.resume[choice] if choice < len(self.resume) else ()
 
 
 class Load(Frame, frozen=True, array_like=True, gc=False):

@@ -22,7 +22,9 @@ COMMANDS = {
     "chat": ("coordinator.cli.use:chat", "Ask a model something."),
     "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),
     "token": ("coordinator.cli.access:token", "Make, list and revoke join tokens."),
-    "key": ("coordinator.cli.access:key", "Make, list and revoke API keys."),
+    "key": ("coordinator.cli.access:key", "Make, list, limit and revoke API keys; show what they used."),
+    "trust-ca": ("coordinator.cli.trust:trust_ca", "Let this machine's programs trust the pool's HTTPS endpoint."),
+    "audit": ("coordinator.cli.access:audit", "Show who did what: joins, keys and administrative acts."),
     "version": ("coordinator.cli.use:version", "Print versions."),
     "completion": ("coordinator.cli.use:completion", "Print the completion script for a shell."),
 }

@@ -118,6 +118,16 @@ def uncordon(session: Session, node: str) -> None:
 
 @nodes.command()
 @click.argument("node")
+@click.argument("labels", nargs=-1)
+@options
+def label(session: Session, node: str, labels: tuple[str, ...]) -> None:
+    """Give a node these LABELS in place of all that it had; API keys can be bound to labels."""
+    answer = session.call("PUT", f"/api/v1/nodes/{node}/labels", {"labels": list(labels)})
+    session.show(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
+
+
+@nodes.command()
+@click.argument("node")
 @options
 def remove(session: Session, node: str) -> None:
     """Revoke a node's certificate at once and forget it; it can only come back with a new token."""

@@ -136,7 +136,7 @@ def bench_parts(folder: Path) -> list[Row]:
         return [Row("100 MB of parts", target, f"not measured: {reason}", False, commit())]
     with Hosts(folder, 2) as hosts, pool(folder) as made, hosts[1].threads(1) as inside:
         made.call = lambda ask: inside.submit(ask).result()
-        made.up(cluster_listen=f"{hosts[1].ip}:0", listen=f"{hosts[1].ip}:0", wrap=hosts[1].enter())
+        made.up("http.tls=off", cluster_listen=f"{hosts[1].ip}:0", listen=f"{hosts[1].ip}:0", wrap=hosts[1].enter())
         clock = (f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock")
         made.join("far", *clock, wrap=hosts[2].enter())
         log = folder / "far" / "logs" / "node.log"
