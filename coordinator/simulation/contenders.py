@@ -315,8 +315,7 @@ class Linear:
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
         """Rank by tokens."""
         groups = candidate.model.groups if candidate.model is not None else ()
-        known = getattr(candidate, "warm", 0.0)
-        prefill = _queued(candidate) + candidate.prompt_tokens * (1 - known)
+        prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.warm)
         return (prefill + sum(group.tokens for group in groups),)
 
 
@@ -326,8 +325,7 @@ class Weighted:
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
         """Rank by the sum of what each gives between 0 and 1."""
         queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
-        known = getattr(candidate, "warm", 0.0)
-        return (-(3 * known + 2 * queue + 2 * (1 - _used(candidate.memory))),)
+        return (-(3 * candidate.warm + 2 * queue + 2 * (1 - _used(candidate.memory))),)
 
 
 def _speed(candidate: Candidate) -> float:
@@ -338,8 +336,8 @@ def _queued(candidate: Candidate) -> float:
     """Give the prompt tokens in front of this request."""
     model = candidate.model
     load = model.load_seconds if model is not None and not model.loaded else 0.0
-    known = getattr(candidate, "warm", 0.0)
-    return max(0.0, (candidate.expected_ttft - load) * _speed(candidate) - candidate.prompt_tokens * (1 - known))
+    mine = candidate.prompt_tokens * (1 - candidate.warm)
+    return max(0.0, (candidate.expected_ttft - load) * _speed(candidate) - mine)
 
 
 def _used(memory: Memory) -> float:

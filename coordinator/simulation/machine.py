@@ -163,7 +163,8 @@ class Machine:
         if refused is not None:
             self._say(Refusal(frame.request, refused, turn.prompt))
             return
-        known = len(getattr(frame, "resume", ()))
+        heard: tuple[tuple[int, ...], ...] = getattr(frame, "resume", ())
+        known = len(heard[0]) if heard else 0
         sequence = self._admit(frame.request, turn, resident, max(promised, turn.prompt + known + 1), known)
         self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 

@@ -121,6 +121,16 @@ def test_a_greedy_key_takes_nothing_from_the_others():
     assert peer.jain < figures.jain
 
 
+def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
+    """Memory is no limit here, time is."""
+    text = KEYS.replace('"2MiB"', '"16KiB"').replace("M4 Max", "M4 Pro")
+    figures, pool = played(text)
+    waited = {key: [fate for fate in pool.fates.values() if fate.turn.key == key] for key in ("greedy", "ada")}
+    assert figures.jain >= 0.8, "0.52 where nodes take all that their memory holds"
+    assert all(fate.served for fate in waited["ada"])
+    assert not all(fate.served for fate in waited["greedy"])
+
+
 def test_a_lease_is_refused_where_it_would_not_fit():
     text = EQUALS + '\n[[events]]\nat = 1\nnode = "mini-1"\ndoes = "lease"\nsize = "15GiB"\n'
     log: list[str] = []

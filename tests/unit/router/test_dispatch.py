@@ -372,6 +372,27 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
 
 
+async def test_behind_a_long_backlog_nobody_waits_on_the_node(one: Cluster):
+    ahead = [one.submit(prompt_tokens=3900) for _ in range(6)]  # at 1,000 tokens a second
+    late = one.submit()
+    assert {ticket.node for ticket in ahead} == {A}
+    assert late.entry is not None, "there is room, but 23 seconds of prompts are in front of it"
+    one.dispatcher.close(ahead[0])
+    await turn()
+    assert late.node == A
+
+
+async def test_who_waited_behind_a_backlog_until_the_deadline_is_sent_all_the_same(one: Cluster):
+    for _ in range(6):
+        one.submit(prompt_tokens=3900)
+    late = one.submit()
+    assert late.entry is not None
+    one.now += 31
+    one.report()
+    one.dispatcher._expire(one.now)
+    assert late.node == A
+
+
 async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
     two.memory[A] = two.memory[B] = a_memory(200 * MIB)
     two.report()
