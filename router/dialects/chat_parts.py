@@ -79,11 +79,9 @@ def _shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNLIKELY, list(kept)
 
 
-_REASONS = frozenset({"stop", "length", "tool_calls"})
-
-
 def finish_reason(reason: str, calls: int) -> str:
-    """Give a reason that clients know, and `tool_calls` only where there are some."""
-    if reason not in _REASONS or (reason == "tool_calls" and not calls):
-        return "stop"
-    return reason
+    """Give a reason that clients know, and `tool_calls` only where there are some, but then for every answer that ended
+    by itself: also for one that a stop string, or the limit of one call, ended."""
+    if reason == "length":
+        return reason
+    return "tool_calls" if calls else "stop"
