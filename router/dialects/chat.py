@@ -6,20 +6,21 @@ the parameter.
 
 from typing import Any, cast
 
-import msgspec
 from pydantic import ValidationError
 
 from router.dialects import chat_quick
+from router.dialects.chat_answer import ChatChunks, completion
 from router.dialects.chat_body import HARMLESS, NEUTRAL, ChatBody
 from router.dialects.chat_messages import messages_of
 from router.dialects.chat_problems import from_validation, unsupported
 from router.dialects.demand import demand_of
+from router.dialects.dialect import OPENAI, Reader
 from router.dialects.limits import TOOLS_BYTES, VARIABLES_BYTES
+from router.dialects.request import Request
 from router.dialects.strict_json import Body, read_object, write
-from router.placement import Demand
 from router.problems import Problem, invalid
-from router.ticket import Job
-from wire.frames import Message, Params
+from router.ticket import Answer, Job
+from wire.frames import Finished, Params
 
 NO_PARAMETERS: Body = {"type": "object", "properties": {}}
 """What a function without parameters takes; templates look for them."""
@@ -31,21 +32,26 @@ RESERVED = frozenset({
 """What whoever renders a template decides, and no client: a template of its own could run for ever."""
 
 
-class ChatRequest(msgspec.Struct, frozen=True, gc=False):
-    """A body that was understood. `tools` and `template` as in `wire.frames.Generate`."""
+class ChatRequest(Request, frozen=True, gc=False):
+    """A body that was understood."""
 
-    demand: Demand
-    messages: tuple[Message, ...]
-    params: Params
-    stream: bool
-    include_usage: bool
-    tools: str = ""
-    template: str = ""
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.dialect.Asked`."""
+        return completion(job, answer, finished)
 
-    def job(self, key: str, request_id: str, created: int) -> Job:
-        """Give what the dispatcher takes; `created` in seconds since 1970."""
-        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
-                   self.template, self.include_usage)  # fmt: skip
+    def chunks(self, reader: Reader) -> ChatChunks:
+        """See `router.dialects.dialect.Asked`."""
+        return ChatChunks(reader.job)
+
+
+class Chat:
+    """The route."""
+
+    style = OPENAI
+
+    def parse(self, body: bytes, key: str) -> ChatRequest | Problem:
+        """See `router.dialects.dialect.Dialect`."""
+        return parse(body)
 
 
 def parse(body: bytes) -> ChatRequest | Problem:
