@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from router import answering
 from router.dialects import models
 from router.dialects.chat import Chat
+from router.dialects.completion import Completion
 from router.dialects.dialect import Dialect
 from router.dialects.openapi import openapi_paths, openapi_schemas
 from router.dispatch import Dispatcher
@@ -25,6 +26,7 @@ from router.settings import RouterSettings
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
 _READ = ("GET", "HEAD")
 
@@ -50,7 +52,7 @@ class FrontDoor:
         self._control = control
         self._clock = clock
         self._started = int(clock())
-        self._dialects: Mapping[str, Dialect] = {CHAT: Chat()}
+        self._dialects: Mapping[str, Dialect] = {CHAT: Chat(), COMPLETIONS: Completion()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one connection scope."""

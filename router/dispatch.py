@@ -326,7 +326,8 @@ class Dispatcher:
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, job.params, job.created,
-                         chosen.output_tokens, job.stream, job.tools, job.template)  # fmt: skip
+                         chosen.output_tokens, job.stream, job.tools, job.template, text=job.text,
+                         ids=job.ids)  # fmt: skip
         self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens, min(need, chosen.weights))
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket

@@ -41,6 +41,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     template: str = ""
     include_usage: bool = False
+    text: str = ""
+    ids: tuple[int, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):

@@ -69,12 +69,13 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     """Give the shape, with at most `top` alternatives beside each token. A token may be a part of a character: `bytes`
     is exact, `token` what can be shown of it."""
     return Logprobs([
-        _Token(*_shown(one.token, one.logprob), [_Alternative(*_shown(*each)) for each in one.top[:top]])
+        _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
         for one in logprobs
     ])  # fmt: skip
 
 
-def _shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+def shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    """Give what can be shown of a token, a finite log probability, and the token's bytes."""
     kept = token[:LONGEST_TOKEN]
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNLIKELY, list(kept)
 

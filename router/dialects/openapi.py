@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.dialects.chat_body import ChatBody
+from router.dialects.completion_body import CompletionBody
 
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]
@@ -40,28 +42,39 @@ _REASONS = {
 }
 
 
+_BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
+    "/v1/chat/completions": (ChatBody, "chat_completions", "Answer a conversation, whole or as a stream",
+                             "text/event-stream"),
+    "/v1/completions": (CompletionBody, "completions", "Go on with prompts, whole or as a stream", "text/event-stream"),
+}  # fmt: skip
+"""Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
+
+
 def openapi_paths() -> dict[str, Any]:
     """Give the path items; they refer to the schemas of `openapi_schemas`."""
-    body = {"required": True, "content": {"application/json": {"schema": {"$ref": _REF.format(model="ChatBody")}}}}
-    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
     return {
-        "/v1/chat/completions": {
-            "post": _operation("chat_completions", "Answer a conversation, whole or as a stream", "a completion, or "
-                               "its chunks when `stream` is true", tuple(_REASONS), answer)
-            | {"requestBody": body},
-        },
+        **{path: {"post": _posted(*about)} for path, about in _BODIES.items()},
         "/v1/models": {"get": _operation("list_models", "List the models that the cluster serves", "the models")},
         "/v1/models/{model}": {
             "get": _operation("get_model", "Show one model", "the model", (401, 403, 404, 405)) | {"parameters": [_ID]},
         },
         "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
         "/livez": {"get": _open("livez", "Say that the coordinator runs", ())},
-    }  # fmt: skip
+    }
+
+
+def _posted(body: type[BaseModel], name: str, summary: str, stream: str) -> dict[str, Any]:
+    schema = {"application/json": {"schema": {"$ref": _REF.format(model=body.__name__)}}}
+    answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if stream:
+        answer[stream] = {"schema": {"type": "string"}}
+    operation = _operation(name, summary, "the answer", tuple(_REASONS), answer)
+    return operation | {"requestBody": {"required": True, "content": schema}}
 
 
 def openapi_schemas() -> dict[str, Any]:
     """Give the component schemas that the path items refer to."""
-    _, found = models_json_schema([(ChatBody, "validation")], ref_template=_REF)
+    _, found = models_json_schema([(about[0], "validation") for about in _BODIES.values()], ref_template=_REF)
     return {**found.get("$defs", {}), "Error": _ERROR}
 
 
