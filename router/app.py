@@ -10,8 +10,9 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from router import answering
-from router.dialects import models
+from router import answering, counting
+from router.dialects import anthropic, models
+from router.dialects.anthropic import ANTHROPIC, Messages
 from router.dialects.chat import Chat
 from router.dialects.completion import Completion
 from router.dialects.dialect import Dialect
@@ -27,6 +28,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+COUNT = "/v1/messages/count_tokens"
+MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
 _READ = ("GET", "HEAD")
 
@@ -52,7 +55,7 @@ class FrontDoor:
         self._control = control
         self._clock = clock
         self._started = int(clock())
-        self._dialects: Mapping[str, Dialect] = {CHAT: Chat(), COMPLETIONS: Completion()}
+        self._dialects: Mapping[str, Dialect] = {CHAT: Chat(), COMPLETIONS: Completion(), MESSAGES: Messages()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one connection scope."""
@@ -67,6 +70,9 @@ class FrontDoor:
         elif path == MODELS or path.startswith(MODELS + "/"):
             exchange = Exchange(scope, receive, send)
             await self._counted(exchange, self._models(exchange))
+        elif path == COUNT:
+            exchange = Exchange(scope, receive, send, ANTHROPIC)
+            await self._counted(exchange, self._count(exchange))
         elif path == "/health":
             await self._health(Exchange(scope, receive, send))
         elif path == "/livez":
@@ -110,18 +116,28 @@ class FrontDoor:
 
     # the rest
 
+    async def _count(self, exchange: Exchange) -> None:
+        key = self._allowed(exchange, ("POST",), "infer")
+        body = key if isinstance(key, Problem) else await exchange.body(self._settings)
+        if body is None:
+            return
+        asked = body if isinstance(body, Problem) else anthropic.count(body, int(self._clock()))
+        tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked)
+        await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
+
     async def _models(self, exchange: Exchange) -> None:
+        if exchange.header(b"anthropic-version") is not None:
+            exchange.style = ANTHROPIC
         key = self._allowed(exchange, _READ, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
         view = self._dispatcher.view
-        found = models.one(view, name, self._started) if name else models.listing(view, self._started)
-        if isinstance(found, Problem):
-            await exchange.refuse(found)
-        else:
-            await exchange.answer(found)
+        one, listing = models.one, models.listing
+        if exchange.style is ANTHROPIC:
+            one, listing = models.anthropic_one, models.anthropic_listing
+        await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
 
     async def _health(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:

@@ -57,6 +57,10 @@ class Exchange:
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.headers() + (headers or []))
 
+    async def tell(self, found: bytes | Problem) -> None:
+        """Send what was found, or why nothing was."""
+        await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
+
     async def body(self, settings: RouterSettings) -> bytes | Problem | None:
         """Read a body up to the limit, None when the client left before its end."""
         limit = settings.body_bytes

@@ -23,24 +23,31 @@ UNLIKELY = -9999.0
 _Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
-class _Call(msgspec.Struct, gc=False):
-    """The node's `index` is not read: a call's place is that in which it came, so it can neither repeat nor miss."""
+class Call(msgspec.Struct, gc=False):
+    """One call. The node's `index` is not read: a call's place is that in which it came, so none repeats or misses."""
 
     id: _Named
     name: _Named
     arguments: str
 
 
-_calls = msgspec.json.Decoder(_Call)
+_calls = msgspec.json.Decoder(Call)
 
 
-def tool_call(piece: str) -> dict[str, object] | None:
-    """Give a call from a piece of the channel TOOL_CALL; None when it is none."""
+def call_of(piece: str) -> Call | None:
+    """Read a piece of the channel TOOL_CALL; None when it is none."""
     if len(piece) > LONGEST_CALL:
         return None
     try:
-        call = _calls.decode(piece)
+        return _calls.decode(piece)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+def tool_call(piece: str) -> dict[str, object] | None:
+    """Give a call in OpenAI's shape; None when it is none."""
+    call = call_of(piece)
+    if call is None:
         return None
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from router.dialects.anthropic_body import CountBody, MessagesBody
 from router.dialects.chat_body import ChatBody
 from router.dialects.completion_body import CompletionBody
 
@@ -46,6 +47,9 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/v1/chat/completions": (ChatBody, "chat_completions", "Answer a conversation, whole or as a stream",
                              "text/event-stream"),
     "/v1/completions": (CompletionBody, "completions", "Go on with prompts, whole or as a stream", "text/event-stream"),
+    "/v1/messages": (MessagesBody, "messages", "Answer a conversation in Anthropic's shape, whole or as a stream",
+                     "text/event-stream"),
+    "/v1/messages/count_tokens": (CountBody, "count_tokens", "Count the tokens of a conversation's prompt", ""),
 }  # fmt: skip
 """Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
 
