@@ -17,6 +17,7 @@ from router.dialects.chat import Chat
 from router.dialects.completion import Completion
 from router.dialects.dialect import Dialect
 from router.dialects.openapi import openapi_paths, openapi_schemas
+from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
 from router.events import Send
 from router.exchange import Exchange, Receive, Scope
@@ -31,6 +32,7 @@ COMPLETIONS = "/v1/completions"
 COUNT = "/v1/messages/count_tokens"
 MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
+RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
 
 __all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
@@ -55,7 +57,13 @@ class FrontDoor:
         self._control = control
         self._clock = clock
         self._started = int(clock())
-        self._dialects: Mapping[str, Dialect] = {CHAT: Chat(), COMPLETIONS: Completion(), MESSAGES: Messages()}
+        self._responses = Responses()
+        self._dialects: Mapping[str, Dialect] = {
+            CHAT: Chat(),
+            COMPLETIONS: Completion(),
+            MESSAGES: Messages(),
+            RESPONSES: self._responses,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one connection scope."""
@@ -70,6 +78,9 @@ class FrontDoor:
         elif path == MODELS or path.startswith(MODELS + "/"):
             exchange = Exchange(scope, receive, send)
             await self._counted(exchange, self._models(exchange))
+        elif path.startswith(RESPONSES + "/"):
+            exchange = Exchange(scope, receive, send)
+            await self._counted(exchange, self._kept(exchange))
         elif path == COUNT:
             exchange = Exchange(scope, receive, send, ANTHROPIC)
             await self._counted(exchange, self._count(exchange))
@@ -124,6 +135,14 @@ class FrontDoor:
         asked = body if isinstance(body, Problem) else anthropic.count(body, int(self._clock()))
         tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked)
         await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
+
+    async def _kept(self, exchange: Exchange) -> None:
+        key = self._allowed(exchange, (*_READ, "DELETE"), "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
+        await exchange.tell(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
 
     async def _models(self, exchange: Exchange) -> None:
         if exchange.header(b"anthropic-version") is not None:

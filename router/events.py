@@ -132,13 +132,14 @@ class EventStream:
 class Pump:
     """Turns what a ticket holds into events of its stream, whenever there is something and the stream takes it."""
 
-    __slots__ = ("_chunks", "_greeted", "_stream", "_ticket")
+    __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
 
     def __init__(self, ticket: Flow, chunks: Chunks, stream: Events) -> None:
         self._ticket = ticket
         self._chunks = chunks
         self._stream = stream
         self._greeted = False
+        self._greeting = b""
         stream.when_ready(self.pump)
         ticket.sink = self.pump
         ticket.blocked = False
@@ -156,15 +157,18 @@ class Pump:
     def _send(self) -> None:
         ticket, stream = self._ticket, self._stream
         nudged = ticket.nudged
-        events = self._chunks.deltas(ticket.take())
+        taken = ticket.take()
+        if not self._greeted and (taken or ticket.outcome is not None):
+            self._greeted = True
+            self._greeting = self._chunks.opening()
+        events = self._chunks.deltas(taken)
         if ticket.outcome is not None and not ticket.pending:
-            last = events + self._ending(ticket.outcome)
-            stream.push(last if self._greeted else self._chunks.opening() + last, last=True)
+            stream.push(self._greeting + events + self._ending(ticket.outcome), last=True)
             ticket.sink = None
             return
-        if events and not self._greeted:
-            events = self._chunks.opening() + events
-            self._greeted = True
+        if events and self._greeting:
+            events = self._greeting + events
+            self._greeting = b""
         if not events and nudged:
             events = self._chunks.keepalive
         if events:

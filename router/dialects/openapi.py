@@ -8,10 +8,11 @@ from pydantic.json_schema import models_json_schema
 from router.dialects.anthropic_body import CountBody, MessagesBody
 from router.dialects.chat_body import ChatBody
 from router.dialects.completion_body import CompletionBody
+from router.dialects.responses_body import ResponsesBody
 
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]
-_ID = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_NAMED = (401, 403, 404, 405)
 _ERROR: dict[str, Any] = {
     "type": "object",
     "description": "An error in OpenAI's shape; `memory` holds the numbers of a memory verdict in bytes.",
@@ -50,6 +51,8 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/v1/messages": (MessagesBody, "messages", "Answer a conversation in Anthropic's shape, whole or as a stream",
                      "text/event-stream"),
     "/v1/messages/count_tokens": (CountBody, "count_tokens", "Count the tokens of a conversation's prompt", ""),
+    "/v1/responses": (ResponsesBody, "responses", "Answer items, whole or as a stream; the answer may be kept",
+                      "text/event-stream"),
 }  # fmt: skip
 """Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
 
@@ -60,7 +63,13 @@ def openapi_paths() -> dict[str, Any]:
         **{path: {"post": _posted(*about)} for path, about in _BODIES.items()},
         "/v1/models": {"get": _operation("list_models", "List the models that the cluster serves", "the models")},
         "/v1/models/{model}": {
-            "get": _operation("get_model", "Show one model", "the model", (401, 403, 404, 405)) | {"parameters": [_ID]},
+            "get": _operation("get_model", "Show one model", "the model", _NAMED) | {"parameters": [_named("model")]},
+        },
+        "/v1/responses/{response}": {
+            "get": _operation("get_response", "Show an answer that was kept for this key", "the answer", _NAMED)
+            | {"parameters": [_named("response")]},
+            "delete": _operation("delete_response", "Forget an answer that was kept for this key", "it is gone", _NAMED)
+            | {"parameters": [_named("response")]},
         },
         "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
         "/livez": {"get": _open("livez", "Say that the coordinator runs", ())},
@@ -97,6 +106,10 @@ def _operation(
         answers[str(status)] = {"description": _REASONS[status], "content": error}
     return {"operationId": name, "summary": summary, "tags": ["inference"], "security": _KEYS, "responses": answers,
             "x-scope": "infer"}  # fmt: skip
+
+
+def _named(what: str) -> dict[str, Any]:
+    return {"name": what, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:

@@ -17,8 +17,11 @@ from wire.refusals import Code
 _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_LATER = frozenset({"function_call", "audio", "format"})
-_CHOICES = frozenset({"required", "function", "allowed_tools", "custom"})
+_LATER = frozenset({"function_call", "audio", "format", "include_obfuscation"})
+_CHOICES = frozenset({
+    "required", "function", "allowed_tools", "custom", "mcp", "shell", "apply_patch", "file_search", "image_generation",
+    "web_search_preview", "code_interpreter", "programmatic_tool_calling",
+})  # fmt: skip
 _LONGEST = 64
 
 

@@ -25,8 +25,9 @@ CALL = json.dumps({"index": 0, "id": "call_1", "name": "weather", "arguments": '
 
 def spoken(asked: Generate) -> tuple[list[Delta], str]:
     """Think, say something, call twice, say something else."""
+    second = CALL.replace("call_1", "call_2")
     pieces = [(Channel.REASONING, "let "), (Channel.REASONING, "me"), (Channel.CONTENT, "I look."),
-              (Channel.TOOL_CALL, CALL), (Channel.TOOL_CALL, CALL), (Channel.CONTENT, "Done.")]  # fmt: skip
+              (Channel.TOOL_CALL, CALL), (Channel.TOOL_CALL, second), (Channel.CONTENT, "Done.")]  # fmt: skip
     return [Delta(asked.request, 0, (1,), ((int(channel), text),)) for channel, text in pieces], "tool_calls"
 
 
@@ -49,7 +50,9 @@ async def library(
 
 
 def generated(cluster: LoopbackCluster) -> Generate:
-    return next(f for node in cluster.nodes.values() for f in reversed(node.heard) if isinstance(f, Generate))
+    """Give the newest."""
+    heard = (frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, Generate))
+    return max(heard, key=lambda frame: frame.seq)
 
 
 def play(cluster: LoopbackCluster, **fields: object) -> None:
