@@ -11,11 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from router import answering, counting
-from router.dialects import anthropic, models
+from router.dialects import anthropic, models, ollama_models
 from router.dialects.anthropic import ANTHROPIC, Messages
 from router.dialects.chat import Chat
 from router.dialects.completion import Completion
 from router.dialects.dialect import Dialect
+from router.dialects.ollama import OllamaChat, OllamaGenerate
+from router.dialects.ollama_answer import OLLAMA
 from router.dialects.openapi import openapi_paths, openapi_schemas
 from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
@@ -34,6 +36,8 @@ MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
+_ANY = (*_READ, "POST", "PUT", "DELETE")
+_OLLAMA = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
 __all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
 
@@ -63,6 +67,8 @@ class FrontDoor:
             COMPLETIONS: Completion(),
             MESSAGES: Messages(),
             RESPONSES: self._responses,
+            "/api/chat": OllamaChat(),
+            "/api/generate": OllamaGenerate(),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +90,9 @@ class FrontDoor:
         elif path == COUNT:
             exchange = Exchange(scope, receive, send, ANTHROPIC)
             await self._counted(exchange, self._count(exchange))
+        elif path in _OLLAMA or path.startswith("/api/blobs/"):
+            exchange = Exchange(scope, receive, send, OLLAMA)
+            await self._counted(exchange, self._ollama(exchange))
         elif path == "/health":
             await self._health(Exchange(scope, receive, send))
         elif path == "/livez":
@@ -157,6 +166,27 @@ class FrontDoor:
         if exchange.style is ANTHROPIC:
             one, listing = models.anthropic_one, models.anthropic_listing
         await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
+
+    async def _ollama(self, exchange: Exchange) -> None:
+        path, view = exchange.path, self._dispatcher.view
+        post = path == "/api/show"
+        known = path in _OLLAMA - ollama_models.REFUSED
+        key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+        elif not known:
+            await exchange.refuse(ollama_models.refused(path))
+        elif path == "/api/tags":
+            await exchange.tell(ollama_models.tags(view, self._started))
+        elif path == "/api/ps":
+            await exchange.tell(ollama_models.running(view))
+        elif path == "/api/version":
+            await exchange.tell(ollama_models.version())
+        else:
+            body = await exchange.body(self._settings)
+            if body is not None:
+                shown = body if isinstance(body, Problem) else ollama_models.show(view, body, self._started)
+                await exchange.tell(shown)
 
     async def _health(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:

@@ -8,6 +8,8 @@ from pydantic.json_schema import models_json_schema
 from router.dialects.anthropic_body import CountBody, MessagesBody
 from router.dialects.chat_body import ChatBody
 from router.dialects.completion_body import CompletionBody
+from router.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from router.dialects.ollama_models import REFUSED
 from router.dialects.responses_body import ResponsesBody
 
 _REF = "#/components/schemas/{model}"
@@ -44,6 +46,7 @@ _REASONS = {
 }
 
 
+NDJSON = "application/x-ndjson"
 _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/v1/chat/completions": (ChatBody, "chat_completions", "Answer a conversation, whole or as a stream",
                              "text/event-stream"),
@@ -53,6 +56,10 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/v1/messages/count_tokens": (CountBody, "count_tokens", "Count the tokens of a conversation's prompt", ""),
     "/v1/responses": (ResponsesBody, "responses", "Answer items, whole or as a stream; the answer may be kept",
                       "text/event-stream"),
+    "/api/chat": (OllamaChatBody, "ollama_chat", "Answer a conversation in Ollama's shape, whole or in lines", NDJSON),
+    "/api/generate": (OllamaGenerateBody, "ollama_generate", "Answer a prompt in Ollama's shape, whole or in lines",
+                      NDJSON),
+    "/api/show": (OllamaShowBody, "ollama_show", "Show one model in Ollama's shape", ""),
 }  # fmt: skip
 """Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
 
@@ -71,6 +78,11 @@ def openapi_paths() -> dict[str, Any]:
             "delete": _operation("delete_response", "Forget an answer that was kept for this key", "it is gone", _NAMED)
             | {"parameters": [_named("response")]},
         },
+        "/api/tags": {"get": _operation("ollama_tags", "List the models in Ollama's shape", "the models")},
+        "/api/ps": {"get": _operation("ollama_ps", "List the loaded models in Ollama's shape", "the models")},
+        "/api/version": {"get": _operation("ollama_version", "Say like which Ollama it is spoken here", "a version")},
+        **{path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(REFUSED)},
+        "/api/blobs/{digest}": {"post": _refused("/api/blobs") | {"parameters": [_named("digest")]}},
         "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
         "/livez": {"get": _open("livez", "Say that the coordinator runs", ())},
     }
@@ -106,6 +118,14 @@ def _operation(
         answers[str(status)] = {"description": _REASONS[status], "content": error}
     return {"operationId": name, "summary": summary, "tags": ["inference"], "security": _KEYS, "responses": answers,
             "x-scope": "infer"}  # fmt: skip
+
+
+def _refused(path: str) -> dict[str, Any]:
+    name = "ollama_" + path.rpartition("/")[2]
+    operation = _operation(name, "Refused: models are not changed, and nothing is embedded, over Ollama's API", "never")
+    del operation["responses"]["200"]
+    operation["responses"]["501"] = {"description": "not offered, and what to do instead"}
+    return operation
 
 
 def _named(what: str) -> dict[str, Any]:

@@ -43,8 +43,10 @@ class Parameters(Generic[B]):
     def read(self, raw: bytes) -> tuple[B, Body] | Problem:
         """Read a body (UTF-8 JSON): as it was understood, and as it was written; or the 400 that says why not."""
         found = read_object(raw)
-        if isinstance(found, Problem):
-            return found
+        return found if isinstance(found, Problem) else self.understand(found)
+
+    def understand(self, found: Body) -> tuple[B, Body] | Problem:
+        """Read a body, or a part of one that has a table of its own, that was read as JSON already."""
         asked = self._strip(found)
         if isinstance(asked, Problem):
             return asked

@@ -17,7 +17,7 @@ from wire.refusals import Code
 _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_LATER = frozenset({"function_call", "audio", "format", "include_obfuscation"})
+_LATER = frozenset({"function_call", "audio", "format", "include_obfuscation", "images"})
 _CHOICES = frozenset({
     "required", "function", "allowed_tools", "custom", "mcp", "shell", "apply_patch", "file_search", "image_generation",
     "web_search_preview", "code_interpreter", "programmatic_tool_calling",

@@ -6,8 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from node.engine import tokenizer
+from node.engine.door import Door
 from node.engine.markup import Markup
 from node.engine.pipeline import TextPipeline
+from node.engine.tokenizer import MarkCutter, Uncut
 from tests import models
 from tests.support.text_engine import GREEDY, Driver
 from tests.unit.node.engine.test_pipeline import LOOK, pipeline
@@ -40,6 +42,18 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
     assert isinstance(end, Finished)
     direct = tokenizer.load(Path(models.path("llama")))._wrapper.encode("once upon a time")
     assert (end.prompt_tokens, end.completion_tokens) == (len(direct), 2)
+
+
+def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
+    """The marks of thoughts and calls are words like any others, where no template taught the model to set them."""
+    door = Door(Driver(models.path("llama")).engine._library)
+    (name,) = door._library.known()
+    tools = '[{"type": "function", "function": {"name": "look"}}]'
+    asked = Generate(1, 1, "r", name, (), Params(), 0, text="x", tools=tools)
+    prepared = door.prepare(asked)
+    assert prepared.voice is not None
+    assert type(prepared.voice(0)._cutter) is Uncut
+    assert type(door.prepare(replace(asked, text="", messages=HELLO)).voice(0)._cutter) is MarkCutter  # pyright: ignore
 
 
 def test_an_id_that_is_none_is_refused(driver: Driver):
