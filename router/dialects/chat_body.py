@@ -40,6 +40,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
 """Fields that are not offered, with the values that ask for nothing."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType({
+    "tools": "functions; other types are refused by name",
+    "tool_choice": "auto and none; what would force a call is refused yet",
+    "parallel_tool_calls": "false ends an answer with its first call",
+    "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
+    "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
+    "max_completion_tokens": "goes before max_tokens",
     "functions": "it is deprecated, use tools",
     "function_call": "it is deprecated, use tools and tool_calls",
     "response_format": "only the type text is offered yet",
