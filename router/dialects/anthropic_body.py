@@ -2,12 +2,23 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from router.dialects.chat_body import BILL, CACHE, WHO
-from router.dialects.fields import FunctionName, Named, Stops, Strict, Temperature, Tokens, TopK, TopP
+from router.dialects.fields import (
+    TEXT_OR_PARTS,
+    FunctionName,
+    Named,
+    Stops,
+    Strict,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    by_type,
+)
 from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
@@ -34,15 +45,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "output_config": "effort is the template's reasoning_effort; a format is refused yet",
     "format": "answers in a format are not offered yet",
 })  # fmt: skip
-
-
-def _kind(part: object) -> str:
-    found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-    return f"{found}_part" if found in _KINDS else "text_part"
-
-
-def _content_kind(content: object) -> str:
-    return "parts" if isinstance(content, list) else "text"
 
 
 class Cached(Strict):
@@ -93,11 +95,9 @@ class RedactedThinkingBlock(Strict):
     data: str
 
 
-_KINDS = frozenset({"text", "tool_use", "tool_result", "thinking", "redacted_thinking"})
-
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(max_length=MOST_PARTS), Tag("parts")],
-    Discriminator(_content_kind),
+    TEXT_OR_PARTS,
 ]
 Block = Annotated[
     Annotated[TextBlock, Tag("text_part")]
@@ -105,11 +105,11 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result_part")]
     | Annotated[ThinkingBlock, Tag("thinking_part")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")],
-    Discriminator(_kind),
+    by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Block], Field(max_length=MOST_PARTS), Tag("parts")],
-    Discriminator(_content_kind),
+    TEXT_OR_PARTS,
 ]
 
 

@@ -7,11 +7,11 @@ lack (`Demand.features`) is accepted here and judged by placement.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from router.dialects.fields import Drawn, FunctionName, Name, Named, Strict, Tokens
+from router.dialects.fields import TEXT_OR_PARTS, Drawn, FunctionName, Name, Named, Strict, Tokens, by_type
 from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
@@ -69,19 +69,10 @@ class RefusalPart(Strict):
     refusal: str
 
 
-def _part_kind(part: object) -> str:
-    kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-    return "refusal_part" if kind == "refusal" else "text_part"
-
-
-def _content_kind(content: object) -> str:
-    return "parts" if isinstance(content, list) else "text"
-
-
 Part = Annotated[
-    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], Discriminator(_part_kind)
+    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
 ]
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")], Discriminator(_content_kind)]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")], TEXT_OR_PARTS]
 
 
 class CalledFunction(Strict):

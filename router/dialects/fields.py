@@ -1,7 +1,7 @@
 """Fields that several dialects' bodies have, as pydantic reads them, and what they mean to a node."""
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, cast
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -42,6 +42,26 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=MOST_TOP_K)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Repetition = Annotated[float, Field(gt=0, le=10)]
+
+
+def by_type(*kinds: str) -> Discriminator:
+    """Choose among parts by their `type`, each marked `<type>_part`; what is none of these is read as the first, whose
+    own type then says what is wrong."""
+    marks = {kind: f"{kind}_part" for kind in kinds}
+
+    def kind_of(part: object) -> str:
+        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(found, marks[kinds[0]]) if isinstance(found, str) else marks[kinds[0]]
+
+    return Discriminator(kind_of)
+
+
+def _content_kind(content: object) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+TEXT_OR_PARTS = Discriminator(_content_kind)
+"""Chooses between a text and a list, marked `text` and `parts`."""
 
 
 def _stop_kind(stop: object) -> str:

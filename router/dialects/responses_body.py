@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from router.dialects.chat_body import HARMLESS as CHAT_HARMLESS
-from router.dialects.fields import FunctionName, Name, Named, Strict, Temperature, Tokens, TopP
+from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Temperature, Tokens, TopP, by_type
 from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
@@ -40,22 +40,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "stream_options": "include_obfuscation false",
     "parallel_tool_calls": "false ends an answer with its first call",
 })  # fmt: skip
-_ITEMS = frozenset({"message", "function_call", "function_call_output", "reasoning"})
-_PARTS = frozenset({"input_text", "output_text", "refusal"})
-
-
-def _item_kind(item: object) -> str:
-    found = cast("dict[str, object]", item).get("type") if isinstance(item, dict) else None
-    return f"{found}_part" if found in _ITEMS else "message_part"
-
-
-def _part_kind(part: object) -> str:
-    found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-    return f"{found}_part" if found in _PARTS else "input_text_part"
-
-
-def _content_kind(content: object) -> str:
-    return "parts" if isinstance(content, list) else "text"
 
 
 class InputText(Strict):
@@ -86,11 +70,11 @@ ContentPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
     | Annotated[Refusal, Tag("refusal_part")],
-    Discriminator(_part_kind),
+    by_type("input_text", "output_text", "refusal"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(max_length=MOST_PARTS), Tag("parts")],
-    Discriminator(_content_kind),
+    TEXT_OR_PARTS,
 ]
 
 
@@ -154,12 +138,12 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call_part")]
     | Annotated[OutputItem, Tag("function_call_output_part")]
     | Annotated[ReasoningItem, Tag("reasoning_part")],
-    Discriminator(_item_kind),
+    by_type("message", "function_call", "function_call_output", "reasoning"),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
     | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
-    Discriminator(_content_kind),
+    TEXT_OR_PARTS,
 ]
 
 
