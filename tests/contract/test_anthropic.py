@@ -1,18 +1,16 @@
 """`/v1/messages` with Anthropic's own library over a real server, and in the shapes that coding agents send."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
 
 import anthropic
-import httpx
 import httpx2
 import pytest
 
-from tests.contract.test_chat import plain, served, until
+from tests.contract.test_chat import plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Cancel, Channel, Count, Delta, Generate, Message, ToolCall
+from wire.frames import Channel, Count, Delta, Generate, Message, ToolCall
 from wire.refusals import Code, Refused
 
 ALL = "".join(TEXT)
@@ -330,16 +328,3 @@ async def test_what_changes_nothing_passes(cluster: LoopbackCluster):
         headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-management-2025-06-27"}
         answer = await client.post(PATH + "?beta=true", json=ASK | ignored, headers=headers)
     assert answer.status_code == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_told_to_the_node(stream: bool):
-    node = LoopbackNode("a", step_seconds=0.05)
-    async with served(LoopbackCluster(node)) as cluster, plain(cluster) as client:
-        asking = asyncio.create_task(client.post(PATH, json=ASK | {"stream": stream}))
-        await until(lambda: node.reserved)
-        asking.cancel()
-        with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
-            await asking
-        await until(lambda: cluster.dispatcher.idle)
-        assert any(isinstance(frame, Cancel) for frame in node.heard)

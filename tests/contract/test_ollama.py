@@ -1,7 +1,5 @@
 """Ollama's API over a real server, in the shapes that its own clients and popular programs send."""
 
-import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 
@@ -9,9 +7,9 @@ import httpx
 import pytest
 
 from tests.contract.test_anthropic import generated, play, spoken
-from tests.contract.test_chat import plain, served, until
+from tests.contract.test_chat import plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Cancel, Message, Params, ToolCall
+from wire.frames import Message, Params, ToolCall
 
 ALL = "".join(TEXT)
 ASK = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
@@ -193,19 +191,6 @@ async def test_a_stream_that_breaks_says_so_in_its_last_line(cluster: LoopbackCl
         rest = [json.loads(line) async for line in read]
     assert rest[-1]["code"] == "engine_crashed"
     assert isinstance(rest[-1]["error"], str)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_told_to_the_node(stream: bool):
-    node = LoopbackNode("a", step_seconds=0.05)
-    async with served(LoopbackCluster(node)) as cluster, plain(cluster) as client:
-        asking = asyncio.create_task(client.post("/api/chat", json=ASK | {"stream": stream}))
-        await until(lambda: node.reserved)
-        asking.cancel()
-        with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
-            await asking
-        await until(lambda: cluster.dispatcher.idle)
-        assert any(isinstance(frame, Cancel) for frame in node.heard)
 
 
 async def test_nobody_is_served_without_a_key(cluster: LoopbackCluster):

@@ -1,19 +1,16 @@
 """`/v1/responses` with OpenAI's own library over a real server, and in the shapes that coding agents send."""
 
-import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 
-import httpx
 import openai
 import pytest
 
 from router.dialects.responses_kept import Kept, entry
 from tests.contract.test_anthropic import generated, play, spoken
-from tests.contract.test_chat import collect, library, plain, served, until
+from tests.contract.test_chat import collect, library, plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Cancel, Message, ToolCall
+from wire.frames import Message, ToolCall
 
 ALL = "".join(TEXT)
 ASK = {"model": "tiny", "input": "hello"}
@@ -218,19 +215,6 @@ async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fi
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_told_to_the_node(stream: bool):
-    node = LoopbackNode("a", step_seconds=0.05)
-    async with served(LoopbackCluster(node)) as cluster, plain(cluster) as client:
-        asking = asyncio.create_task(client.post(PATH, json=ASK | {"stream": stream}))
-        await until(lambda: node.reserved)
-        asking.cancel()
-        with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
-            await asking
-        await until(lambda: cluster.dispatcher.idle)
-        assert any(isinstance(frame, Cancel) for frame in node.heard)
 
 
 async def test_other_methods_and_keys(cluster: LoopbackCluster):

@@ -142,9 +142,7 @@ class LoopbackCluster:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif isinstance(frame, Count):
-            asyncio.get_running_loop().call_soon(
-                self.say, node, Finished(frame.request, (), sum(len(one.content) for one in frame.messages) // 4 + 1, 0)
-            )
+            asyncio.get_running_loop().call_soon(self.say, node, _counted(node, frame))
         elif isinstance(frame, Cancel):
             node.cancelled.add(frame.request)
             node.reserved.pop(frame.request, None)
@@ -234,6 +232,12 @@ class LoopbackCluster:
         while True:
             await asyncio.sleep(0.1)
             self.report()
+
+
+def _counted(node: LoopbackNode, asked: Count) -> Frame:
+    if node.refusal is not None:
+        return Refusal(asked.request, node.refusal)
+    return Finished(asked.request, (), sum(len(one.content) for one in asked.messages) // 4 + 1, 0)
 
 
 def _tokens(asked: Generate) -> int:
