@@ -15,6 +15,8 @@ import click
 from coordinator.cli import COMMANDS, cluster
 from coordinator.settings import CoordinatorSettings
 from node.settings import NodeSettings
+from router.dialects.parameters import Parameters
+from router.dialects.tables import TABLES
 from tests.support.application import application
 from wire.settings import PREFIX, Setting, describe
 
@@ -39,13 +41,21 @@ and node may share one file: each reads its own sections. Sizes are "96GiB", "12
 API = f"""# HTTP API
 {NOTICE}
 
-The endpoint speaks OpenAI's dialect under `/v1`. The verbs of `cluster` that act on the pool are routes under
-`/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`. A
-key of the scope `admin` may do everything; `metrics` may read the state of the pool; `infer` may use the models. What a
-chat may ask for is in [chat.md](chat.md).
+The endpoint speaks OpenAI's dialects and Anthropic's under `/v1`, and Ollama's under `/api`: how, is in
+[dialects.md](dialects.md), and more about chats in [chat.md](chat.md). The verbs of `cluster` that act on the pool are
+routes under `/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer KEY` or
+`x-api-key: KEY`, in every dialect. A key of the scope `admin` may do everything; `metrics` may read the state of the
+pool; `infer` may use the models.
 
 | route | scope | what it does |
 |---|---|---|
+"""
+PARAMETERS = """
+# Parameters
+
+Every field of every body: it is honoured, or it is ignored because it changes nothing here, or it is refused with a 400
+that names it (`unsupported_parameter`) unless it has a value that asks for nothing. A field that is in no table is
+refused too. Tests hold these tables against the official libraries' own types.
 """
 CLI = f"""# Command
 {NOTICE}
@@ -81,7 +91,13 @@ def _cell(text: str) -> str:
 
 def api() -> str:
     """Write api.md."""
-    return API + "".join(f"| `{method} {path}` | {scope} | {what} |\n" for method, path, scope, what in routes())
+    listed = "".join(f"| `{method} {path}` | {scope} | {what} |\n" for method, path, scope, what in routes())
+    return API + listed + PARAMETERS + "".join(_table(title, table) for title, table in TABLES.items())
+
+
+def _table(title: str, table: Parameters[Any]) -> str:
+    lines = "".join(f"| `{row.name}` | {row.verdict} | {_cell(row.note)} |\n" for row in table.rows())
+    return f"\n## {title}\n\n| field | | |\n|---|---|---|\n{lines}"
 
 
 def routes() -> Iterator[tuple[str, str, str, str]]:

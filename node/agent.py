@@ -37,6 +37,7 @@ from wire.frames import (
     Answer,
     Ask,
     Cancel,
+    Count,
     Deltas,
     Denied,
     Failed,
@@ -210,7 +211,7 @@ class Agent:
 
     def _received(self, link: Link, tag: int, body: bytes) -> None:
         kind = TAGS.get(tag)
-        if kind in (Generate, Load, Unload, Profile):
+        if kind in (Generate, Load, Unload, Profile, Count):
             self._take(link, tag, body)
         else:
             self._act(link, decode(tag, body))

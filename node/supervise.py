@@ -49,6 +49,7 @@ from wire.frames import (
     TAGS,
     Admitted,
     Cancel,
+    Count,
     Deltas,
     Enforce,
     EngineReport,
@@ -79,7 +80,7 @@ MOST_UNSENT = 64 * MIB
 log = structlog.get_logger("supervise")
 _HEADER = struct.Struct(">IB")
 _ENDS = (Finished, Refusal, Failed)
-_BEGINS = (Generate, Load, Unload, Profile)
+_BEGINS = (Generate, Load, Unload, Profile, Count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,88 +5,41 @@ before a body is read, a body is bounded before it is parsed, and a request that
 its reservation is freed and its node is told.
 """
 
-import asyncio
 import contextlib
-import itertools
 import json
-import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Mapping
 
-from router.dialects import chat, chat_answer, models
+from router import answering, counting
+from router.dialects import anthropic, models, ollama_models
+from router.dialects.anthropic import ANTHROPIC, Messages
+from router.dialects.chat import Chat
+from router.dialects.completion import Completion
+from router.dialects.dialect import Dialect
+from router.dialects.ollama import OllamaChat, OllamaGenerate
+from router.dialects.ollama_answer import OLLAMA
 from router.dialects.openapi import openapi_paths, openapi_schemas
+from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
-from router.events import EventStream, Message, Pump, Send, problem_of
+from router.events import Send
+from router.exchange import Exchange, Receive, Scope
 from router.keys import ApiKey, KeyRing, credential
-from router.problems import (
-    NO_KEY,
-    WRONG_KEY,
-    Header,
-    Problem,
-    missing_scope,
-    not_found,
-    too_long,
-    wrong_method,
-)
+from router.problems import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.settings import RouterSettings
-from router.stepper import Step, Stepper
-from router.ticket import Outcome, StreamTicket, Ticket, WholeTicket
-from wire.frames import Finished
-from wire.identity import valid_request_id
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+COUNT = "/v1/messages/count_tokens"
+MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
+RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
-_JSON = (b"content-type", b"application/json")
-_PROCESS = secrets.token_hex(6)
-_numbers = itertools.count(1)
-"""Request ids are unique, not secret."""
-GONE = 499
-"""Counted, never sent: the client left before an answer."""
+_ANY = (*_READ, "POST", "PUT", "DELETE")
+_OLLAMA = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
-__all__ = ["App", "Exchange", "FrontDoor", "openapi_paths", "openapi_schemas"]
-
-
-class Exchange:
-    """One HTTP request and the one answer it gets."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: list[Header] = scope["headers"]
-        self.receive = receive
-        self.send = send
-        self.request_id = _request_id(self.headers)
-        self.status = GONE
-
-    async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
-        """Send a whole JSON answer; HEAD gets its headers alone."""
-        self.status = status
-        head: list[Header] = [
-            _JSON,
-            (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", self.request_id.encode()),
-        ]
-        await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
-        await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
-
-    async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
-        """Send a problem."""
-        await self.answer(problem.body(self.request_id), problem.status, problem.headers() + (headers or []))
-
-
-def _request_id(headers: list[Header]) -> str:
-    for name, value in headers:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            if valid_request_id(text):
-                return text
-    return f"{_PROCESS}{next(_numbers):012x}"
+__all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
 
 
 class FrontDoor:
@@ -108,6 +61,15 @@ class FrontDoor:
         self._control = control
         self._clock = clock
         self._started = int(clock())
+        self._responses = Responses()
+        self._dialects: Mapping[str, Dialect] = {
+            CHAT: Chat(),
+            COMPLETIONS: Completion(),
+            MESSAGES: Messages(),
+            RESPONSES: self._responses,
+            "/api/chat": OllamaChat(),
+            "/api/generate": OllamaGenerate(),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one connection scope."""
@@ -115,10 +77,22 @@ class FrontDoor:
             await self._control(scope, receive, send)
             return
         path: str = scope["path"]
-        if path == CHAT:
-            await self._counted(Exchange(scope, receive, send), self._chat)
+        dialect = self._dialects.get(path)
+        if dialect is not None:
+            exchange = Exchange(scope, receive, send, dialect.style)
+            await self._counted(exchange, self._generate(exchange, dialect))
         elif path == MODELS or path.startswith(MODELS + "/"):
-            await self._counted(Exchange(scope, receive, send), self._models)
+            exchange = Exchange(scope, receive, send)
+            await self._counted(exchange, self._models(exchange))
+        elif path.startswith(RESPONSES + "/"):
+            exchange = Exchange(scope, receive, send)
+            await self._counted(exchange, self._kept(exchange))
+        elif path == COUNT:
+            exchange = Exchange(scope, receive, send, ANTHROPIC)
+            await self._counted(exchange, self._count(exchange))
+        elif path in _OLLAMA or path.startswith("/api/blobs/"):
+            exchange = Exchange(scope, receive, send, OLLAMA)
+            await self._counted(exchange, self._ollama(exchange))
         elif path == "/health":
             await self._health(Exchange(scope, receive, send))
         elif path == "/livez":
@@ -126,13 +100,11 @@ class FrontDoor:
         else:
             await self._control(scope, receive, send)
 
-    async def _counted(self, exchange: Exchange, route: Callable[[Exchange], Awaitable[None]]) -> None:
+    async def _counted(self, exchange: Exchange, answered: Awaitable[None]) -> None:
         try:
-            await route(exchange)
+            await answered
         finally:
             self._counters.answered(exchange.status)
-
-    # reading
 
     def _allowed(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
         if exchange.method not in methods:
@@ -145,69 +117,76 @@ class FrontDoor:
             return WRONG_KEY
         return key if key.allows(scope) else missing_scope(scope)
 
-    async def _body(self, exchange: Exchange) -> bytes | Problem | None:
-        """Read a body up to the limit, None when the client left before its end."""
-        limit = self._settings.body_bytes
-        declared = next((value for name, value in exchange.headers if name == b"content-length"), b"0")
-        if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
-            return too_long(limit)
-        first = await exchange.receive()
-        if first["type"] != "http.request":
-            return None
-        body: bytes = first.get("body", b"")
-        if len(body) > limit:
-            return too_long(limit)
-        if not first.get("more_body", False):
-            return body
-        try:
-            async with asyncio.timeout(self._settings.body_seconds):
-                return await _rest(exchange.receive, bytearray(body), limit)
-        except TimeoutError:
-            seconds = self._settings.body_seconds
-            return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
+    # what models answer
 
-    # chat
-
-    async def _chat(self, exchange: Exchange) -> None:
+    async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
         key = self._allowed(exchange, ("POST",), "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
-        body = await self._body(exchange)
+        body = await exchange.body(self._settings)
         if body is None:
             return
-        asked = body if isinstance(body, Problem) else chat.parse(body)
+        asked = body if isinstance(body, Problem) else dialect.parse(body, key.id)
         if isinstance(asked, Problem):
             await exchange.refuse(asked)
             return
-        await self._answer(exchange, asked, key)
-
-    async def _answer(self, exchange: Exchange, asked: chat.ChatRequest, key: ApiKey) -> None:
-        ticket = self._dispatcher.submit(asked.job(key.id, exchange.request_id, int(self._clock())))
-        watch = Watch(exchange.receive, lambda: self._dispatcher.close(ticket))
-        try:
-            if isinstance(ticket, StreamTicket):
-                await _stream(exchange, ticket)
-            else:
-                await _whole(exchange, cast("WholeTicket", ticket))
-        finally:
-            watch.close()
-            self._dispatcher.close(ticket)
+        jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
+        await answering.generate(exchange, self._dispatcher, asked, jobs)
 
     # the rest
 
+    async def _count(self, exchange: Exchange) -> None:
+        key = self._allowed(exchange, ("POST",), "infer")
+        body = key if isinstance(key, Problem) else await exchange.body(self._settings)
+        if body is None:
+            return
+        asked = body if isinstance(body, Problem) else anthropic.count(body, int(self._clock()))
+        tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked)
+        await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
+
+    async def _kept(self, exchange: Exchange) -> None:
+        key = self._allowed(exchange, (*_READ, "DELETE"), "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
+        await exchange.tell(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
+
     async def _models(self, exchange: Exchange) -> None:
+        if exchange.header(b"anthropic-version") is not None:
+            exchange.style = ANTHROPIC
         key = self._allowed(exchange, _READ, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
         view = self._dispatcher.view
-        found = models.one(view, name, self._started) if name else models.listing(view, self._started)
-        if isinstance(found, Problem):
-            await exchange.refuse(found)
+        one, listing = models.one, models.listing
+        if exchange.style is ANTHROPIC:
+            one, listing = models.anthropic_one, models.anthropic_listing
+        await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
+
+    async def _ollama(self, exchange: Exchange) -> None:
+        path, view = exchange.path, self._dispatcher.view
+        post = path == "/api/show"
+        known = path in _OLLAMA - ollama_models.REFUSED
+        key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+        elif not known:
+            await exchange.refuse(ollama_models.refused(path))
+        elif path == "/api/tags":
+            await exchange.tell(ollama_models.tags(view, self._started))
+        elif path == "/api/ps":
+            await exchange.tell(ollama_models.running(view))
+        elif path == "/api/version":
+            await exchange.tell(ollama_models.version())
         else:
-            await exchange.answer(found)
+            body = await exchange.body(self._settings)
+            if body is not None:
+                shown = body if isinstance(body, Problem) else ollama_models.show(view, body, self._started)
+                await exchange.tell(shown)
 
     async def _health(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:
@@ -224,84 +203,6 @@ class FrontDoor:
             await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
             return
         await exchange.answer(b'{"status":"ok"}')
-
-
-async def _rest(receive: Receive, body: bytearray, limit: int) -> bytes | Problem | None:
-    while True:
-        part = await receive()
-        if part["type"] != "http.request":
-            return None
-        body += part.get("body", b"")
-        if len(body) > limit:
-            return too_long(limit)
-        if not part.get("more_body", False):
-            return bytes(body)
-
-
-class Watch:
-    """Calls `gone` when the client leaves."""
-
-    __slots__ = ("_gone", "_receive", "_stepper")
-
-    def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
-        self._receive = cast("Callable[[], Step]", receive)
-        self._gone = gone
-        self._stepper = Stepper(self._received)
-        self._stepper.run(self._receive())
-
-    def close(self) -> None:
-        """Watch no longer."""
-        self._gone = _nothing
-        self._stepper.close()
-
-    def _received(self, message: Message | None) -> None:
-        if message is None or message["type"] == "http.disconnect":
-            self._gone()
-        else:
-            self._stepper.run(self._receive())
-
-
-async def _whole(exchange: Exchange, ticket: WholeTicket) -> None:
-    outcome = await ticket.outcome_of()
-    if isinstance(outcome, Finished):
-        body = chat_answer.completion(ticket.job, ticket.answer(), outcome)
-        await exchange.answer(body, 200, _about(ticket))
-    else:
-        await _decline(exchange, ticket, outcome)
-
-
-async def _stream(exchange: Exchange, ticket: StreamTicket) -> None:
-    """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
-    while not ticket.ready:
-        await ticket.wait()
-    outcome = ticket.outcome
-    if outcome is not None and not isinstance(outcome, Finished):
-        await _decline(exchange, ticket, outcome)
-        return
-    chunks = chat_answer.ChatChunks(ticket.job)
-    stream = EventStream(exchange.send)
-    exchange.status = 200
-    ticket.opened = True
-    await stream.open([(b"x-request-id", exchange.request_id.encode()), *_about(ticket)])
-    Pump(ticket, chunks, stream)
-    await stream.done
-
-
-async def _decline(exchange: Exchange, ticket: Ticket, outcome: Outcome) -> None:
-    problem = problem_of(outcome)
-    if problem is not None:
-        await exchange.refuse(problem, _about(ticket))
-
-
-def _nothing() -> None:
-    return
-
-
-def _about(ticket: Ticket) -> list[Header]:
-    attempts = (b"x-macpool-attempts", str(ticket.attempts).encode())
-    if not ticket.node_name:
-        return [attempts]
-    return [(b"x-macpool-node", ticket.node_name.encode("ascii", "replace")), attempts]
 
 
 async def nothing_else(scope: Scope, receive: Receive, send: Send) -> None:

@@ -56,7 +56,7 @@ from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from router.usage import Usage
 from router.view import ClusterView, NodeView, seen_as
-from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Refusal
+from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
@@ -486,7 +486,8 @@ class Dispatcher:
         elif chosen.model is not None:
             ticket.fingerprint = chosen.model.fingerprint
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
-                         chosen.output_tokens, job.stream, job.tools, job.template, known)  # fmt: skip
+                         chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
+                         job.ids)  # fmt: skip
         self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens, min(need, chosen.weights))
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
@@ -821,8 +822,9 @@ class Dispatcher:
 
 
 def _chain(job: Job) -> Chain:
-    root = (job.demand.model, job.tools, job.template)
-    return chain_of(root, job.messages, f"{job.key} {job.session}" if job.session else "")
+    root = (job.demand.model, job.tools, job.template, job.ids)
+    messages = (Message("", job.text),) if job.text else job.messages
+    return chain_of(root, messages, f"{job.key} {job.session}" if job.session else "")
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:

@@ -6,20 +6,19 @@ bound ends a stream that is not read.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol, cast
 
-from router.dialects.chat_answer import KEEPALIVE, ChatChunks
+from router.dialects.dialect import EVENTS, Chunks
 from router.problems import Header, Problem, failed, from_refused
 from router.stepper import Step, Stepper
-from router.ticket import CANCELLED, SLOW, Outcome, StreamTicket
-from wire.frames import Finished
+from router.ticket import CANCELLED, SLOW, Outcome
+from wire.frames import Delta, Finished
 from wire.refusals import Refused
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 _HEADERS: list[Header] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -43,6 +42,32 @@ class Events(Protocol):
         ...
 
 
+class Flow(Protocol):
+    """What a pump empties: a `StreamTicket`, or several that are read as one."""
+
+    sink: Callable[[], None] | None
+    blocked: bool
+
+    @property
+    def nudged(self) -> bool:
+        """Whether a sign of life is due."""
+        ...
+
+    @property
+    def pending(self) -> Sequence[Delta] | bool:
+        """True when there are deltas to take."""
+        ...
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; None before."""
+        ...
+
+    def take(self) -> list[Delta]:
+        """Give what has come, in order. Clears a nudge."""
+        ...
+
+
 class EventStream:
     """A 200 answer of events. `busy` while a push waits for the transport."""
 
@@ -56,9 +81,10 @@ class EventStream:
         self._ready: Callable[[], None] = _nothing
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def open(self, headers: list[Header]) -> None:
-        """Send status 200 and the headers."""
-        await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS + headers})
+    async def open(self, headers: list[Header], kind: bytes = EVENTS) -> None:
+        """Send status 200 and the headers; `kind` is the content type."""
+        head = [(b"content-type", kind), *_HEADERS, *headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
         """Send whole events now; False when they wait for the transport. Not while `busy`."""
@@ -106,13 +132,14 @@ class EventStream:
 class Pump:
     """Turns what a ticket holds into events of its stream, whenever there is something and the stream takes it."""
 
-    __slots__ = ("_chunks", "_greeting", "_stream", "_ticket")
+    __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
 
-    def __init__(self, ticket: StreamTicket, chunks: ChatChunks, stream: Events) -> None:
+    def __init__(self, ticket: Flow, chunks: Chunks, stream: Events) -> None:
         self._ticket = ticket
         self._chunks = chunks
         self._stream = stream
-        self._greeting = chunks.opening()
+        self._greeted = False
+        self._greeting = b""
         stream.when_ready(self.pump)
         ticket.sink = self.pump
         ticket.blocked = False
@@ -130,7 +157,11 @@ class Pump:
     def _send(self) -> None:
         ticket, stream = self._ticket, self._stream
         nudged = ticket.nudged
-        events = self._chunks.deltas(ticket.take())
+        taken = ticket.take()
+        if not self._greeted and (taken or ticket.outcome is not None):
+            self._greeted = True
+            self._greeting = self._chunks.opening()
+        events = self._chunks.deltas(taken)
         if ticket.outcome is not None and not ticket.pending:
             stream.push(self._greeting + events + self._ending(ticket.outcome), last=True)
             ticket.sink = None
@@ -139,7 +170,7 @@ class Pump:
             events = self._greeting + events
             self._greeting = b""
         if not events and nudged:
-            events = KEEPALIVE
+            events = self._chunks.keepalive
         if events:
             ticket.blocked = not stream.push(events)
 
@@ -147,7 +178,7 @@ class Pump:
         if isinstance(outcome, Finished):
             return self._chunks.closing(outcome)
         problem = problem_of(outcome)
-        return b"" if problem is None else problem.event(self._ticket.job.request_id)
+        return b"" if problem is None else self._chunks.failing(problem)
 
 
 def problem_of(outcome: Outcome) -> Problem | None:

@@ -1,5 +1,5 @@
-"""Orders to a node's engine that somebody waits for: load a model, give one back, measure one. Beside the dispatcher,
-on its loop.
+"""Orders to a node's engine that somebody waits for: load a model, give one back, measure one, count a prompt. Beside
+the dispatcher, on its loop.
 
 An order is open from its frame until the node's Finished, Refusal or Failed of that number, the end of the node, the
 end of this process, or LONGEST; whoever gave it hears how it ended, once. A load that nobody waits for any more goes
@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from router.ticket import Failure
-from wire.frames import Admitted, Cancel, Failed, Finished, Frame, Load, Profile, Refusal, Unload
+from wire.frames import Admitted, Cancel, Count, Failed, Finished, Frame, Load, Profile, Refusal, Unload
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
 
 MOST_OPEN = 64
+"""Orders about models at a time, and as many counts."""
 LONGEST = 3600.0
 """Seconds: half a terabyte from a slow disk. An engine that hangs is found by its agent long before."""
 _DIED = frozenset({"engine_crashed", "engine_lost"})
 
 Ended = Finished | Refused | Failure
 Kind = type[Load] | type[Unload] | type[Profile]
-_DID: dict[Kind, str] = {Load: "loaded", Unload: "unloaded", Profile: "measured"}
+_DID: dict[type[Frame], str] = {Load: "loaded", Unload: "unloaded", Profile: "measured", Count: "counted a prompt for"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    kind: Kind
+    kind: type[Frame]
     node: NodeId
     name: str
     model: str
@@ -60,16 +61,26 @@ class Orders:
 
     async def give(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
         """Send an order and wait for its end. `name` is the node's, for people."""
+        number = self._number()
+        return await self._carried(kind(number, model), number, node, name, model)
+
+    async def count(self, node: NodeId, name: str, asked: Count) -> Ended:
+        """Let a node count a prompt; its number is given here."""
+        number = self._number()
+        return await self._carried(replace(asked, request=number), number, node, name, asked.model)
+
+    async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str) -> Ended:
         if self._closed:
             return Failure("shutting_down", self._closed)
-        if len(self._open) >= MOST_OPEN:
-            return Refused(Code.QUEUE_FULL, f"{MOST_OPEN} loads are under way already: wait for one to end")
-        order = _Order(kind, node, name, model, asyncio.get_running_loop().create_future())
-        number = self._number()
+        order = _Order(type(frame), node, name, model, asyncio.get_running_loop().create_future())
+        same = sum((one.kind is Count) == (order.kind is Count) for one in self._open.values())
+        if same >= MOST_OPEN:
+            what = "counts" if order.kind is Count else "loads"
+            return Refused(Code.QUEUE_FULL, f"{MOST_OPEN} {what} are under way already: wait for one to end")
         self._open[number] = order
         ended: Ended | None = None
         try:
-            if not self._send(node, kind(number, model)):
+            if not self._send(node, frame):
                 ended = Refused(Code.NOT_READY, f"{name} is not linked", None, 2.0, name)
                 return ended
             async with asyncio.timeout(LONGEST):

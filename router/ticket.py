@@ -46,6 +46,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     template: str = ""
     include_usage: bool = False
     session: str = ""
+    text: str = ""
+    ids: tuple[int, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):

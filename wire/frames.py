@@ -212,7 +212,8 @@ class Message(Part, frozen=True, array_like=True, gc=False):
 
 class Params(Part, frozen=True, array_like=True, gc=False):
     """How to generate. None means: the model's default. `logit_bias` by token id; `top_logprobs` alternatives are given
-    beside each token where `logprobs` asks for them. `repetition_penalty` divides (1: none), the others subtract."""
+    beside each token where `logprobs` asks for them. `repetition_penalty` divides (1: none), the others subtract.
+    `one_call`: an answer ends with its first tool call."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -228,6 +229,7 @@ class Params(Part, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    one_call: bool = False
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
@@ -238,7 +240,10 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     for the chat template (empty: none).
 
     `resume`: the answer was begun elsewhere, and these are the token ids of each choice that were heard. Their text is
-    not said again; usage counts them."""
+    not said again; usage counts them.
+
+    `text` or `ids` instead of messages: a prompt as it is, without the chat template, in words or in the model's own
+    token ids. Its answer is content alone: no thoughts and no calls are read in it."""
 
     request: int
     seq: int
@@ -252,10 +257,24 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     tools: str = ""
     template: str = ""
     resume: tuple[tuple[int, ...], ...] = ()
+    text: str = ""
+    ids: tuple[int, ...] = ()
 
     def known(self, choice: int) -> tuple[int, ...]:
         """Give the ids of a choice that were heard already."""
         return self.resume[choice] if choice < len(self.resume) else ()
+
+
+class Count(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → engine: of how many tokens is this prompt? Parts as in Generate. Answered by Finished, whose
+    `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised."""
+
+    request: int
+    model: str
+    messages: tuple[Message, ...]
+    created: int
+    tools: str = ""
+    template: str = ""
 
 
 class Load(Frame, frozen=True, array_like=True, gc=False):
@@ -332,7 +351,8 @@ class Timings(Part, frozen=True, array_like=True, gc=False):
 
 class Finished(Frame, frozen=True, array_like=True, gc=False):
     """engine → coordinator: done. One reason (`stop`, `length`, `tool_calls`) per choice, and the exact usage; at the
-    end of a Profile the model as it is now."""
+    end of a Profile the model as it is now. `stops`: by choice the stop string that ended it, empty if none did (or
+    nothing at all if none ended any); `thought` are those of the completion's tokens that were reasoning."""
 
     request: int
     reasons: tuple[str, ...]
@@ -341,6 +361,8 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     timings: Timings = Timings()
     measured: Model | None = None
+    stops: tuple[str, ...] = ()
+    thought: int = 0
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
@@ -430,7 +452,7 @@ TAGS: dict[int, type[Frame]] = {
     10: Hello, 11: Welcome, 12: Denied, 13: Report, 14: Goodbye, 15: Ping, 16: Pong, 17: Renew, 18: Renewed,
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
-    37: Load, 38: Unload, 39: Profile,
+    37: Load, 38: Unload, 39: Profile, 40: Count,
     50: Limits, 51: EngineReport, 52: Restore, 53: Enforce,
 }  # fmt: skip
 """Never reuse a number."""

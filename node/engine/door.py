@@ -13,7 +13,7 @@ from node.engine.pipeline import TextPipeline
 from node.engine.prompt import Prepared
 from node.engine.tokenizer import TemplateFailed, Tokenizer, TokenizerError, load
 from node.library import Library
-from wire.frames import Generate
+from wire.frames import Count, Finished, Frame, Generate, Params, Refusal
 from wire.refusals import Code, Refused
 
 log = structlog.get_logger("engine.door")
@@ -36,6 +36,16 @@ class Door:
                 request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}: {error}"[:300]
             )
 
+    def count(self, asked: Count) -> Frame:
+        """Say of how many tokens a prompt is. Never raises either."""
+        prepared = self.prepare(
+            Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created, tools=asked.tools,
+                     template=asked.template)
+        )  # fmt: skip
+        if prepared.refused is not None:
+            return Refusal(asked.request, prepared.refused)
+        return Finished(asked.request, (), prepared.tokens, 0)
+
     def _prepared(self, request: Generate) -> Prepared:
         found = self._library.look(request.model)
         if found is None:
@@ -54,7 +64,11 @@ class Door:
         params = request.params
 
         def voice(choice: int) -> TextPipeline:
-            return tokenizer.pipeline(request.request_id, choice, params.stop, request.tools, prompt.thinking)
+            if request.text or request.ids:
+                return tokenizer.plain_pipeline(params.stop)
+            return tokenizer.pipeline(
+                request.request_id, choice, params.stop, request.tools, prompt.thinking, one_call=params.one_call
+            )
 
         return Prepared(request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes)
 

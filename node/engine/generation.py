@@ -631,9 +631,11 @@ def _guard(sequence: Sequence, row: Row) -> Guard:
 def finished(sequence: Sequence, now: float) -> Finished:
     """Say how a request ended, with its exact usage."""
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
+    stops = tuple(row.pipeline.stop for row in sequence.rows)
     return Finished(
         sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
         sum(len(row.ids) for row in sequence.rows), sequence.prompt_cached, timings,
+        stops=stops if any(stops) else (), thought=sum(row.pipeline.thought for row in sequence.rows),
     )  # fmt: skip
 
 

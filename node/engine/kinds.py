@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KINDS: Final = {"mlx": "node.engine.text", "scripted": "node.engine.scripted"}
 """Kind → the module with its `build`."""
 
-ROUTES: Final = ("chat",)
+ROUTES: Final = ("chat", "completions")
 """What every kind serves, and its gate therefore guards."""
 
 

@@ -62,14 +62,19 @@ class Step:
 
 
 class TextPipeline:
-    """One choice's text; see the module's text. `place` is where the answer begins."""
+    """One choice's text; see the module's text. `place` is where the answer begins; with `one_call` it ends with its
+    first call. `thought` counts the tokens that were reasoning."""
 
-    def __init__(self, decoder: Decoder, cutter: Cutter, place: Place, stops: Stops, calls: Calls) -> None:
+    def __init__(
+        self, decoder: Decoder, cutter: Cutter, place: Place, stops: Stops, calls: Calls, *, one_call: bool = False
+    ) -> None:
         self._decoder = decoder
         self._cutter = cutter
         self._place = place
         self._stops = stops
         self._calls = calls
+        self._one_call = one_call
+        self.thought = 0
         self._reasoning = _Thoughts()
         self._block: list[str] = []
         self._gap: str | None = None
@@ -81,7 +86,13 @@ class TextPipeline:
         """Take one token of the answer; the token that only ends it gives nothing."""
         if not self._stopped:
             self._take(self._decoder.feed(token))
+            self.thought += self._place.state == REASONING
         return Step(self._given(), self._stopped)
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the answer; empty if none did."""
+        return self._stops.found
 
     def finish(self, reason: str) -> tuple[Pieces, str]:
         """End the answer: give what was held back, and the reason (`stop` or `length`) as a client should read it."""
@@ -151,10 +162,11 @@ class TextPipeline:
 
     def _read_block(self, body: str, start: str, end: str) -> None:
         calls = self._calls.read(body)
-        for call in calls:
-            self._pieces.append((Channel.TOOL_CALL, call))
+        shown = calls[:1] if self._one_call else calls
+        self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
         if calls:
             self._gap = ""
+            self._stopped = self._one_call
         else:
             self._add_content(start + body + end)
 

@@ -7,7 +7,7 @@ The id of an answer's token is its position, plus the number of the choice in th
 import re
 from collections.abc import Callable, Sequence
 
-from wire.frames import Message
+from wire.frames import Generate, Message
 
 MESSAGE_TOKENS = 4
 """What a chat template adds around each message."""
@@ -24,6 +24,18 @@ WORDS = tuple(_LOREM.split())
 
 Voice = Callable[[int, float], tuple[int, str]]
 """`(position, now) → (id, text)` of one token of an answer."""
+
+
+def prompt_tokens(request: Generate) -> int:
+    """Count a request's prompt exactly, whatever it is written in."""
+    if request.ids:
+        return len(request.ids)
+    return _count_words(request.text) if request.text else count_tokens(request.messages)
+
+
+def said(request: Generate) -> Sequence[Message]:
+    """Give what a request says as messages, also where it has none."""
+    return (Message("user", request.text),) if request.text else request.messages
 
 
 def count_tokens(messages: Sequence[Message]) -> int:

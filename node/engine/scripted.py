@@ -30,6 +30,7 @@ from wire.frames import (
     Admitted,
     Cancel,
     Channel,
+    Count,
     Delta,
     Deltas,
     Enforce,
@@ -142,6 +143,8 @@ class Scripted:
             return self._enforce(frame, now)
         elif isinstance(frame, Load | Unload | Profile):
             return [self._ordered(frame)]
+        elif isinstance(frame, Count):
+            return [self._counted(frame)]
         return []
 
     def step(self, now: float) -> list[Frame]:
@@ -190,6 +193,12 @@ class Scripted:
             return Refusal(order.request, Refused(Code.UNSUPPORTED, f"{name} is scripted: there is nothing to measure"))
         return Refusal(order.request, Refused(Code.IN_USE, f"{name} is scripted: there is nothing to unload"))
 
+    def _counted(self, asked: Count) -> Frame:
+        if asked.model != self._settings.model:
+            text = f"this node serves {self._settings.model}, not {asked.model}"
+            return Refusal(asked.request, Refused(Code.NO_MODEL, text))
+        return Finished(asked.request, (), script.count_tokens(asked.messages), 0)
+
     def _generate(self, request: Generate, now: float) -> list[Frame]:
         self._acked = max(self._acked, request.seq)
         number = request.request
@@ -198,7 +207,7 @@ class Scripted:
             return []
         if any(sequence.number == number for sequence in (*self._waiting, *self._running)):
             return []
-        prompt = script.count_tokens(request.messages)
+        prompt = script.prompt_tokens(request)
         pieces = self._pieces(request, prompt)
         shape = preflight.shape_of(request, prompt, len(pieces) or self._settings.tokens, self._settings.context)
         refused = self._refused(request, shape, now)
@@ -214,7 +223,7 @@ class Scripted:
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
         """Give the tokens of an echo; none in the other modes, and none of a prompt that will be refused anyway."""
         echo = self._settings.text == "echo" and prompt < self._settings.context
-        return script.echo_pieces(request.messages) if echo else []
+        return script.echo_pieces(script.said(request)) if echo else []
 
     def _refused(self, request: Generate, shape: Shape, now: float) -> Refused | None:
         model, memory = self._model(), self._memory(now)
@@ -229,11 +238,11 @@ class Scripted:
 
     def _must_refuse(self, request: Generate) -> bool:
         word = self._settings.refuse
-        return word == "*" or (bool(word) and script.mentions(request.messages, word))
+        return word == "*" or (bool(word) and script.mentions(script.said(request), word))
 
     def _sequence(self, request: Generate, shape: Shape, pieces: list[str], now: float) -> Sequence:
         word = self._settings.crash
-        crashes = bool(word) and script.mentions(request.messages, word)
+        crashes = bool(word) and script.mentions(script.said(request), word)
         rows = [
             Row(choice, commitment, Stops(request.params.stop), self._voice(pieces, choice))
             for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
@@ -378,10 +387,12 @@ class Scripted:
         return Delta(sequence.number, row.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
 
     def _finished(self, sequence: Sequence, now: float) -> Finished:
+        stops = tuple(row.stops.found for row in sequence.rows)
         return Finished(
             sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
             sum(row.produced for row in sequence.rows),
             timings=Timings(sequence.begun - sequence.arrived, 0.0, now - sequence.begun),
+            stops=stops if any(stops) else (),
         )  # fmt: skip
 
     # memory

@@ -8,21 +8,23 @@ from collections.abc import Iterable
 
 
 class Stops:
-    """The stop strings of one row and the text held back for them."""
+    """The stop strings of one row and the text held back for them. `found` is the one that was completed."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held: str = ""
+        self.found = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Take the next piece; give what may be shown now, and whether a stop string was completed."""
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            _, at, self.found = min(found)
+            return text[:at], True
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

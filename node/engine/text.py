@@ -43,6 +43,7 @@ from node.settings import NodeSettings
 from wire.frames import (
     Admitted,
     Cancel,
+    Count,
     Enforce,
     EngineReport,
     Finished,
@@ -133,9 +134,11 @@ class TextEngine:
     # what the threads ask
 
     def prepare(self, frame: Frame) -> Work | None:
-        """On the I/O thread: put a prompt into tokens; at a sign of life, look for new models now and then."""
+        """On the I/O thread: put a prompt into tokens, or count it; at a sign of life, look for new models."""
         if isinstance(frame, Generate):
             return self._door.prepare(frame)
+        if isinstance(frame, Count):
+            return self._door.count(frame)
         if isinstance(frame, Load | Profile):
             self._library.look(frame.model)
         if isinstance(frame, Ping):
@@ -165,6 +168,8 @@ class TextEngine:
                 return self._profile(work, now)
             case Restore():
                 self._restore(work, now)
+            case Finished() | Refusal():
+                return [work]
             case _:
                 pass
         return []
@@ -316,7 +321,7 @@ class TextEngine:
             return [Refusal(request.request, refused, shape.prompt)]
         for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
             row.commitment = commitment
-        text = sum(len(message.content.encode()) for message in request.messages)
+        text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
         resident.measured_text(text, len(prepared.ids))
         self._generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]

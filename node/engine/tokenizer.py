@@ -30,7 +30,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
 
 from node.engine.calls import Calls
-from node.engine.markup import Markup, Place
+from node.engine.markup import NORMAL, Markup, Place
 from node.engine.pipeline import TextPipeline
 from node.engine.stops import Stops
 from wire.frames import Generate, Message
@@ -116,28 +116,44 @@ class Tokenizer:
         wrapper.encode("")
 
     def prompt(self, request: Generate) -> Prompt:
-        """Write the request as the model's template has it; TemplateFailed if template or tokenizer do not."""
-        if not self._wrapper.has_chat_template:
+        """Write the request as the model's template has it, or take its prompt as it is; TemplateFailed if template or
+        tokenizer do not."""
+        plain = bool(request.text or request.ids)
+        if not plain and not self._wrapper.has_chat_template:
             raise TemplateFailed("the model has no chat template")
         try:
-            ids = self._render(request)
+            ids = request.ids or (tuple(self._wrapper.encode(request.text)) if plain else self._render(request))
             self._check(ids)
-            return Prompt(ids, self._ends_in_thought(ids))
+            return Prompt(ids, not plain and self._ends_in_thought(ids))
         except TemplateFailed:
             raise
         except Exception as error:
             raise TemplateFailed(_line(error)) from error
 
     def pipeline(
-        self, request_id: str, choice: int, stops: tuple[str, ...], tools: str, thinking: bool
+        self,
+        request_id: str,
+        choice: int,
+        stops: tuple[str, ...],
+        tools: str,
+        thinking: bool,
+        *,
+        one_call: bool = False,
     ) -> TextPipeline:
         """Begin the text of one choice. `tools` as in the request; `thinking` as the prompt said."""
         given = _tools(tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
         calls = Calls(prefix, self._wrapper.tool_parser if given else None, given, self._markup.call[1])
         place = self._markup.beginning(thinking)
-        decoder = _Decoder(self._wrapper.detokenizer, self.size, self.eos)
-        return TextPipeline(decoder, MarkCutter(self._machines[bool(given)], place), place, Stops(stops), calls)
+        cutter = MarkCutter(self._machines[bool(given)], place)
+        return TextPipeline(self._decoder(), cutter, place, Stops(stops), calls, one_call=one_call)
+
+    def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
+        """Begin the text of one choice of a request without a template: content, whatever it looks like."""
+        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, [], ""))
+
+    def _decoder(self) -> "_Decoder":
+        return _Decoder(self._wrapper.detokenizer, self.size, self.eos)
 
     def token_bytes(self, token: int) -> bytes:
         """Give a token's bytes: exactly where tokens are bytes, else the text that it has alone; none out of range."""
@@ -224,6 +240,18 @@ class MarkCutter:
         """See `Cutter`."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
+
+
+class Uncut:
+    """A cutter for text in which nothing is a mark."""
+
+    def feed(self, text: str) -> list[tuple[Place, str]]:
+        """See `Cutter`."""
+        return [(Place(NORMAL), text)]
+
+    def flush(self) -> str:
+        """See `Cutter`."""
+        return ""
 
 
 # loading

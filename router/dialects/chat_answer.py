@@ -11,6 +11,7 @@ from json.encoder import encode_basestring_ascii
 import msgspec
 
 from router.dialects.chat_parts import MOST_CALLS, Logprobs, finish_reason, logprobs_of, tool_call
+from router.problems import Problem
 from router.ticket import Answer, Job
 from wire.frames import Channel, Delta, Finished
 
@@ -24,7 +25,10 @@ _SHIFT = 8
 class ChatChunks:
     """Makes the events of one stream."""
 
+    keepalive = KEEPALIVE
+
     def __init__(self, job: Job) -> None:
+        self._request_id = job.request_id
         self._choices = choices = job.params.n
         self._include_usage = job.include_usage
         self._logprobs = job.params.logprobs
@@ -72,6 +76,10 @@ class ChatChunks:
             f'{self._head}"choices":[],"usage":{json.dumps(usage_of(finished))}}}\n\n' if self._include_usage else ""
         )
         return (ends + usage).encode() + DONE
+
+    def failing(self, problem: Problem) -> bytes:
+        """Give the event that ends a stream that broke; no `[DONE]` follows it."""
+        return problem.event(self._request_id)
 
     def _choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
         body = f'"choices":[{{"index":{choice},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}]'

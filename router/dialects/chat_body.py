@@ -7,36 +7,27 @@ lack (`Demand.features`) is accepted here and judged by placement.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from router.dialects.limits import (
-    LONGEST_NAME,
-    LONGEST_STOP,
-    MOST_BIASES,
-    MOST_CALLS,
-    MOST_CHOICES,
-    MOST_MESSAGES,
-    MOST_STOPS,
-    MOST_TOKENS,
-    MOST_TOOLS,
-    MOST_TOP_K,
-    MOST_TOP_LOGPROBS,
-)
+from router.dialects.fields import TEXT_OR_PARTS, Drawn, FunctionName, Name, Named, Strict, Tokens, by_type
+from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS, MOST_TOP_LOGPROBS
+from router.dialects.parameters import Parameters
+from router.dialects.template import Effort
 
-_INT64 = 2**63 - 1
-
-HARMLESS = frozenset({
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options",
+BILL = "there is one class of service here, and no bill"
+CACHE = "a hint for a cache; ours finds common beginnings by itself"
+WHO = "says who asks; nothing depends on it here"
+HARMLESS: Mapping[str, str] = MappingProxyType({
+    "user": WHO, "safety_identifier": WHO, "metadata": "nothing is kept with an answer", "service_tier": BILL,
+    "prompt_cache_key": CACHE, "prompt_cache_retention": CACHE, "prompt_cache_options": CACHE,
 })  # fmt: skip
-"""Fields that change nothing in the answer of a cluster like this: who asks, and hints for somebody's cache or bill."""
+"""Fields that change nothing in the answer of a cluster like this, and why."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -49,24 +40,19 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
 """Fields that are not offered, with the values that ask for nothing."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType({
+    "tools": "functions; other types are refused by name",
+    "tool_choice": "auto and none; what would force a call is refused yet",
+    "parallel_tool_calls": "false ends an answer with its first call",
+    "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
+    "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
+    "max_completion_tokens": "goes before max_tokens",
     "functions": "it is deprecated, use tools",
     "function_call": "it is deprecated, use tools and tool_calls",
-    "parallel_tool_calls": "a model may always make several calls, only true is offered yet",
     "response_format": "only the type text is offered yet",
     "store": "answers are not kept",
     "include_obfuscation": "nothing is added to the chunks of a stream",
 })  # fmt: skip
 """What to do instead, where there is something."""
-
-
-class Strict(BaseModel):
-    """Base of all parts: no unknown field, no value turned into another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-Name = Annotated[str, Field(max_length=LONGEST_NAME)]
-Named = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
 class TextPart(Strict):
@@ -83,19 +69,10 @@ class RefusalPart(Strict):
     refusal: str
 
 
-def _part_kind(part: object) -> str:
-    kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-    return "refusal_part" if kind == "refusal" else "text_part"
-
-
-def _content_kind(content: object) -> str:
-    return "parts" if isinstance(content, list) else "text"
-
-
 Part = Annotated[
-    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], Discriminator(_part_kind)
+    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
 ]
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")], Discriminator(_content_kind)]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")], TEXT_OR_PARTS]
 
 
 class CalledFunction(Strict):
@@ -136,7 +113,7 @@ class ChatMessage(Strict):
 class Function(Strict):
     """A function that the model may call. `strict` is a wish: the model sees it, nothing enforces it."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -149,53 +126,23 @@ class Tool(Strict):
     function: Function
 
 
-class StreamOptions(Strict):
-    """What a stream carries besides the text."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
-def _stop_kind(stop: object) -> str:
-    return "list" if isinstance(stop, list) else "one"
-
-
-class ChatBody(Strict):
+class ChatBody(Drawn):
     """The request body. What is not offered is refused with `unsupported_parameter`, nothing is ignored in silence."""
 
     model: Named
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: Annotated[
-        Annotated[Stop, Tag("one")] | Annotated[list[Stop], Field(max_length=MOST_STOPS), Tag("list")],
-        Discriminator(_stop_kind),
-    ] | None = None  # fmt: skip
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOP_K)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[Variable, Any] | None = None
 
 
-KNOWN = frozenset(ChatBody.model_fields) | HARMLESS | NEUTRAL.keys()
+CHAT = Parameters(ChatBody, HARMLESS, NEUTRAL, INSTEAD)

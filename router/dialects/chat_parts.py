@@ -23,24 +23,31 @@ UNLIKELY = -9999.0
 _Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
-class _Call(msgspec.Struct, gc=False):
-    """The node's `index` is not read: a call's place is that in which it came, so it can neither repeat nor miss."""
+class Call(msgspec.Struct, gc=False):
+    """One call. The node's `index` is not read: a call's place is that in which it came, so none repeats or misses."""
 
     id: _Named
     name: _Named
     arguments: str
 
 
-_calls = msgspec.json.Decoder(_Call)
+_calls = msgspec.json.Decoder(Call)
 
 
-def tool_call(piece: str) -> dict[str, object] | None:
-    """Give a call from a piece of the channel TOOL_CALL; None when it is none."""
+def call_of(piece: str) -> Call | None:
+    """Read a piece of the channel TOOL_CALL; None when it is none."""
     if len(piece) > LONGEST_CALL:
         return None
     try:
-        call = _calls.decode(piece)
+        return _calls.decode(piece)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+def tool_call(piece: str) -> dict[str, object] | None:
+    """Give a call in OpenAI's shape; None when it is none."""
+    call = call_of(piece)
+    if call is None:
         return None
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -69,21 +76,20 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     """Give the shape, with at most `top` alternatives beside each token. A token may be a part of a character: `bytes`
     is exact, `token` what can be shown of it."""
     return Logprobs([
-        _Token(*_shown(one.token, one.logprob), [_Alternative(*_shown(*each)) for each in one.top[:top]])
+        _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
         for one in logprobs
     ])  # fmt: skip
 
 
-def _shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+def shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    """Give what can be shown of a token, a finite log probability, and the token's bytes."""
     kept = token[:LONGEST_TOKEN]
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNLIKELY, list(kept)
 
 
-_REASONS = frozenset({"stop", "length", "tool_calls"})
-
-
 def finish_reason(reason: str, calls: int) -> str:
-    """Give a reason that clients know, and `tool_calls` only where there are some."""
-    if reason not in _REASONS or (reason == "tool_calls" and not calls):
-        return "stop"
-    return reason
+    """Give a reason that clients know, and `tool_calls` only where there are some, but then for every answer that ended
+    by itself: also for one that a stop string, or the limit of one call, ended."""
+    if reason == "length":
+        return reason
+    return "tool_calls" if calls else "stop"

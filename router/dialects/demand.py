@@ -20,6 +20,12 @@ def demand_of(model: str, messages: Iterable[Message], params: Params, tools: st
     return Demand(model, size, None, params.max_tokens, params.n, features_of(params, tools))
 
 
+def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: Params) -> Demand:
+    """Give the demand of a prompt that no template writes: a text, or (then counted exactly) token ids."""
+    size, tokens = (len(text.encode()), None) if text else (0, len(ids))
+    return Demand(model, size, tokens, params.max_tokens, params.n, features_of(params))
+
+
 def _besides(message: Message) -> int:
     calls = sum(len(f"{call.id}{call.name}{call.arguments}".encode()) + TEMPLATE_BYTES for call in message.tool_calls)
     return calls + len(message.reasoning.encode())

@@ -3,6 +3,11 @@
 MOST_TOKENS = 10_000_000
 MOST_CHOICES = 16
 MOST_STOPS = 16
+MOST_PARTS = 4096
+"""Blocks of one message."""
+MOST_PROMPTS = 64
+"""Prompts of one completion: each is a request of its own to the cluster."""
+MOST_TOKEN_ID = 2**31 - 1
 LONGEST_STOP = 512
 MOST_MESSAGES = 16_384
 LONGEST_NAME = 256

@@ -1,9 +1,12 @@
-"""`/v1/models`: what the cluster can serve, in OpenAI's shape. A model that no node can load is not in it."""
+"""`/v1/models`: what the cluster can serve, in OpenAI's shape or Anthropic's, but no model that no node can load."""
+
+from datetime import UTC, datetime
 
 import msgspec
 
 from router.problems import Problem
 from router.view import ClusterView
+from wire.report import Model
 
 OWNER = "macpool"
 
@@ -25,3 +28,23 @@ def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
 
 def _model(name: str, created: int) -> dict[str, object]:
     return {"id": name, "object": "model", "created": created, "owned_by": OWNER}
+
+
+def anthropic_listing(view: ClusterView, created: int) -> bytes:
+    """Give every model that a member can serve in Anthropic's shape, all on one page."""
+    served = view.served()
+    models = [_anthropic(served[name], created) for name in sorted(served)]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
+    return msgspec.json.encode({"data": models, "has_more": False, **ends})
+
+
+def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem:
+    """Give one model in Anthropic's shape, or the 404 that names it."""
+    found = view.served().get(name)
+    return msgspec.json.encode(_anthropic(found, created)) if found else one(view, name, created)
+
+
+def _anthropic(model: Model, created: int) -> dict[str, object]:
+    moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": model.name, "display_name": model.name, "created_at": moment, "lifecycle": "active",
+            "max_input_tokens": model.context, "max_tokens": model.context}  # fmt: skip

@@ -289,7 +289,6 @@ async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster,
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
-    ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"functions": [{"name": "weather"}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
 ])  # fmt: skip

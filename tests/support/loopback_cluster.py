@@ -22,7 +22,7 @@ from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
 from router.settings import RouterSettings
 from router.view import ClusterView, NodeView, view_of
-from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
+from wire.frames import Admitted, Cancel, Count, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
 from wire.report import EngineState, Memory, Model
@@ -56,7 +56,8 @@ def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: obje
 @dataclass
 class LoopbackNode:
     """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted; `play` gives
-    what is said to a Generate instead of the text: deltas, each in a frame of its own, and the reason of every choice.
+    what is said to a Generate instead of the text: deltas, each in a frame of its own, and the reason of every choice;
+    `stop` is said to have ended them, and `thought` of the tokens to have been reasoning.
     """
 
     name: str
@@ -68,6 +69,8 @@ class LoopbackNode:
     refusal: Refused | None = None
     mute: bool = False
     play: Callable[[Generate], tuple[Sequence[Delta], str]] | None = None
+    stop: str = ""
+    thought: int = 0
     state: str = "ready"
     engine: str = "ready"
     up: bool = True
@@ -138,13 +141,15 @@ class LoopbackCluster:
             task = asyncio.get_running_loop().create_task(self._answer(node, frame))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        elif isinstance(frame, Count):
+            asyncio.get_running_loop().call_soon(self.say, node, _counted(node, frame))
         elif isinstance(frame, Cancel):
             node.cancelled.add(frame.request)
             node.reserved.pop(frame.request, None)
         return True
 
     async def _answer(self, node: LoopbackNode, asked: Generate) -> None:
-        tokens = sum(len(message.content) for message in asked.messages) // 4 + 1
+        tokens = _tokens(asked)
         node.acked_seq = max(node.acked_seq, asked.seq)
         refused = self._gate(node, asked, tokens)
         if refused is not None:
@@ -161,7 +166,9 @@ class LoopbackCluster:
             self.say(node, Deltas(step))
         node.reserved.pop(asked.request, None)
         written = sum(map(len, steps)) + sum(map(len, asked.resume))
-        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, written))
+        stops = (node.stop,) * asked.params.n if node.stop else ()
+        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, written, stops=stops,
+                                thought=node.thought))  # fmt: skip
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
         model = next(model for model in node.models if model.name == asked.model)
@@ -226,6 +233,17 @@ class LoopbackCluster:
         while True:
             await asyncio.sleep(0.1)
             self.report()
+
+
+def _counted(node: LoopbackNode, asked: Count) -> Frame:
+    if node.refusal is not None:
+        return Refusal(asked.request, node.refusal)
+    return Finished(asked.request, (), sum(len(one.content) for one in asked.messages) // 4 + 1, 0)
+
+
+def _tokens(asked: Generate) -> int:
+    """Count a prompt: a token for four characters, and one."""
+    return len(asked.ids) or (sum(len(message.content) for message in asked.messages) + len(asked.text)) // 4 + 1
 
 
 def _steps(node: LoopbackNode, asked: Generate) -> tuple[list[tuple[Delta, ...]], str]:

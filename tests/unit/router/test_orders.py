@@ -8,7 +8,7 @@ import pytest
 from router import orders as module
 from router.orders import MOST_OPEN, Ended, Kind, Orders
 from router.ticket import Failure
-from wire.frames import Cancel, Failed, Finished, Frame, Load, Profile, Refusal, Unload
+from wire.frames import Cancel, Count, Failed, Finished, Frame, Load, Message, Profile, Refusal, Unload
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 
@@ -114,6 +114,18 @@ async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
     nodes.orders.shutdown("stopping")
     assert {await task for task in tasks} == {Failure("shutting_down", "stopping")}
     assert await (await nodes.give()) == Failure("shutting_down", "stopping")
+
+
+async def test_counts_have_places_of_their_own(nodes: Nodes):
+    loads = [await nodes.give() for _ in range(MOST_OPEN)]
+    count = asyncio.create_task(nodes.orders.count(A, "node-a", Count(0, "tiny", (Message("user", "x"),), 5)))
+    await asyncio.sleep(0)
+    number = MOST_OPEN + 1
+    assert nodes.sent[-1] == (A, Count(number, "tiny", (Message("user", "x"),), 5))
+    nodes.orders.receive(A, Finished(number, (), 12, 0))
+    assert await count == Finished(number, (), 12, 0)
+    nodes.orders.shutdown("stopping")
+    await asyncio.gather(*loads)
 
 
 async def test_who_waits_no_longer_leaves_nothing_open(nodes: Nodes):

@@ -11,7 +11,10 @@ from wire.refusals import Code
 from wire.units import GIB
 
 FITS = Limits(100 * GIB, 100 * GIB, GIB, "static")
-MAKE = {"chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), Params(), 0)}
+MAKE = {
+    "chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), Params(), 0),
+    "completions": lambda model, number: Generate(number, number, "r", model, (), Params(), 0, text="hi there " * 9),
+}
 
 
 def made(kind: str) -> Engine:

@@ -1,0 +1,85 @@
+"""The one way in which models answer a request, whatever its dialect: submit, follow, tell, and let go of everything.
+
+Every ticket that is opened here is closed here, by whatever way the request ends: answered, refused, broken, given up
+by its client.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+from router import confluence
+from router.dialects.dialect import Asked
+from router.dispatch import Dispatcher
+from router.events import EventStream, Flow, Pump, problem_of
+from router.exchange import Exchange, Watch
+from router.problems import Header
+from router.ticket import Job, Outcome, StreamTicket, Ticket, WholeTicket
+from wire.frames import Finished
+
+Streamed = StreamTicket | confluence.Stream
+Collected = WholeTicket | confluence.Whole
+
+
+async def generate(exchange: Exchange, dispatcher: Dispatcher, asked: Asked, jobs: Sequence[Job]) -> None:
+    """Answer a request whose body was understood."""
+    tickets: list[Ticket] = []
+
+    def let_go() -> None:
+        for ticket in tickets:
+            dispatcher.close(ticket)
+
+    watch = Watch(exchange.receive, let_go)
+    try:
+        tickets += (dispatcher.submit(job) for job in jobs)
+        if jobs[0].stream:
+            await _stream(exchange, asked, _streamed(cast("list[StreamTicket]", tickets)))
+        else:
+            await _whole(exchange, asked, _collected(cast("list[WholeTicket]", tickets)))
+    finally:
+        watch.close()
+        let_go()
+
+
+def _streamed(tickets: list[StreamTicket]) -> Streamed:
+    return tickets[0] if len(tickets) == 1 else confluence.Stream(tickets)
+
+
+def _collected(tickets: list[WholeTicket]) -> Collected:
+    return tickets[0] if len(tickets) == 1 else confluence.Whole(tickets)
+
+
+async def _whole(exchange: Exchange, asked: Asked, ticket: Collected) -> None:
+    outcome = await ticket.outcome_of()
+    if isinstance(outcome, Finished):
+        await exchange.answer(asked.whole(ticket.job, ticket.answer(), outcome), 200, _about(ticket))
+    else:
+        await _decline(exchange, ticket, outcome)
+
+
+async def _stream(exchange: Exchange, asked: Asked, ticket: Streamed) -> None:
+    """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
+    while not ticket.ready:
+        await ticket.wait()
+    outcome = ticket.outcome
+    if outcome is not None and not isinstance(outcome, Finished):
+        await _decline(exchange, ticket, outcome)
+        return
+    stream = EventStream(exchange.send)
+    exchange.status = 200
+    ticket.opened = True
+    await stream.open([*exchange.named(), *_about(ticket)], exchange.style.stream)
+    Pump(cast("Flow", ticket), asked.chunks(ticket), stream)
+    await stream.done
+
+
+async def _decline(exchange: Exchange, ticket: Streamed | Collected, outcome: Outcome) -> None:
+    problem = problem_of(outcome)
+    if problem is not None:
+        await exchange.refuse(problem, _about(ticket))
+
+
+def _about(ticket: Streamed | Collected) -> list[Header]:
+    attempts = (b"x-macpool-attempts", str(ticket.attempts).encode())
+    if not ticket.node_name:
+        return [attempts]
+    return [(b"x-macpool-node", ticket.node_name.encode("ascii", "replace")), attempts]

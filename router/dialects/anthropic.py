@@ -1,0 +1,116 @@
+"""`/v1/messages`: Anthropic's body into the parts of a Generate frame, and `/v1/messages/count_tokens` into a Count."""
+
+from router.dialects.anthropic_answer import MessageChunks, error_of, message
+from router.dialects.anthropic_body import COUNT, MESSAGES, CountBody, MessagesBody, Thinking, Tool
+from router.dialects.anthropic_messages import messages_of
+from router.dialects.demand import demand_of
+from router.dialects.dialect import Reader, Style
+from router.dialects.request import Request
+from router.dialects.template import variables
+from router.dialects.tools import function, written
+from router.dialects.validation import forced
+from router.problems import Problem, invalid
+from router.ticket import Answer, Job
+from wire.frames import Count, Finished, Message, Params
+
+ANTHROPIC = Style(error_of, names=(b"request-id", b"x-request-id"))
+
+
+class MessagesRequest(Request, frozen=True, gc=False):
+    """A body that was understood. `thoughts`: the client wants to see them."""
+
+    thoughts: bool = True
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.dialect.Asked`."""
+        return message(job, answer, finished, self.thoughts)
+
+    def chunks(self, reader: Reader) -> MessageChunks:
+        """See `router.dialects.dialect.Asked`."""
+        return MessageChunks(reader.job, reader.demand.prompt_tokens or 0, self.thoughts)
+
+
+class Messages:
+    """The route."""
+
+    style = ANTHROPIC
+
+    def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
+        """See `router.dialects.dialect.Dialect`."""
+        found = MESSAGES.read(body)
+        return found if isinstance(found, Problem) else _request(found[0])
+
+
+def count(body: bytes, created: int) -> Count | Problem:
+    """Read the body of a count; `created` in seconds since 1970."""
+    found = COUNT.read(body)
+    if isinstance(found, Problem):
+        return found
+    parts = _parts(found[0])
+    if isinstance(parts, Problem):
+        return parts
+    messages, tools, template = parts
+    return Count(0, found[0].model, messages, created, tools, template)
+
+
+def _request(body: MessagesBody) -> MessagesRequest | Problem:
+    parts = _parts(body)
+    if isinstance(parts, Problem):
+        return parts
+    messages, tools, template = parts
+    params = Params(
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stop=tuple(body.stop_sequences or ()),
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use is True,
+    )
+    thoughts = body.thinking is None or body.thinking.display != "omitted"
+    demand = demand_of(body.model, messages, params, tools)
+    return MessagesRequest(demand, messages, params, bool(body.stream), True, tools, template, thoughts)
+
+
+def _parts(body: CountBody) -> tuple[tuple[Message, ...], str, str] | Problem:
+    """Give what makes the prompt: messages, tools, and the template's variables."""
+    messages = messages_of(body.system, body.messages)
+    if isinstance(messages, Problem):
+        return messages
+    tools = _tools(body)
+    if isinstance(tools, Problem):
+        return tools
+    effort = body.output_config.effort if body.output_config is not None else None
+    template = variables(
+        None,
+        reasoning_effort=effort,
+        enable_thinking=_thinks(body.thinking),
+        continue_final_message=True if _prefilled(messages) else None,
+    )
+    return template if isinstance(template, Problem) else (tuple(messages), tools, template)
+
+
+def _prefilled(messages: list[Message]) -> bool:
+    """Whether the answer has been begun by the client: then the model goes on with it."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _thinks(thinking: Thinking | None) -> bool | None:
+    if thinking is None or thinking.type in ("adaptive", "between_tools"):
+        return None
+    return thinking.type == "enabled"
+
+
+def _tools(body: CountBody) -> str | Problem:
+    choice = body.tool_choice
+    if choice is not None and choice.type in ("any", "tool"):
+        return forced(choice.type)
+    if choice is not None and not body.tools and choice.type != "none":
+        return invalid("tool_choice is only possible with tools", "tool_choice")
+    if not body.tools:
+        return ""
+    return written(map(_tool, body.tools), told=choice is None or choice.type != "none")
+
+
+def _tool(tool: Tool) -> dict[str, object]:
+    return function(tool.name, tool.description, tool.input_schema, strict=tool.strict)

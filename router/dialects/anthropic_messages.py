@@ -1,0 +1,97 @@
+"""Anthropic's messages into those of a Generate frame.
+
+There a turn is a list of blocks; here a message has one text, one thought and its calls, and each result of a tool is a
+message of its own. Neighbours of one role become one, as Anthropic says they do: many templates know only turns that
+take turns. What the system says at the beginning, in `system` or in messages, is one message; what it says later stays
+where it is.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from router.dialects.anthropic_body import (
+    AnthropicMessage,
+    Block,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from router.dialects.limits import MOST_CALLS
+from router.dialects.strict_json import write
+from router.problems import Problem, invalid
+from wire.frames import Message, ToolCall
+
+LONGEST_INPUT = 1024 * 1024
+_JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
+
+
+def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]) -> list[Message] | Problem:
+    """Give the messages, or say which block stands where it cannot."""
+    messages: list[Message] = []
+    if system:
+        messages.append(Message("system", joined(system, _JOINT["system"])))
+    for at, message in enumerate(found):
+        for part in _parts(message, f"messages[{at}]"):
+            if isinstance(part, Problem):
+                return part
+            _add(messages, part)
+    return messages
+
+
+def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
+    """Give the text of a content that has nothing else."""
+    return content if isinstance(content, str) else joint.join(block.text for block in content or ())
+
+
+def _add(messages: list[Message], message: Message) -> None:
+    """Put a message behind the others, or into the last if it goes on with it."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != message.role or message.role == "tool":
+        messages.append(message)
+        return
+    joint = _JOINT[message.role] if last.content and message.content else ""
+    messages[-1] = replace(
+        last,
+        content=last.content + joint + message.content,
+        tool_calls=last.tool_calls + message.tool_calls,
+        reasoning="\n".join(thought for thought in (last.reasoning, message.reasoning) if thought),
+    )
+
+
+def _parts(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
+    """Give a message's blocks, each as a message."""
+    if isinstance(message.content, str):
+        yield Message(message.role, message.content)
+        return
+    if sum(isinstance(block, ToolUseBlock) for block in message.content) > MOST_CALLS:
+        yield invalid(f"a message has at most {MOST_CALLS} tool_use blocks", f"{path}.content")
+        return
+    if not message.content:
+        yield Message(message.role)
+    for at, block in enumerate(message.content):
+        only = _speaker(block)
+        if only and only != message.role:
+            yield invalid(f"only messages of the role {only} have {block.type}", f"{path}.content[{at}].type")
+            return
+        yield _part(message.role, block, f"{path}.content[{at}]")
+
+
+def _speaker(block: Block) -> str:
+    if isinstance(block, TextBlock):
+        return ""
+    return "user" if isinstance(block, ToolResultBlock) else "assistant"
+
+
+def _part(role: str, block: Block, path: str) -> Message | Problem:
+    if isinstance(block, TextBlock):
+        return Message(role, block.text)
+    if isinstance(block, ToolResultBlock):
+        return Message("tool", joined(block.content), tool_call_id=block.tool_use_id)
+    if isinstance(block, ThinkingBlock):
+        return Message(role, reasoning=block.thinking)
+    if isinstance(block, ToolUseBlock):
+        text = write(block.input, f"{path}.input", LONGEST_INPUT)
+        return text if isinstance(text, Problem) else Message(role, tool_calls=(ToolCall(block.id, block.name, text),))
+    return Message(role)

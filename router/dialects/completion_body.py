@@ -1,0 +1,59 @@
+"""The body of `/v1/completions`: prompts as they are, without roles and without the model's template."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, cast
+
+from pydantic import Discriminator, Field, Tag
+
+from router.dialects.chat_body import WHO
+from router.dialects.fields import Drawn, Named, Tokens
+from router.dialects.limits import MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
+from router.dialects.parameters import Parameters
+
+HARMLESS: Mapping[str, str] = MappingProxyType({"user": WHO})
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
+    "best_of": "only where it is n: all answers are given back, none is chosen",
+    "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "
+    "probabilities of a prompt are not computed",
+    "prompt": f"a text, token ids, or up to {MOST_PROMPTS} of either; choices are counted through: prompt × n",
+    "max_tokens": "16 where it is not given, as the API has it",
+    "logprobs": f"0 to {MOST_TOP_LOGPROBS} alternatives",
+})  # fmt: skip
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]], Field(min_length=1, max_length=MOST_TOKENS)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+ManyIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+
+
+def _kind(prompt: object) -> str:
+    if not isinstance(prompt, list):
+        return "text_part"
+    first = cast("list[object]", prompt)[0] if prompt else ""
+    return "ids_part" if isinstance(first, int) else "many_part" if isinstance(first, list) else "texts_part"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text_part")]
+    | Annotated[Texts, Tag("texts_part")]
+    | Annotated[TokenIds, Tag("ids_part")]
+    | Annotated[ManyIds, Tag("many_part")],
+    Discriminator(_kind),
+]
+
+
+class CompletionBody(Drawn):
+    """The request body."""
+
+    model: Named
+    prompt: Prompt
+    max_tokens: Tokens | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+
+
+COMPLETION = Parameters(CompletionBody, HARMLESS, NEUTRAL, INSTEAD)

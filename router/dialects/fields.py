@@ -1,0 +1,136 @@
+"""Fields that several dialects' bodies have, as pydantic reads them, and what they mean to a node."""
+
+from collections.abc import Iterable
+from typing import Annotated, cast
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from router.dialects.limits import (
+    LONGEST_NAME,
+    LONGEST_STOP,
+    MOST_BIASES,
+    MOST_CHOICES,
+    MOST_STOPS,
+    MOST_TOKENS,
+    MOST_TOP_K,
+)
+from router.problems import Problem, invalid
+from wire.frames import Params
+from wire.refusals import Code
+
+INT64 = 2**63 - 1
+
+
+class Strict(BaseModel):
+    """Base of all parts: no unknown field, no value turned into another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+Named = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=MOST_TOP_K)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Repetition = Annotated[float, Field(gt=0, le=10)]
+
+
+def by_type(*kinds: str) -> Discriminator:
+    """Choose among parts by their `type`, each marked `<type>_part`; what is none of these is read as the first, whose
+    own type then says what is wrong."""
+    marks = {kind: f"{kind}_part" for kind in kinds}
+
+    def kind_of(part: object) -> str:
+        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(found, marks[kinds[0]]) if isinstance(found, str) else marks[kinds[0]]
+
+    return Discriminator(kind_of)
+
+
+def _content_kind(content: object) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+TEXT_OR_PARTS = Discriminator(_content_kind)
+"""Chooses between a text and a list, marked `text` and `parts`."""
+
+
+def _stop_kind(stop: object) -> str:
+    return "list" if isinstance(stop, list) else "one"
+
+
+StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")], Discriminator(_stop_kind)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Drawn(Strict):
+    """How OpenAI's older bodies say what is drawn, how often, and where it ends."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: StopOrStops | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
+    seed: Seed | None = None
+
+
+def params_of(body: Drawn, max_tokens: int | None, *, logprobs: int | None = None, one_call: bool = False) -> Params:
+    """Give the parameters; `logprobs` alternatives beside each token, None for no log probabilities at all."""
+    top_k = body.top_k
+    return Params(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=stops_of(body.stop),
+        n=body.n or 1,
+        top_k=None if top_k is None else max(0, top_k),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items() if bias),
+        logprobs=logprobs is not None,
+        top_logprobs=logprobs or 0,
+        one_call=one_call,
+    )
+
+
+def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Give the stop strings, however they were written."""
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def usage_wanted(body: Drawn) -> bool | Problem:
+    """Say whether a stream's last chunk is to hold the usage; options of a stream without a stream are refused."""
+    options = body.stream_options
+    if options is None:
+        return False
+    if not body.stream:
+        return invalid("stream_options is only possible with stream: true", "stream_options")
+    if options.include_obfuscation:
+        text = "stream_options.include_obfuscation is not offered: nothing is added to the chunks of a stream"
+        return invalid(text, "stream_options.include_obfuscation", Code.UNSUPPORTED.value)
+    return bool(options.include_usage)

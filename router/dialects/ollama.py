@@ -1,0 +1,167 @@
+"""`/api/chat` and `/api/generate`: Ollama's bodies into the parts of a Generate frame."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+from router.dialects.demand import demand_of, demand_of_plain
+from router.dialects.dialect import Reader
+from router.dialects.fields import stops_of
+from router.dialects.limits import TOOLS_BYTES
+from router.dialects.ollama_answer import OLLAMA, Lines, Shape, whole
+from router.dialects.ollama_body import (
+    CHAT,
+    GENERATE,
+    OPTIONS,
+    Asking,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+)
+from router.dialects.request import Request
+from router.dialects.strict_json import Body, write
+from router.dialects.template import variables
+from router.dialects.tools import as_written, written
+from router.problems import Problem, invalid
+from router.ticket import Answer, Job
+from wire.frames import Finished, Message, Params, ToolCall
+
+
+class OllamaRequest(Request, frozen=True, gc=False):
+    """A body that was understood. `chat` says which of the two it was; `text` is a raw prompt."""
+
+    chat: bool = True
+    text: str = ""
+
+    def job(self, key: str, request_id: str, created: int) -> Job:
+        """See `Request`."""
+        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
+                   self.template, True, self.text)  # fmt: skip
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.dialect.Asked`."""
+        return whole(Shape(job, self.chat), answer, finished)
+
+    def chunks(self, reader: Reader) -> Lines:
+        """See `router.dialects.dialect.Asked`."""
+        return Lines(Shape(reader.job, self.chat))
+
+
+class OllamaChat:
+    """The route of conversations."""
+
+    style = OLLAMA
+
+    def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
+        """See `router.dialects.dialect.Dialect`."""
+        found = CHAT.read(body)
+        if isinstance(found, Problem):
+            return found
+        messages = _messages(found[0].messages)
+        if isinstance(messages, Problem):
+            return messages
+        tools = _tools(*found)
+        return tools if isinstance(tools, Problem) else _request(found[0], messages, tools)
+
+
+class OllamaGenerate:
+    """The route of single prompts."""
+
+    style = OLLAMA
+
+    def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
+        """See `router.dialects.dialect.Dialect`."""
+        found = GENERATE.read(body)
+        return found if isinstance(found, Problem) else _generate(found[0])
+
+
+def plain_name(model: str) -> str:
+    """Give a model's name as the cluster knows it: Ollama's clients put `:latest` behind what has no tag."""
+    return model.removesuffix(":latest") or model
+
+
+def _generate(body: OllamaGenerateBody) -> OllamaRequest | Problem:
+    if not body.raw:
+        system = [Message("system", body.system)] if body.system else []
+        return _request(body, [*system, Message("user", body.prompt)], "", chat=False)
+    if body.system:
+        return invalid("system is not possible with raw: true, which takes the prompt as it is", "system")
+    return _request(body, [], "", chat=False, text=body.prompt)
+
+
+def _request(
+    body: Asking, messages: list[Message], tools: str, *, chat: bool = True, text: str = ""
+) -> OllamaRequest | Problem:
+    params = _params(body.options or {})
+    if isinstance(params, Problem):
+        return params
+    effort = body.think if isinstance(body.think, str) else None
+    thinks = body.think if isinstance(body.think, bool) else True if effort else None
+    template = "" if text else variables(None, reasoning_effort=effort, enable_thinking=thinks)
+    if isinstance(template, Problem):
+        return template
+    model = plain_name(body.model)
+    demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools)
+    stream = body.stream is not False
+    return OllamaRequest(demand, tuple(messages), params, stream, True, tools, template, chat, text)
+
+
+def _params(options: dict[str, Any]) -> Params | Problem:
+    found = OPTIONS.understand(options)
+    if isinstance(found, Problem):
+        return replace(found, param=f"options.{found.param}")
+    drawn = found[0]
+    if drawn.num_predict == 0:
+        return invalid(
+            "options.num_predict is at least 1, or -1 for as much as there is room for", "options.num_predict"
+        )
+    most = drawn.num_predict
+    return Params(
+        max_tokens=most if most is not None and most > 0 else None,
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
+        seed=drawn.seed,
+        stop=stops_of(drawn.stop),
+        top_k=None if drawn.top_k is None else max(0, drawn.top_k),
+        min_p=drawn.min_p,
+        presence_penalty=drawn.presence_penalty or 0.0,
+        frequency_penalty=drawn.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if drawn.repeat_penalty is None else drawn.repeat_penalty,
+    )
+
+
+def _tools(body: OllamaChatBody, asked: Body) -> str | Problem:
+    return written(map(as_written, cast("list[Body]", asked["tools"]))) if body.tools else ""
+
+
+def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
+    """Give the messages. Ollama's calls may be without ids, so results are matched to them by name and order."""
+    messages: list[Message] = []
+    waiting: list[ToolCall] = []
+    for at, message in enumerate(found):
+        calls = _calls(message, at)
+        if isinstance(calls, Problem):
+            return calls
+        waiting += calls
+        name = message.tool_name or message.name or ""
+        answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
+        waiting = [call for call in waiting if call.id != answers]
+        messages.append(
+            Message(message.role, message.content or "", name, tuple(calls), answers, message.thinking or "")
+        )
+    return messages
+
+
+def _answered(waiting: list[ToolCall], name: str) -> str:
+    return next((call.id for call in waiting if not name or call.name == name), "")
+
+
+def _calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
+    calls: list[ToolCall] = []
+    for place, call in enumerate(message.tool_calls or ()):
+        path = f"messages[{at}].tool_calls[{place}].function.arguments"
+        text = write(call.function.arguments, path, TOOLS_BYTES)
+        if isinstance(text, Problem):
+            return text
+        calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))
+    return calls

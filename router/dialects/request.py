@@ -1,0 +1,28 @@
+"""A conversation as every dialect understands it in the end."""
+
+import msgspec
+
+from router.placement import Demand
+from router.ticket import Job
+from wire.frames import Message, Params
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """A body that was understood. `tools` and `template` as in `wire.frames.Generate`."""
+
+    demand: Demand
+    messages: tuple[Message, ...]
+    params: Params
+    stream: bool
+    include_usage: bool
+    tools: str = ""
+    template: str = ""
+
+    def job(self, key: str, request_id: str, created: int) -> Job:
+        """Give what the dispatcher takes; `created` in seconds since 1970."""
+        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
+                   self.template, self.include_usage)  # fmt: skip
+
+    def jobs(self, key: str, request_id: str, created: int) -> tuple[Job, ...]:
+        """See `router.dialects.dialect.Asked`."""
+        return (self.job(key, request_id, created),)

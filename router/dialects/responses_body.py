@@ -1,0 +1,214 @@
+"""The body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag
+
+from router.dialects.chat_body import HARMLESS as CHAT_HARMLESS
+from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Temperature, Tokens, TopP, by_type
+from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.dialects.parameters import Parameters
+from router.dialects.template import Effort
+
+HARMLESS: Mapping[str, str] = MappingProxyType({
+    **{name: why for name, why in CHAT_HARMLESS.items() if name != "metadata"},
+    "max_tool_calls": "it counts calls of tools that run on the server, and none do",
+    "client_metadata": "says who asks; nothing depends on it here",
+})  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    "access_programs": (None,), "background": (None, False), "context_management": (None, []), "conversation": (None,),
+    "image": (None,), "moderation": (None,), "prompt": (None,), "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    "background": "a request is answered while its client waits",
+    "conversation": "use previous_response_id",
+    "prompt": "prompts are not kept here, send them in input",
+    "top_logprobs": "log probabilities are those of /v1/chat/completions",
+    "truncation": "only disabled: a conversation that is too long is refused, never shortened",
+    "tools": "functions; other types are refused by name",
+    "tool_choice": "auto and none; what would force a call is refused yet",
+    "text": "the format text; JSON formats are refused yet; verbosity changes nothing",
+    "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
+    "include": "reasoning.encrypted_content, which changes nothing: reasoning is given as it is",
+    "store": "kept in memory until newer answers need the place; true where it is not given",
+    "previous_response_id": "of an answer that was kept for the same key",
+    "input": "a text, or messages, function_call, function_call_output and reasoning; other items are refused by name",
+    "metadata": "given back with the answer",
+    "stream_options": "include_obfuscation false",
+    "parallel_tool_calls": "false ends an answer with its first call",
+})  # fmt: skip
+
+
+class InputText(Strict):
+    """A piece of what somebody says."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Any = None
+
+
+class OutputText(Strict):
+    """A piece of what the model said."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class Refusal(Strict):
+    """What the model said when it declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[InputText, Tag("input_text_part")]
+    | Annotated[OutputText, Tag("output_text_part")]
+    | Annotated[Refusal, Tag("refusal_part")],
+    by_type("input_text", "output_text", "refusal"),
+]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(max_length=MOST_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
+class Returned(Strict):
+    """Base of items that an answer may have had."""
+
+    id: Name | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Returned):
+    """One message."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Any = None
+
+
+class CallItem(Returned):
+    """A call that the model made. `arguments` is JSON text, as far as the model kept to it."""
+
+    type: Literal["function_call"]
+    call_id: Named
+    name: Named
+    arguments: str
+    caller: Any = None
+    namespace: Any = None
+    parsed_arguments: Any = None
+
+
+class OutputItem(Returned):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Named
+    output: Content
+    caller: Any = None
+    name: Any = None
+    namespace: Any = None
+
+
+class Thought(Strict):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Returned):
+    """What the model thought. Somebody else's encrypted content is nothing that can be read here."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Thought], Field(max_length=MOST_PARTS)] | None = None
+    content: Annotated[list[Thought], Field(max_length=MOST_PARTS)] | None = None
+    encrypted_content: Any = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message_part")]
+    | Annotated[CallItem, Tag("function_call_part")]
+    | Annotated[OutputItem, Tag("function_call_output_part")]
+    | Annotated[ReasoningItem, Tag("reasoning_part")],
+    by_type("message", "function_call", "function_call_output", "reasoning"),
+]
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")]
+    | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
+class FunctionTool(Strict):
+    """A function that the model may call. `strict` is a wish: the model sees it, nothing enforces it."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    output_schema: Any = None
+
+
+class Reasoning(Strict):
+    """How the model thinks."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class Format(Strict):
+    """The form of the answer."""
+
+    type: Literal["text"]
+
+
+class TextConfig(Strict):
+    """How the answer is written."""
+
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """What a stream carries besides the answer."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(Strict):
+    """The request body."""
+
+    model: Named
+    input: Input
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Named | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    temperature: Temperature | None = None
+    text: TextConfig | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    top_p: TopP | None = None
+
+
+RESPONSES = Parameters(ResponsesBody, HARMLESS, NEUTRAL, INSTEAD)

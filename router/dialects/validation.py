@@ -1,0 +1,104 @@
+"""What pydantic found wrong with a body, as the one 400 that names the parameter.
+
+A body may be wrong in many places; what is not offered is said first, because no correction of the rest would help.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import msgspec
+from pydantic import ValidationError
+
+from router.problems import Problem, invalid
+from wire.refusals import Code
+
+_TAGS = frozenset({"text", "parts", "one", "list"})
+_TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_LATER = frozenset({"function_call", "audio", "format", "include_obfuscation", "images"})
+_CHOICES = frozenset({
+    "required", "function", "allowed_tools", "custom", "mcp", "shell", "apply_patch", "file_search", "image_generation",
+    "web_search_preview", "code_interpreter", "programmatic_tool_calling",
+})  # fmt: skip
+_LONGEST = 64
+
+
+class _Error(msgspec.Struct, frozen=True, gc=False):
+    type: str
+    loc: tuple[str | int, ...]
+    msg: str
+    input: Any
+
+
+def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
+    """Give the 400 for what no model here offers, with what to do instead."""
+    text = why or f"{param} is not supported by the models of this cluster"
+    instead = instead_of.get(param.rpartition(".")[2], "")
+    return invalid(f"{text}: {instead}" if instead else text, param, Code.UNSUPPORTED.value)
+
+
+def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
+    """Give the 400. `known` are the fields of the body, `instead` what to do where one is not offered."""
+    found = [
+        _Error(one["type"], one["loc"], one["msg"], one["input"])
+        for one in error.errors(include_url=False, include_context=False)
+    ]
+    later = next((problem for one in found if (problem := _later(one, instead)) is not None), None)
+    if later is not None:
+        return later
+    first = found[0]
+    if first.type == "extra_forbidden":
+        return _unknown(first.loc, known)
+    path = _path(first.loc)
+    return invalid(f"{path}: {first.msg}", path)
+
+
+def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
+    """Give the problem if this error asks for something that is not offered; None when it is plainly wrong."""
+    path = _path(error.loc)
+    if error.loc[-1] in _LATER:
+        return unsupported(path, instead)
+    if error.loc == ("tool_choice",):
+        kind = _choice(error.input)
+        return forced(kind) if kind else None
+    if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
+        why = f"{path} {error.input[:_LONGEST]!r} is not supported by the models of this cluster"
+        return unsupported(path, instead, why)
+    return None
+
+
+def forced(kind: str) -> Problem:
+    """Give the 400 for a choice of tools that would force the model to call one."""
+    return unsupported("tool_choice", why=f"tool_choice {kind} is not offered yet: use auto")
+
+
+def _choice(asked: object) -> str:
+    kind = cast("dict[str, object]", asked).get("type") if isinstance(asked, dict) else asked
+    return kind if isinstance(kind, str) and kind in _CHOICES else ""
+
+
+def _unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:
+    name = str(loc[-1])[:_LONGEST]
+    near = difflib.get_close_matches(name, known, 1, 0.7) if len(loc) == 1 else []
+    hint = f": did you mean {near[0]}?" if near else ""
+    return invalid(f"unknown field {name!r}{hint}", _path(loc)[:128])
+
+
+def _path(loc: tuple[str | int, ...]) -> str:
+    """Write `messages[0].content[1].text` without the names of union branches and marks of keys. The branches of parts
+    end in `_part`, which no field does."""
+    path = ""
+    before: str | int = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step != "[key]" and not _tag(step, before):
+            path += f".{step[:_LONGEST]}" if path else step[:_LONGEST]
+        before = step
+    return path
+
+
+def _tag(step: str, before: str | int) -> bool:
+    return step.endswith("_part") or (step in _TAGS and (before in _TAGGED or isinstance(before, int)))

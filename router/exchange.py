@@ -1,0 +1,131 @@
+"""One HTTP request and the one answer that it gets, over plain ASGI."""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, cast
+
+from router.dialects.dialect import OPENAI, Style
+from router.events import Message, Send
+from router.problems import Header, Problem, too_long
+from router.settings import RouterSettings
+from router.stepper import Step, Stepper
+from wire.identity import valid_request_id
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+_JSON = (b"content-type", b"application/json")
+_PROCESS = secrets.token_hex(6)
+_numbers = itertools.count(1)
+"""Request ids are unique, not secret."""
+GONE = 499
+"""Counted, never sent: the client left before an answer."""
+
+
+class Exchange:
+    """See the module. `style` says how problems are told."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, style: Style = OPENAI) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: list[Header] = scope["headers"]
+        self.receive = receive
+        self.send = send
+        self.style = style
+        self.request_id = _request_id(self.headers)
+        self.status = GONE
+
+    def header(self, name: bytes) -> bytes | None:
+        """Give a request header (lower-case name); None when it is not there."""
+        return next((value for known, value in self.headers if known == name), None)
+
+    def named(self) -> list[Header]:
+        """Give the headers that tell the request's id."""
+        return [(name, self.request_id.encode()) for name in self.style.names]
+
+    async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
+        """Send a whole JSON answer; HEAD gets its headers alone."""
+        self.status = status
+        head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.named()]
+        await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
+        await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
+        """Send a problem."""
+        body = self.style.error(problem, self.request_id)
+        await self.answer(body, problem.status, problem.headers() + (headers or []))
+
+    async def tell(self, found: bytes | Problem) -> None:
+        """Send what was found, or why nothing was."""
+        await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
+
+    async def body(self, settings: RouterSettings) -> bytes | Problem | None:
+        """Read a body up to the limit, None when the client left before its end."""
+        limit = settings.body_bytes
+        declared = self.header(b"content-length") or b"0"
+        if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
+            return too_long(limit)
+        first = await self.receive()
+        if first["type"] != "http.request":
+            return None
+        body: bytes = first.get("body", b"")
+        if len(body) > limit:
+            return too_long(limit)
+        if not first.get("more_body", False):
+            return body
+        try:
+            async with asyncio.timeout(settings.body_seconds):
+                return await _rest(self.receive, bytearray(body), limit)
+        except TimeoutError:
+            seconds = settings.body_seconds
+            return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
+
+
+def _request_id(headers: list[Header]) -> str:
+    for name, value in headers:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if valid_request_id(text):
+                return text
+    return f"{_PROCESS}{next(_numbers):012x}"
+
+
+async def _rest(receive: Receive, body: bytearray, limit: int) -> bytes | Problem | None:
+    while True:
+        part = await receive()
+        if part["type"] != "http.request":
+            return None
+        body += part.get("body", b"")
+        if len(body) > limit:
+            return too_long(limit)
+        if not part.get("more_body", False):
+            return bytes(body)
+
+
+class Watch:
+    """Calls `gone` when the client leaves."""
+
+    __slots__ = ("_gone", "_receive", "_stepper")
+
+    def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
+        self._receive = cast("Callable[[], Step]", receive)
+        self._gone = gone
+        self._stepper = Stepper(self._received)
+        self._stepper.run(self._receive())
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._gone = _nothing
+        self._stepper.close()
+
+    def _received(self, message: Message | None) -> None:
+        if message is None or message["type"] == "http.disconnect":
+            self._gone()
+        else:
+            self._stepper.run(self._receive())
+
+
+def _nothing() -> None:
+    return
