@@ -210,6 +210,21 @@ class Message(Part, frozen=True, array_like=True, gc=False):
     reasoning: str = ""
 
 
+class Grammar(Part, frozen=True, array_like=True, gc=False):
+    """What an answer has to be like; a node that cannot enforce it refuses. The model may think before it, as it likes.
+
+    `kind`: `json_schema`, `json_object`, `regex`, `choice` (`value` is a JSON array of texts) or `lark`; empty for any
+    text. `whitespace` is the pattern of the blanks that JSON may have in it (empty: a few of any).
+    `calls`: `free` if the answer may instead be calls of the request's tools, as the model likes, `required` if it has
+    to be; only of `tool` if that is named. Arguments are objects, those of a strict tool as its schema says."""
+
+    kind: str = ""
+    value: str = ""
+    whitespace: str = ""
+    calls: str = ""
+    tool: str = ""
+
+
 class Params(Part, frozen=True, array_like=True, gc=False):
     """How to generate. None means: the model's default. `logit_bias` by token id; `top_logprobs` alternatives are given
     beside each token where `logprobs` asks for them. `repetition_penalty` divides (1: none), the others subtract.
@@ -230,6 +245,7 @@ class Params(Part, frozen=True, array_like=True, gc=False):
     logprobs: bool = False
     top_logprobs: int = 0
     one_call: bool = False
+    grammar: Grammar | None = None
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):

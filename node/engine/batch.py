@@ -22,6 +22,7 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
 from node.engine.cache import Layer, Layers, TextModel, evaluate, nbytes_of, owned
+from node.engine.masking import Masker
 from node.engine.sampling import Processor, Sampler, greedy
 
 NO_STOPS = StopSequences()
@@ -30,12 +31,15 @@ K = TypeVar("K")
 
 
 class Guard:
-    """Stands between a row's sampler and processors and the batch: what they raise fails that row alone."""
+    """Stands between a row's sampler and processors and the batch: what they raise fails that row alone. The `masker`
+    comes after all other processors, and hears each token before the step that follows on it."""
 
-    def __init__(self, sampler: Sampler, processors: Sequence[Processor]) -> None:
+    def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: Masker | None = None) -> None:
         self.error: Exception | None = None
+        self.masker = masker
         self.sampler = sampler if sampler is greedy else self._sample
-        self.processors = tuple(self._guarded(processor) for processor in processors)
+        whole = processors if masker is None else (*processors, masker)
+        self.processors = tuple(self._guarded(processor) for processor in whole)
         self._sampler = sampler
 
     def _sample(self, logprobs: mx.array) -> mx.array:
@@ -144,9 +148,19 @@ class DecodeBatch(Generic[K]):
         """Give every row's next token, but not the first again, and launch the step after it."""
         if self._batch is None:
             return []
+        self._tell_maskers(self._batch)
         found = self._batch.next()
         told, self._told = self._told, set()
         return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
+
+    def _tell_maskers(self, batch: GenerationBatch) -> None:
+        """Wait for the tokens of the step that is launched, and tell them to those who need them for the next."""
+        maskers = [self._rows[uid].guard.masker for uid in batch.uids]
+        if any(masker is not None for masker in maskers):
+            tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
+            for masker, token in zip(maskers, tokens, strict=True):
+                if masker is not None:
+                    masker.hear(token)
 
     def errors(self) -> list[tuple[K, Exception]]:
         """Give the rows whose sampler or processors raised, and what."""

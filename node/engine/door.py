@@ -8,10 +8,12 @@ from pathlib import Path
 
 import structlog
 
+from node.engine.calling import Unfit
 from node.engine.found import Found
+from node.engine.grammar import Grammar, Grammars
 from node.engine.pipeline import TextPipeline
 from node.engine.prompt import Prepared
-from node.engine.tokenizer import TemplateFailed, Tokenizer, TokenizerError, load
+from node.engine.tokenizer import Prompt, TemplateFailed, Tokenizer, TokenizerError, load
 from node.library import Library
 from wire.frames import Count, Finished, Frame, Generate, Params, Refusal
 from wire.refusals import Code, Refused
@@ -25,6 +27,7 @@ class Door:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._grammars = Grammars()
 
     def prepare(self, request: Generate) -> Prepared:
         """Put a request into tokens. Never raises: this thread is the engine's life line."""
@@ -61,16 +64,34 @@ class Door:
             return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {error}")
         if request.tools and "tools" not in tokenizer.features:
             return _refused(request, Code.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
+        try:
+            grammar = self._grammar(request, tokenizer, prompt)
+        except Unfit as error:
+            return _refused(request, Code.INVALID, str(error))
         params = request.params
 
         def voice(choice: int) -> TextPipeline:
             if request.text or request.ids:
                 return tokenizer.plain_pipeline(params.stop)
             return tokenizer.pipeline(
-                request.request_id, choice, params.stop, request.tools, prompt.thinking, one_call=params.one_call
-            )
+                request.request_id, choice, params.stop, request.tools, prompt.thinking, one_call=params.one_call,
+                grammar=grammar,
+            )  # fmt: skip
 
-        return Prepared(request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes)
+        return Prepared(request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar)
+
+    def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: Prompt) -> Grammar | None:
+        """Compile what the answer has to be like; Unfit if it cannot be, whatever goes wrong."""
+        asked = request.params.grammar
+        if asked is None:
+            return None
+        try:
+            return self._grammars.compile(tokenizer, asked, request.tools, prompt, one=request.params.one_call)
+        except Unfit:
+            raise
+        except Exception as error:
+            log.exception("grammar", request=request.request)
+            raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
 
     def _tokenizer(self, found: Found) -> Tokenizer:
         key = f"{found.folder}:{found.fingerprint}"

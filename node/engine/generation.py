@@ -28,12 +28,14 @@ from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
 from node.engine.cache import Layers, extent_of
+from node.engine.constraint import GrammarFailed
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
 from node.engine.gate import Site
 from node.engine.kinds import Doing
 from node.engine.ledger import Commitment
 from node.engine.logprobs import logprob_of
+from node.engine.masking import Masker
 from node.engine.resident import FIRST_SPEED, Resident, forward
 from node.engine.reuse import Past, Reuse
 from node.engine.sampling import processors_of, sampler_of
@@ -401,7 +403,7 @@ class Generation:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
-                self._fail(row.sequence, "engine_error", f"its sampling failed: {text_of(error)}")
+                self._fail(row.sequence, "engine_error", _failing(error))
         now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
@@ -622,9 +624,11 @@ def _by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
 
 
 def _guard(sequence: Sequence, row: Row) -> Guard:
+    grammar = sequence.prepared.grammar
     return Guard(
         sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),
         processors_of(sequence.sampling, len(sequence.prompt)),
+        None if grammar is None else Masker(grammar, row.ids),
     )
 
 
@@ -637,6 +641,13 @@ def finished(sequence: Sequence, now: float) -> Finished:
         sum(len(row.ids) for row in sequence.rows), sequence.prompt_cached, timings,
         stops=stops if any(stops) else (), thought=sum(row.pipeline.thought for row in sequence.rows),
     )  # fmt: skip
+
+
+def _failing(error: Exception) -> str:
+    """Say what ended a row: its grammar, or its sampling."""
+    return (
+        f"its grammar failed: {error}" if isinstance(error, GrammarFailed) else f"its sampling failed: {text_of(error)}"
+    )
 
 
 def text_of(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Log probabilities as the dialects want them: the token drawn and the likeliest others, as bytes."""
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -11,7 +12,8 @@ MOST = 20
 
 
 def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
-    """Read one token's log probability and the `count` (0 to MOST) highest, from an array (vocabulary,)."""
+    """Read one token's log probability and the `count` (0 to MOST) highest, from an array (vocabulary,); what a grammar
+    forbids is none of them."""
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()
     count = min(count, MOST, logprobs.shape[-1])
@@ -20,5 +22,5 @@ def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable
         ids = cast("list[int]", places.tolist())
         values = cast("list[float]", logprobs[places].tolist())
         ranked = sorted(zip(values, ids, strict=True), reverse=True)
-        top = tuple((token_bytes(one), value) for value, one in ranked)
+        top = tuple((token_bytes(one), value) for value, one in ranked if value > -math.inf)
     return Logprob(token_bytes(token), float(cast("float", drawn)), top)

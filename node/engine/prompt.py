@@ -13,6 +13,7 @@ from wire.frames import Generate
 from wire.refusals import Refused
 
 if TYPE_CHECKING:
+    from node.engine.grammar import Grammar
     from node.engine.pipeline import TextPipeline
 
 IMAGE_TOKENS = 1280
@@ -22,7 +23,7 @@ IMAGE_TOKENS = 1280
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """`ids` are the whole prompt's tokens, `eos` those that end an answer; `voice(choice)` gives a new text pipeline.
-    `budget` are tokens that the prompt takes beyond its ids.
+    `budget` are tokens that the prompt takes beyond its ids; `grammar` is what every answer has to follow.
 
     With `refused` there is nothing else.
     """
@@ -34,6 +35,7 @@ class Prepared:
     token_bytes: Callable[[int], bytes] = lambda token: b""
     refused: Refused | None = None
     budget: int = 0
+    grammar: "Grammar | None" = None
 
     @property
     def tokens(self) -> int:

@@ -50,7 +50,7 @@ class Row:
         step = self.pipeline.feed(token)
         self.pieces += step.pieces
         if step.stopped:
-            self.reason = "stop"
+            self._finish("stop")
         elif len(self.ids) >= sequence.shape.limit:
             self._finish("length")
 

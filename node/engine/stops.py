@@ -25,7 +25,7 @@ class Stops:
             self._held = ""
             _, at, self.found = min(found)
             return text[:at], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -36,7 +36,7 @@ class Stops:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Count the characters at the end of the text that begin the stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

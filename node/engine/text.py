@@ -75,7 +75,7 @@ from wire.verdict import (
 
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
-FEATURES = ("logprobs", "sampling", "tools")
+FEATURES = ("grammar", "logprobs", "sampling", "tools")
 LOAD_EXPECTED = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 

@@ -16,9 +16,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -28,7 +31,9 @@ from mlx_lm.tokenizer_utils import (
 )
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
+from transformers import PreTrainedTokenizerFast
 
+from node.engine.calling import Calling
 from node.engine.calls import Calls
 from node.engine.markup import NORMAL, Markup, Place
 from node.engine.pipeline import TextPipeline
@@ -37,6 +42,8 @@ from wire.frames import Generate, Message
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from node.engine.grammar import Grammar
 
 LONGEST_MESSAGE: Final = 300
 """Characters of an error's text that are told: templates can raise with a whole conversation in it."""
@@ -75,10 +82,13 @@ class TemplateFailed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as token ids. `thinking`: it ends inside a thought, so the answer begins with reasoning."""
+    """A request as token ids. `thinking`: it ends inside a thought, so the answer begins with reasoning; `thought`: it
+    ends with the end of one. `plain`: no template wrote it."""
 
     ids: tuple[int, ...]
     thinking: bool
+    thought: bool = False
+    plain: bool = False
 
 
 def load(folder: Path) -> "Tokenizer":
@@ -110,8 +120,12 @@ class Tokenizer:
         self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
         self._detokenizer = wrapper.detokenizer
+        self._guide: LLTokenizer | None = None
         self._markup = _markup(wrapper)
         self._machines = {tools: TextStateMachine(self._markup.transitions(tools)) for tools in (False, True)}
+        self._plainly = cast(
+            "Callable[[str], list[int]]", partial(cast("Any", wrapper).encode, add_special_tokens=False)
+        )
         # a truncation set in the tokenizer's file is taken off at its first use, and must not be while others read
         wrapper.encode("")
 
@@ -124,7 +138,9 @@ class Tokenizer:
         try:
             ids = request.ids or (tuple(self._wrapper.encode(request.text)) if plain else self._render(request))
             self._check(ids)
-            return Prompt(ids, not plain and self._ends_in_thought(ids))
+            if plain:
+                return Prompt(ids, False, plain=True)
+            return Prompt(ids, *(self._ends_with(ids, marker) for marker in self._markup.think))
         except TemplateFailed:
             raise
         except Exception as error:
@@ -139,11 +155,16 @@ class Tokenizer:
         thinking: bool,
         *,
         one_call: bool = False,
+        grammar: "Grammar | None" = None,
     ) -> TextPipeline:
-        """Begin the text of one choice. `tools` as in the request; `thinking` as the prompt said."""
+        """Begin the text of one choice. `tools` as in the request; `thinking` as the prompt said. What follows a
+        `grammar` has its markers where that puts them, and nowhere else."""
         given = _tools(tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
         calls = Calls(prefix, self._wrapper.tool_parser if given else None, given, self._markup.call[1])
+        if grammar is not None:
+            place = grammar.outline.beginning()
+            return TextPipeline(self._decoder(), grammar.cutter(), place, Stops(stops), calls, one_call=one_call)
         place = self._markup.beginning(thinking)
         cutter = MarkCutter(self._machines[bool(given)], place)
         return TextPipeline(self._decoder(), cutter, place, Stops(stops), calls, one_call=one_call)
@@ -151,6 +172,42 @@ class Tokenizer:
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
         """Begin the text of one choice of a request without a template: content, whatever it looks like."""
         return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, [], ""))
+
+    # grammars
+
+    @property
+    def think(self) -> tuple[str, str]:
+        """The markers around a thought, empty where there are none."""
+        return self._markup.think
+
+    @property
+    def calling(self) -> Calling | None:
+        """How calls are written; None where the model makes none."""
+        if not self._markup.call[0]:
+            return None
+        parser = str(getattr(self._wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
+        template = self._wrapper.chat_template
+        return Calling(parser, self._markup.call, template if isinstance(template, str) else "", self._mark)
+
+    def single(self, text: str) -> int | None:
+        """Give the one token that a marker is, if it is one."""
+        ids = self._plainly(text)
+        return ids[0] if len(ids) == 1 else None
+
+    def guide(self) -> LLTokenizer | None:
+        """Give the tokenizer as llguidance has it; None where it cannot be, or where the model's answers have a format
+        of their own, into which no other can be put. Takes a second for a large vocabulary."""
+        fast = cast("Any", self._wrapper)._tokenizer
+        if self._markup.edges or not isinstance(fast, PreTrainedTokenizerFast):
+            return None
+        self._guide = from_tokenizer(fast, n_vocab=self.size, eos_token=sorted(self.eos))
+        return self._guide
+
+    def _mark(self, marker: str) -> tuple[str, bool]:
+        """Write a marker in Lark: as the token that it is, else as text; and whether it is a token."""
+        token = self.single(marker)
+        special = token is not None and self._guide is not None and self._guide.is_special_token(token)
+        return (f"<[{token}]>", True) if special else (json.dumps(marker), False)
 
     def _decoder(self) -> "_Decoder":
         return _Decoder(self._wrapper.detokenizer, self.size, self.eos)
@@ -194,10 +251,9 @@ class Tokenizer:
         if wrong is not None:
             raise TemplateFailed(f"the tokenizer gives token {wrong}, and there are only {self.size}")
 
-    def _ends_in_thought(self, ids: tuple[int, ...]) -> bool:
+    def _ends_with(self, ids: tuple[int, ...], marker: str) -> bool:
         """Look at the very end only: the marker may also stand in what a user wrote."""
-        start = self._markup.think[0]
-        return bool(start) and self._wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(start)
+        return bool(marker) and self._wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(marker)
 
 
 class _Decoder:
