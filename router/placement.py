@@ -47,7 +47,7 @@ it needs there may be in the cache that makes room for it."""
 TTFT_STEP = 0.05
 """Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
-TOOLS, LOGPROBS, SAMPLING = "tools", "logprobs", "sampling"
+TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
 """What a request may ask for that not every model offers, `Demand.features` and `Model.features`."""
 _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
 

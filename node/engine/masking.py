@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from node.engine.constraint import Constraint, with_token
-from node.engine.grammar import Grammar
+from node.engine.constraint import with_token
+from node.engine.prompt import Follower, Rules
 
 _BITS = mx.arange(32, dtype=mx.uint32)
 
@@ -21,9 +21,9 @@ _BITS = mx.arange(32, dtype=mx.uint32)
 class Masker:
     """The last processor of a row: takes the answer's ids as they are heard, and leaves only what may come next."""
 
-    def __init__(self, grammar: Grammar, known: Iterable[int]) -> None:
+    def __init__(self, grammar: Rules, known: Iterable[int]) -> None:
         self._grammar = grammar
-        self._constraint: Constraint | None = None
+        self._constraint: Follower | None = None
         self._new = list(known)
 
     def hear(self, token: int) -> None:
@@ -31,7 +31,7 @@ class Masker:
         self._new.append(token)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Mask logits (1, vocabulary); GrammarFailed if the grammar cannot be followed."""
+        """Mask logits (1, vocabulary); `constraint.GrammarFailed` if the grammar cannot be followed."""
         cast("Any", mx).async_eval(logits)
         if self._constraint is None:
             self._constraint = self._grammar.begin()

@@ -7,17 +7,41 @@ whose size says nothing better, and preflight, promise and need count it as so m
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from wire.frames import Generate
 from wire.refusals import Refused
 
 if TYPE_CHECKING:
-    from node.engine.grammar import Grammar
     from node.engine.pipeline import TextPipeline
 
 IMAGE_TOKENS = 1280
 """Tokens that are put by for one image: what a tile-cutting vision tower makes of a photograph of common size."""
+
+
+class Follower(Protocol):
+    """Where one answer stands in what it has to follow; see `constraint.Constraint`."""
+
+    @property
+    def opener(self) -> int | None:
+        """The token that may begin a thought now, if it would be the model's own choice."""
+        ...
+
+    def feed(self, token: int) -> None:
+        """Take the next id of the answer."""
+        ...
+
+    def mask(self) -> bytes | None:
+        """Give the tokens that may come next, a bit for each; None where nothing matters any more."""
+        ...
+
+
+class Rules(Protocol):
+    """What every answer of a request has to follow; see `grammar.Grammar`."""
+
+    def begin(self) -> Follower:
+        """Stand at the beginning of an answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +59,7 @@ class Prepared:
     token_bytes: Callable[[int], bytes] = lambda token: b""
     refused: Refused | None = None
     budget: int = 0
-    grammar: "Grammar | None" = None
+    grammar: Rules | None = None
 
     @property
     def tokens(self) -> int:

@@ -5,13 +5,13 @@ from router.dialects.anthropic_body import COUNT, MESSAGES, CountBody, MessagesB
 from router.dialects.anthropic_messages import messages_of
 from router.dialects.demand import demand_of
 from router.dialects.dialect import Reader, Style
+from router.dialects.formats import with_calls
 from router.dialects.request import Request
 from router.dialects.template import variables
 from router.dialects.tools import function, written
-from router.dialects.validation import forced
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
-from wire.frames import Count, Finished, Message, Params
+from wire.frames import Count, Finished, Grammar, Message, Params
 
 ANTHROPIC = Style(error_of, names=(b"request-id", b"x-request-id"))
 
@@ -58,7 +58,11 @@ def _request(body: MessagesBody) -> MessagesRequest | Problem:
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
+    grammar = _grammar(body)
+    if isinstance(grammar, Problem):
+        return grammar
     params = Params(
+        grammar=grammar,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -101,10 +105,22 @@ def _thinks(thinking: Thinking | None) -> bool | None:
     return thinking.type == "enabled"
 
 
+def _grammar(body: CountBody) -> Grammar | Problem | None:
+    """Give what is asked of calls: that there is one, and which."""
+    choice, tools = body.tool_choice, body.tools or ()
+    if choice is not None and (choice.type == "tool") != bool(choice.name):
+        return invalid("tool_choice has a name where its type is tool, and only there", "tool_choice.name")
+    word = _WORDS.get("auto" if choice is None else choice.type, "auto")
+    strict = any(tool.strict for tool in tools)
+    named = (choice.name or "") if choice is not None else ""
+    return with_calls(None, (tool.name for tool in tools), word=word, named=named, strict=strict)
+
+
+_WORDS = {"any": "required", "tool": "required", "none": "none"}
+
+
 def _tools(body: CountBody) -> str | Problem:
     choice = body.tool_choice
-    if choice is not None and choice.type in ("any", "tool"):
-        return forced(choice.type)
     if choice is not None and not body.tools and choice.type != "none":
         return invalid("tool_choice is only possible with tools", "tool_choice")
     if not body.tools:

@@ -40,7 +40,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "max_tokens": "required",
     "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens changes nothing; "
     "display omitted leaves thinking blocks out",
-    "tool_choice": "auto (also with disable_parallel_tool_use) and none; any and tool are refused yet",
+    "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
     "tools": "custom ones; a tool of the server is refused by its type",
     "output_config": "effort is the template's reasoning_effort; a format is refused yet",
     "format": "answers in a format are not offered yet",
@@ -121,8 +121,8 @@ class AnthropicMessage(Strict):
 
 
 class Tool(Cached):
-    """A tool that the model may call. Hints for Anthropic's own servers change nothing; `strict` is a wish: the model
-    sees it, nothing enforces it."""
+    """A tool that the model may call. Hints for Anthropic's own servers change nothing; With `strict`
+    the input of its calls is as `input_schema` says."""
 
     type: Literal["custom"] | None = None
     name: FunctionName

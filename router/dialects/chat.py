@@ -13,13 +13,14 @@ from router.dialects.chat_messages import messages_of
 from router.dialects.demand import demand_of
 from router.dialects.dialect import OPENAI, Reader
 from router.dialects.fields import params_of, usage_wanted
+from router.dialects.formats import NamedTool, with_calls
 from router.dialects.request import Request
 from router.dialects.strict_json import Body
 from router.dialects.template import thinking, variables
 from router.dialects.tools import as_written, written
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
-from wire.frames import Finished
+from wire.frames import Finished, Grammar
 
 
 class ChatRequest(Request, frozen=True, gc=False):
@@ -74,14 +75,30 @@ def _request(body: ChatBody, asked: Body) -> ChatRequest | Problem:
         return include_usage
     if body.top_logprobs and not body.logprobs:
         return invalid("top_logprobs is only possible with logprobs: true", "top_logprobs")
+    grammar = _grammar(body)
+    if isinstance(grammar, Problem):
+        return grammar
     params = params_of(
         body,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=body.top_logprobs or 0 if body.logprobs else None,
         one_call=body.parallel_tool_calls is False,
+        grammar=grammar,
     )
     demand = demand_of(body.model, messages, params, tools)
     return ChatRequest(demand, messages, params, bool(body.stream), include_usage, tools, template)
+
+
+def _grammar(body: ChatBody) -> Grammar | Problem | None:
+    """Give what the answer has to be like: its format, and the calls that are asked for."""
+    form = body.form()
+    if isinstance(form, Problem):
+        return form
+    choice, tools = body.tool_choice, [tool.function for tool in body.tools or ()]
+    named = choice.function.name if isinstance(choice, NamedTool) else ""
+    word = choice if isinstance(choice, str) else "required" if named else "auto"
+    strict = any(tool.strict for tool in tools)
+    return with_calls(form, (tool.name for tool in tools), word=word, named=named, strict=strict)
 
 
 def _tools(body: ChatBody, asked: Body) -> str | Problem:

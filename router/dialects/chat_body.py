@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from router.dialects.fields import TEXT_OR_PARTS, Drawn, FunctionName, Name, Named, Strict, Tokens, by_type
+from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Tokens, by_type
+from router.dialects.formats import FORMS, Formed, ToolChoice
 from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
@@ -28,7 +29,6 @@ HARMLESS: Mapping[str, str] = MappingProxyType({
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -41,14 +41,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
 
 INSTEAD: Mapping[str, str] = MappingProxyType({
     "tools": "functions; other types are refused by name",
-    "tool_choice": "auto and none; what would force a call is refused yet",
+    "tool_choice": "auto, none, required, or a function by its name",
     "parallel_tool_calls": "false ends an answer with its first call",
     "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
     "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
     "max_completion_tokens": "goes before max_tokens",
     "functions": "it is deprecated, use tools",
     "function_call": "it is deprecated, use tools and tool_calls",
-    "response_format": "only the type text is offered yet",
+    **FORMS,
     "store": "answers are not kept",
     "include_obfuscation": "nothing is added to the chunks of a stream",
 })  # fmt: skip
@@ -111,7 +111,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call. `strict` is a wish: the model sees it, nothing enforces it."""
+    """A function that the model may call. With `strict` the arguments of its calls are as `parameters` says."""
 
     name: FunctionName
     description: str | None = None
@@ -129,7 +129,7 @@ class Tool(Strict):
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
-class ChatBody(Drawn):
+class ChatBody(Formed):
     """The request body. What is not offered is refused with `unsupported_parameter`, nothing is ignored in silence."""
 
     model: Named
@@ -139,7 +139,7 @@ class ChatBody(Drawn):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[Variable, Any] | None = None

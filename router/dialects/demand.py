@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from router.dialects.limits import TEMPLATE_BYTES
-from router.placement import LOGPROBS, SAMPLING, TOOLS, Demand
+from router.placement import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, Demand
 from wire.frames import Message, Params
 
 _PLAIN: frozenset[str] = frozenset()
@@ -37,7 +37,7 @@ def features_of(params: Params, tools: str = "") -> frozenset[str]:
         params.top_k or params.min_p or params.presence_penalty or params.frequency_penalty
         or params.repetition_penalty != 1 or params.logit_bias
     )  # fmt: skip
-    if not (sampling or params.logprobs or tools):
+    if not (sampling or params.logprobs or params.grammar or tools):
         return _PLAIN
-    asked = {TOOLS: tools, LOGPROBS: params.logprobs, SAMPLING: sampling}
+    asked = {GRAMMAR: params.grammar, TOOLS: tools, LOGPROBS: params.logprobs, SAMPLING: sampling}
     return frozenset(name for name, wanted in asked.items() if wanted)

@@ -15,7 +15,7 @@ from router.dialects.limits import (
     MOST_TOP_K,
 )
 from router.problems import Problem, invalid
-from wire.frames import Params
+from wire.frames import Grammar, Params
 from wire.refusals import Code
 
 INT64 = 2**63 - 1
@@ -96,10 +96,18 @@ class Drawn(Strict):
     seed: Seed | None = None
 
 
-def params_of(body: Drawn, max_tokens: int | None, *, logprobs: int | None = None, one_call: bool = False) -> Params:
+def params_of(
+    body: Drawn,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None = None,
+    one_call: bool = False,
+    grammar: Grammar | None = None,
+) -> Params:
     """Give the parameters; `logprobs` alternatives beside each token, None for no log probabilities at all."""
     top_k = body.top_k
     return Params(
+        grammar=grammar,
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,

@@ -21,6 +21,9 @@ MOST_TOP_LOGPROBS = 20
 MOST_TOOLS = 128
 MOST_CALLS = 128
 """Tool calls in one message of the conversation."""
+GRAMMAR_BYTES = 128 * 1024
+"""Of a schema or a grammar that an answer has to follow."""
+MOST_SCHEMA_CHOICES = 1024
 TOOLS_BYTES = 256 * 1024
 VARIABLES_BYTES = 16 * 1024
 DEEPEST = 64

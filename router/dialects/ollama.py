@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
+from msgspec import structs
+
 from router.dialects.demand import demand_of, demand_of_plain
 from router.dialects.dialect import Reader
 from router.dialects.fields import stops_of
+from router.dialects.formats import of_schema
 from router.dialects.limits import TOOLS_BYTES
 from router.dialects.ollama_answer import OLLAMA, Lines, Shape, whole
 from router.dialects.ollama_body import (
@@ -24,7 +27,7 @@ from router.dialects.template import variables
 from router.dialects.tools import as_written, written
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
-from wire.frames import Finished, Message, Params, ToolCall
+from wire.frames import Finished, Grammar, Message, Params, ToolCall
 
 
 class OllamaRequest(Request, frozen=True, gc=False):
@@ -95,6 +98,12 @@ def _request(
     params = _params(body.options or {})
     if isinstance(params, Problem):
         return params
+    form = of_schema(body.format, "format") if isinstance(body.format, dict) else None
+    grammar = Grammar("json_object") if body.format == "json" else form
+    if isinstance(grammar, Problem):
+        return grammar
+    if grammar is not None:
+        params = structs.replace(params, grammar=grammar if not tools else structs.replace(grammar, calls="free"))
     effort = body.think if isinstance(body.think, str) else None
     thinks = body.think if isinstance(body.think, bool) else True if effort else None
     template = "" if text else variables(None, reasoning_effort=effort, enable_thinking=thinks)

@@ -23,7 +23,6 @@ from router.dialects.fields import (
 from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOKENS, MOST_TOOLS
 from router.dialects.parameters import Parameters
 
-_LATER = "answers in a format are not offered yet"
 _NO_LOGPROBS = "log probabilities are those of /v1/chat/completions"
 _WHOLE = "a conversation that is too long is refused, never shortened"
 HARMLESS: Mapping[str, str] = MappingProxyType({
@@ -31,14 +30,14 @@ HARMLESS: Mapping[str, str] = MappingProxyType({
     "truncate": _WHOLE, "shift": _WHOLE,
 })  # fmt: skip
 CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "format": (None, ""), "logprobs": (None, False), "top_logprobs": (None, 0),
+    "logprobs": (None, False), "top_logprobs": (None, 0),
 })  # fmt: skip
 GENERATE_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
     **CHAT_NEUTRAL, "context": (None, []), "images": (None, []), "suffix": (None, ""), "template": (None, ""),
     "width": (None, 0), "height": (None, 0), "steps": (None, 0),
 })  # fmt: skip
 INSTEAD: Mapping[str, str] = MappingProxyType({
-    "format": _LATER, "logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS,
+    "format": "json, or a JSON schema", "logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS,
     "context": "use /api/chat, and send the conversation",
     "suffix": "nothing is written into the middle of a text",
     "template": "a template of a request's own is never run; raw takes a prompt as it is",
@@ -127,6 +126,16 @@ Think = Annotated[
 ]
 
 
+def _format_kind(form: object) -> str:
+    return "word_part" if isinstance(form, str) else "schema_part"
+
+
+Format = Annotated[
+    Annotated[dict[str, Any], Tag("schema_part")] | Annotated[Literal["json", ""], Tag("word_part")],
+    Discriminator(_format_kind),
+]
+
+
 class Asking(Strict):
     """What both bodies have."""
 
@@ -134,6 +143,7 @@ class Asking(Strict):
     stream: bool | None = None
     options: dict[str, Any] | None = None
     think: Think | None = None
+    format: Format | None = None
 
 
 class OllamaChatBody(Asking):

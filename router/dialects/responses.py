@@ -7,9 +7,10 @@ import msgspec
 
 from router.dialects.demand import demand_of
 from router.dialects.dialect import OPENAI, Reader
+from router.dialects.formats import JsonObject, of_schema, with_calls
 from router.dialects.request import Request
 from router.dialects.responses_answer import Outline, ResponseChunks, response
-from router.dialects.responses_body import RESPONSES, FunctionTool, ResponsesBody
+from router.dialects.responses_body import RESPONSES, ChosenTool, FunctionTool, ResponsesBody, SchemaFormat
 from router.dialects.responses_input import messages_of
 from router.dialects.responses_kept import Kept, entry
 from router.dialects.spoken import Spoken
@@ -18,7 +19,7 @@ from router.dialects.template import thinking, variables
 from router.dialects.tools import function, written
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
-from wire.frames import Finished, Message, Params, ToolCall
+from wire.frames import Finished, Grammar, Message, Params, ToolCall
 
 
 class ResponsesRequest(Request, frozen=True):
@@ -83,7 +84,11 @@ class Responses:
         template = variables(None, **thinking(effort))
         if isinstance(template, Problem):
             return template
+        grammar = _grammar(body)
+        if isinstance(grammar, Problem):
+            return grammar
         params = Params(
+            grammar=grammar,
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -108,6 +113,21 @@ class Responses:
             text = f"no answer {before[:64]!r} is kept for this key: send the whole conversation in input"
             return invalid(text, "previous_response_id", "previous_response_not_found")
         return (*kept.messages, *messages)
+
+
+def _grammar(body: ResponsesBody) -> Grammar | Problem | None:
+    """Give what the answer has to be like: its format, and the calls that are asked for."""
+    asked = body.text.format if body.text is not None else None
+    form: Grammar | Problem | None = Grammar("json_object") if isinstance(asked, JsonObject) else None
+    if isinstance(asked, SchemaFormat):
+        form = of_schema(asked.schema_, "text.format.schema")
+    if isinstance(form, Problem):
+        return form
+    choice, tools = body.tool_choice, body.tools or ()
+    named = choice.name if isinstance(choice, ChosenTool) else ""
+    word = choice if isinstance(choice, str) else "required" if named else "auto"
+    strict = any(tool.strict for tool in tools)
+    return with_calls(form, (tool.name for tool in tools), word=word, named=named, strict=strict)
 
 
 def _tool(tool: FunctionTool) -> Body:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from router.dialects.chat_body import HARMLESS as CHAT_HARMLESS
 from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Temperature, Tokens, TopP, by_type
+from router.dialects.formats import JsonObject, NamedFunction, Schema, TextFormat, Word, choice_kind
 from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
@@ -29,8 +30,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "top_logprobs": "log probabilities are those of /v1/chat/completions",
     "truncation": "only disabled: a conversation that is too long is refused, never shortened",
     "tools": "functions; other types are refused by name",
-    "tool_choice": "auto and none; what would force a call is refused yet",
-    "text": "the format text; JSON formats are refused yet; verbosity changes nothing",
+    "tool_choice": "auto, none, required, or a function by its name",
+    "text": "format: text, json_object or json_schema, kept to also where it is not strict; verbosity changes nothing",
     "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
     "include": "reasoning.encrypted_content, which changes nothing: reasoning is given as it is",
     "store": "kept in memory until newer answers need the place; true where it is not given",
@@ -148,7 +149,7 @@ Input = Annotated[
 
 
 class FunctionTool(Strict):
-    """A function that the model may call. `strict` is a wish: the model sees it, nothing enforces it."""
+    """A function that the model may call. With `strict` the arguments of its calls are as `parameters` says."""
 
     type: Literal["function"]
     name: FunctionName
@@ -170,10 +171,29 @@ class Reasoning(Strict):
     mode: Literal["standard"] | None = None
 
 
-class Format(Strict):
-    """The form of the answer."""
+class SchemaFormat(Schema):
+    """JSON of a schema."""
 
-    type: Literal["text"]
+    type: Literal["json_schema"]
+
+
+Format = Annotated[
+    Annotated[TextFormat, Tag("text_part")]
+    | Annotated[JsonObject, Tag("json_object_part")]
+    | Annotated[SchemaFormat, Tag("json_schema_part")],
+    by_type("text", "json_object", "json_schema"),
+]
+
+
+class ChosenTool(NamedFunction):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+
+
+ToolChoice = Annotated[
+    Annotated[Word, Tag("word_part")] | Annotated[ChosenTool, Tag("named_part")], Discriminator(choice_kind)
+]
 
 
 class TextConfig(Strict):
@@ -206,7 +226,7 @@ class ResponsesBody(Strict):
     stream_options: ResponseStreamOptions | None = None
     temperature: Temperature | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     top_p: TopP | None = None
 

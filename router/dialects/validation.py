@@ -6,7 +6,7 @@ A body may be wrong in many places; what is not offered is said first, because n
 import difflib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -18,10 +18,6 @@ _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _LATER = frozenset({"function_call", "audio", "format", "include_obfuscation", "images"})
-_CHOICES = frozenset({
-    "required", "function", "allowed_tools", "custom", "mcp", "shell", "apply_patch", "file_search", "image_generation",
-    "web_search_preview", "code_interpreter", "programmatic_tool_calling",
-})  # fmt: skip
 _LONGEST = 64
 
 
@@ -60,23 +56,10 @@ def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
     path = _path(error.loc)
     if error.loc[-1] in _LATER:
         return unsupported(path, instead)
-    if error.loc == ("tool_choice",):
-        kind = _choice(error.input)
-        return forced(kind) if kind else None
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
         why = f"{path} {error.input[:_LONGEST]!r} is not supported by the models of this cluster"
         return unsupported(path, instead, why)
     return None
-
-
-def forced(kind: str) -> Problem:
-    """Give the 400 for a choice of tools that would force the model to call one."""
-    return unsupported("tool_choice", why=f"tool_choice {kind} is not offered yet: use auto")
-
-
-def _choice(asked: object) -> str:
-    kind = cast("dict[str, object]", asked).get("type") if isinstance(asked, dict) else asked
-    return kind if isinstance(kind, str) and kind in _CHOICES else ""
 
 
 def _unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:

@@ -382,6 +382,29 @@ def bench_estimate(_: Path) -> list[Row]:
     return [Row(name, target, f"{low:.3f} to {high:.3f} ({each})", low >= 1.0 and high <= 1.25, commit())]
 
 
+def bench_grammar(_: Path) -> list[Row]:
+    """A step's mask at a vocabulary of 152,000, and how long the worst of the hostile grammars takes to be refused."""
+    step, refusal = "mask of a step at 151,936 tokens, p99", "hostile grammar refused, the slowest"
+    if missing():
+        return [not_measured(step, "<= 1.5 ms", missing()), not_measured(refusal, "<= 100 ms", missing())]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.grammar"], capture_output=True, text=True, cwd=ROOT, timeout=300,
+        env=environment(**models.fast_blas()),
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    found = json.loads(done.stdout.splitlines()[-1])
+    times: list[float] = min(found["steps"], key=p99)
+    refusals: dict[str, float] = found["refusals"]
+    slow = max(refusals, key=refusals.__getitem__)
+    figure = f"{p99(times):.2f} ms (median {statistics.median(times):.2f}, {len(times)} steps, the best of 5 rounds)"
+    worst = f"{refusals[slow]:.0f} ms ({slow}; {len(refusals)} of 8 refused)"
+    return [
+        Row(step, "<= 1.5 ms", figure, p99(times) <= 1.5, commit()),
+        Row(refusal, "<= 100 ms", worst, refusals[slow] <= 100 and len(refusals) == 8, commit()),
+    ]
+
+
 # memory
 
 
@@ -420,4 +443,5 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "prefix": bench_prefix,
     "estimate": bench_estimate,
     "torture": bench_torture,
+    "grammar": bench_grammar,
 }

@@ -19,7 +19,7 @@ PARAMETERS = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
-FEATURES = ("tools", "logprobs", "sampling")
+FEATURES = ("tools", "logprobs", "sampling", "grammar")
 
 
 @pytest.fixture(autouse=True, params=["front", "asgi"])
@@ -287,10 +287,10 @@ async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster,
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"extra_body": {"guided_json": {}, "guided_decoding_backend": "outlines"}}, "guided_decoding_backend"),
     ({"functions": [{"name": "weather"}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "poem"}}, "response_format.type"),
 ])  # fmt: skip
 async def test_what_is_not_offered_is_named(cluster: LoopbackCluster, fields: dict[str, object], param: str):
     async with library(cluster) as client:

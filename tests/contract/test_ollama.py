@@ -20,7 +20,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "L
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[LoopbackCluster]:
-    features = ("sampling", "tools")
+    features = ("sampling", "tools", "grammar")
     nodes = [LoopbackNode(name, models=(a_model(features=features),)) for name in ("studio", "mini")]
     async with served(LoopbackCluster(*nodes)) as one:
         yield one
@@ -152,7 +152,6 @@ async def test_what_changes_models_is_refused(cluster: LoopbackCluster, method: 
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [
-    ("/api/chat", {"format": "json"}, "format"), ("/api/chat", {"format": {"type": "object"}}, "format"),
     ("/api/chat", {"logprobs": True}, "logprobs"),
     ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
     ("/api/chat", {"tools": [{"type": "web"}]}, "tools[0].type"),

@@ -108,14 +108,15 @@ def request(grammar: Grammar, tools: str = "") -> Generate:
 
 
 KEYWORDS = (
-    "type", "properties", "items", "anyOf", "allOf", "$ref", "enum", "pattern", "minimum", "required", "const", "format",
-    "additionalProperties", "minItems", "maxLength", "$defs", "x-guidance",
+    "type", "properties", "items", "anyOf", "allOf", "$ref", "enum", "pattern", "minimum", "required", "const",
+    "format", "additionalProperties", "minItems", "maxLength", "$defs", "x-guidance",
 )  # fmt: skip
 WORDS = ("object", "string", "array", "integer", "#", "#/$defs/a")
 JSONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda part: (
-        st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), part | st.sampled_from(WORDS), max_size=4)
+        st.lists(part, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYWORDS), part | st.sampled_from(WORDS), max_size=4)
     ),
     max_leaves=12,
 )  # fmt: skip

@@ -95,12 +95,17 @@ WITH: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 2}, "repeat_penalty": {"repeat_penalty": 2},
     "num_predict": {"num_predict": 5}, "stream_options": STREAM | {"stream_options": {"include_usage": True}},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2}, "echo": {"echo": True},
-    "instructions": {"instructions": "x"},
+    "instructions": {"instructions": "x"}, "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"regex": "a"}}, "guided_json": {"guided_json": {}},
+    "guided_regex": {"guided_regex": "a"}, "guided_choice": {"guided_choice": ["a"]}, "format": {"format": "json"},
+    "guided_grammar": {"guided_grammar": "start: A"},
+    "guided_whitespace_pattern": {"guided_json": {}, "guided_whitespace_pattern": "_"},
     "parallel_tool_calls": {"parallel_tool_calls": False}, "reasoning_effort": {"reasoning_effort": "low"},
     "chat_template_kwargs": {"chat_template_kwargs": {"task": "x"}}, "reasoning": {"reasoning": {"effort": "low"}},
     "system": {"system": "x"}, "thinking": {"thinking": {"type": "disabled"}}, "think": {"think": True},
     "output_config": {"output_config": {"effort": "low"}}, "options": {"options": {"seed": 5}}, "raw": {"raw": True},
     "previous_response_id": {"previous_response_id": "resp_1"}, "store": {"store": False}, "metadata": {"metadata": {}},
+    "text": {"text": {"format": {"type": "json_object"}}},
 }  # fmt: skip
 """A value of a field that changes what is asked of a node, with what it needs beside it."""
 EVEN: dict[tuple[str, str], dict[str, Any]] = {
@@ -115,8 +120,9 @@ CHOICE: dict[str, tuple[dict[str, Any], object]] = {
     "/v1/messages/count_tokens": (THEIRS, {"type": "none"}),
 }  # fmt: skip
 TOLD = {
+    ("/v1/chat/completions", "guided_decoding_backend"): {"guided_decoding_backend": "guidance"},
+    ("/v1/completions", "guided_decoding_backend"): {"guided_decoding_backend": "guidance"},
     ("/v1/completions", "best_of"): {"best_of": 1}, ("/v1/responses", "include"): {"include": []},
-    ("/v1/responses", "text"): {"text": {"format": {"type": "text"}}},
     ("/v1/responses", "stream_options"): STREAM | {"stream_options": {"include_obfuscation": False}},
     ("/v1/responses", "metadata"): {"metadata": {"a": "b"}},
 }  # fmt: skip
