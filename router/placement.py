@@ -49,7 +49,7 @@ TTFT_STEP = 0.05
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
 TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
 """What a request may ask for that not every model offers, `Demand.features` and `Model.features`."""
-_MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
+_MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, strict tools or forced calls"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node

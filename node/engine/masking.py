@@ -15,8 +15,6 @@ import mlx.core as mx
 from node.engine.constraint import with_token
 from node.engine.prompt import Follower, Rules
 
-_BITS = mx.arange(32, dtype=mx.uint32)
-
 
 class Masker:
     """The last processor of a row: takes the answer's ids as they are heard, and leaves only what may come next."""
@@ -51,7 +49,7 @@ def masked(logits: mx.array, mask: bytes) -> mx.array:
     """Give logits (1, vocabulary) with -inf for every token that a mask (`Constraint.mask`) does not allow, or does not
     know."""
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
-    bits = mx.flatten((words[:, None] >> _BITS) & 1)
+    bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)
     allowed = bits[None, : logits.shape[-1]].astype(mx.bool_)
     missing = logits.shape[-1] - allowed.shape[-1]
     if missing > 0:

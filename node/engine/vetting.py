@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import IO, cast
 
-CPU = 0.07
+CPU = 0.05
 """Seconds of CPU that a grammar may take. A hundred tools of three parameters take 0.03."""
 PATIENCE = 3.0
 """Seconds of the clock."""

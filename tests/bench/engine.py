@@ -384,7 +384,7 @@ def bench_estimate(_: Path) -> list[Row]:
 
 def bench_grammar(_: Path) -> list[Row]:
     """A step's mask at a vocabulary of 152,000, and how long the worst of the hostile grammars takes to be refused."""
-    step, refusal = "mask of a step at 151,936 tokens, p99", "hostile grammar refused, the slowest"
+    step, refusal = "CPU of a step's mask at 151,936 tokens, p99", "hostile grammar refused, the slowest"
     if missing():
         return [not_measured(step, "<= 1.5 ms", missing()), not_measured(refusal, "<= 100 ms", missing())]
     done = subprocess.run(

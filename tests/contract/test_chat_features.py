@@ -19,6 +19,7 @@ PARAMETERS = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
+LOOSE = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 FEATURES = ("tools", "logprobs", "sampling", "grammar")
 
 
@@ -268,11 +269,14 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
 
 
 @pytest.mark.parametrize(("fields", "named"), [
-    ({"tools": [TOOL]}, "no node offers tools with tiny"),
+    ({"tools": [LOOSE]}, "no node offers tools with tiny"),
+    ({"tools": [TOOL]}, "no node offers formats, strict tools or forced calls and tools with tiny"),
+    ({"response_format": {"type": "json_object"}}, "no node offers formats, strict tools or forced calls with tiny"),
+    ({"extra_body": {"guided_regex": "a"}}, "no node offers formats, strict tools or forced calls with tiny"),
     ({"logprobs": True}, "no node offers logprobs with tiny"),
     ({"presence_penalty": 1.0}, "no node offers top_k, min_p, penalties or logit_bias with tiny"),
-    ({"logprobs": True, "tools": [TOOL]}, "no node offers logprobs and tools with tiny"),
-    ({"tools": [TOOL], "stream": True}, "no node offers tools with tiny"),
+    ({"logprobs": True, "tools": [LOOSE]}, "no node offers logprobs and tools with tiny"),
+    ({"tools": [LOOSE], "stream": True}, "no node offers tools with tiny"),
 ])  # fmt: skip
 async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster, fields: dict[str, object], named: str):
     (node,) = cluster.nodes.values()

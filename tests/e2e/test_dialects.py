@@ -14,7 +14,8 @@ import anthropic
 import httpx
 import httpx2
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.models.conversations import TOOL_USES, TOOLS
 from tests.support.engine_pool import GREETING, HELLO, MLX, api
@@ -148,3 +149,53 @@ def test_ollamas_routes_answer(made: Pool) -> None:
         assert "".join(line["response"] for line in lines) == GREETING
         assert lines[-1]["eval_duration"] > 0
         assert [model["name"] for model in ollama.get("/api/ps").json()["models"]] == [NAME]
+
+
+# structured output
+
+
+class User(BaseModel):
+    """What the model is to write."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+
+
+def test_an_answer_is_parsed_into_a_model(client: OpenAI):
+    said: Any = [{"role": "user", "content": "Say hello in French."}]
+    answer = client.chat.completions.parse(
+        model=NAME, messages=said, response_format=User, temperature=0, max_tokens=200
+    )
+    found = answer.choices[0].message.parsed
+    assert isinstance(found, User)
+    assert answer.choices[0].finish_reason == "stop"
+    response = client.responses.parse(
+        model=NAME, input="Say hello in Greek.", text_format=User, temperature=0, max_output_tokens=200
+    )
+    assert isinstance(response.output_parsed, User)
+
+
+def test_a_call_is_made_because_it_is_required(client: OpenAI, claude: anthropic.Anthropic):
+    said: Any = [{"role": "user", "content": "Hello!"}]
+    tools: Any = TOOLS
+    answer = client.chat.completions.create(
+        model=NAME, messages=said, tools=tools, tool_choice="required", temperature=0, max_tokens=200
+    )
+    (call, *_) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert isinstance(json.loads(call.function.arguments), dict)
+    named: Any = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
+    message = claude.messages.create(
+        model=NAME, messages=said, tools=theirs(), tool_choice=named, temperature=0, max_tokens=200
+    )
+    assert [block.name for block in message.content if block.type == "tool_use"] == ["add"]
+    assert message.stop_reason == "tool_use"
+
+
+def test_a_hostile_schema_is_a_400(client: OpenAI):
+    endless: Any = {"allOf": [{"pattern": f".*a.{{{count}}}b.*"} for count in range(30)]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": endless}}
+    said: Any = [{"role": "user", "content": "Hello!"}]
+    with pytest.raises(BadRequestError, match="too long to compile"):
+        client.chat.completions.create(model=NAME, messages=said, response_format=form)

@@ -162,6 +162,14 @@ def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: Grammars
     assert str(first.value) == str(second.value)
 
 
+def test_a_grammar_is_asked_of_before_it_is_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    made = Grammars()
+    monkeypatch.setattr(made._vetting, "why_not", lambda _: TOO_LONG)
+    with pytest.raises(Unfit, match="too long to compile"):
+        made.compile(tokenizer, Grammar("regex", "[0-9]"), "", PROMPT, one=False)
+    assert not made._kept
+
+
 def test_a_process_that_dies_of_a_grammar_is_replaced():
     asked = Vetting()
     fine = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'
