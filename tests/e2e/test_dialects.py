@@ -187,7 +187,7 @@ def test_a_call_is_made_because_it_is_required(client: OpenAI, claude: anthropic
     assert isinstance(json.loads(call.function.arguments), dict)
     named: Any = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
     message = claude.messages.create(
-        model=NAME, messages=said, tools=theirs(), tool_choice=named, temperature=0, max_tokens=200
+        model=NAME, messages=said, tools=theirs(), tool_choice=named, max_tokens=200, extra_body={"temperature": 0}
     )
     assert [block.name for block in message.content if block.type == "tool_use"] == ["add"]
     assert message.stop_reason == "tool_use"
