@@ -2,14 +2,19 @@
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from coordinator.store import KeyRow, Store
 from coordinator.tokens import Tokens
 from machine.private import write_private
 from router.keys import ApiKey, KeyRing, new_key
+from router.quotas import NO_LIMITS, KeyLimits
+from router.usage import Usage, Used
 
 LOCAL = "local"
 """Name of the key that the owner of the state folder uses; it lives as long as the coordinator and is in no list."""
@@ -36,7 +41,7 @@ class Admin:
     def load(self) -> None:
         """Put the stored keys into the ring."""
         for row in self.store.keys.values():
-            self.ring.put(ApiKey(row.id, row.name, frozenset(row.scopes), row.digest, row.created, row.expires))
+            self.ring.put(_ring_key(row))
 
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Make a join token; the answer holds its text."""
@@ -54,13 +59,27 @@ class Admin:
         """Make a token useless; False when there is none."""
         return self.tokens.revoke(token)
 
-    def create_key(self, name: str, scopes: list[str], ttl: float | None) -> dict[str, Any]:
+    def create_key(
+        self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
+    ) -> dict[str, Any]:
         """Make an API key; the answer holds its text, which is kept nowhere. ValueError for unknown scopes."""
+        limits = None if limits == NO_LIMITS else limits
         now = self.clock()
-        key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl)
+        key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl,
+                            limits=limits)  # fmt: skip
         self.ring.put(key)
-        self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires))
+        self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
         return {"schema": 1, "id": key.id, "key": text}
+
+    def limit_key(self, key: str, limits: KeyLimits) -> bool:
+        """Give a key other limits, at once; False when there is none."""
+        row = self.store.keys.get(key)
+        if row is None:
+            return False
+        row = replace(row, limits=None if limits == NO_LIMITS else limits)
+        self.store.put_key(row)
+        self.ring.put(_ring_key(row))
+        return True
 
     def list_keys(self) -> dict[str, Any]:
         """List keys without secrets."""
@@ -71,6 +90,7 @@ class Admin:
                 "scopes": list(row.scopes),
                 "created": row.created,
                 "expires": row.expires,
+                "limits": msgspec.to_builtins(row.limits or NO_LIMITS),
             }
             for row in self.store.keys.values()
         ]
@@ -80,3 +100,30 @@ class Admin:
         """Make a key useless at once; False when there is none."""
         self.ring.drop(key)
         return self.store.revoke_key(key, self.clock())
+
+    def acts(self, last: int) -> dict[str, Any]:
+        """List the newest acts of the audit log, oldest first; times in Unix seconds."""
+        return {"schema": 1, "acts": [asdict(one) for one in list(self.store.audit)[-last:]]}
+
+    def count(self, usage: Usage) -> None:
+        """Write what was used since the last time into the database."""
+        day = datetime.fromtimestamp(self.clock(), UTC).date().isoformat()
+        for (key, model), used in usage.drain().items():
+            self.store.count(key, model, day, used)
+
+    def usage(self, key: str | None = None, since: str = "") -> dict[str, Any]:
+        """Sum up what each key used of each model since a day; of one key if it is given."""
+        sums: dict[tuple[str, str], Used] = {}
+        for row in self.store.usage:
+            if row.day >= since and key in (None, row.key):
+                sums.setdefault((row.key, row.model), Used()).add(row.used)
+        names = {row.id: row.name for row in self.store.keys.values()}
+        rows = [
+            {"key": who, "name": names.get(who, ""), "model": model, **msgspec.structs.asdict(used)}
+            for (who, model), used in sorted(sums.items())
+        ]
+        return {"schema": 1, "since": since or None, "usage": rows}
+
+
+def _ring_key(row: KeyRow) -> ApiKey:
+    return ApiKey(row.id, row.name, frozenset(row.scopes), row.digest, row.created, row.expires, row.limits)

@@ -6,31 +6,42 @@ scope does not exist: `_route` is the only way to add one.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from functools import wraps
+from typing import Annotated, Any, Protocol, cast
 
+import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from coordinator.admin import Admin
+from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.loads import Done, Loads
 from coordinator.registry import Registry, measured, standing
+from coordinator.store import AUDIT_KEPT
 from router.dialects.openapi import openapi_schemas
+from router.history import STORIES_KEPT, History, Story
 from router.keys import KeyRing, credential
 from router.placement import Demand, NoPlacement, Placement, explain
 from router.problems import NO_KEY, WRONG_KEY, Problem, failed, invalid, missing_scope, not_found
 from router.problems import from_refused as problem_of
+from router.quotas import KeyLimits
 from router.ticket import Failure
+from router.usage import Usage
 from router.view import NodeView
 from wire.identity import PROTOCOL, NodeId, valid_model
 from wire.refusals import Refused
 
 LONGEST_LOG = 2**30
+LABEL = "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+DAY = r"^(\d{4}-\d{2}-\d{2})?$"
+_actor: ContextVar[str] = ContextVar("actor", default="")
+"""The key of the request that is being answered."""
 
 
 class Body(BaseModel):
@@ -53,6 +64,25 @@ class NewKey(Body):
     name: Annotated[str, Field(min_length=1, max_length=100)]
     scopes: Annotated[list[str], Field(min_length=1, max_length=3)] = ["infer"]
     ttl_seconds: Annotated[float | None, Field(gt=0)] = None
+    limits: dict[str, Any] = {}
+
+
+class Limits(Body):
+    """A key's new limits, in place of all that it had."""
+
+    limits: dict[str, Any]
+
+
+class Labels(Body):
+    """A node's new labels, in place of all that it had."""
+
+    labels: Annotated[list[Annotated[str, Field(pattern=LABEL)]], Field(max_length=16)]
+
+
+class Drain(Body):
+    """How long to wait until a node has no requests."""
+
+    wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
 
 
 class DryRun(Body):
@@ -73,12 +103,23 @@ class OneModel(Body):
 class Traffic(Protocol):
     """What the API reads of the dispatcher."""
 
+    usage: Usage
+    history: History
+
     def in_flight(self, node: NodeId) -> int:
         """Requests on a node."""
         ...
 
     def waiting(self) -> int:
         """Requests that wait for a node."""
+        ...
+
+    def now(self) -> float:
+        """The clock of its times."""
+        ...
+
+    async def emptied(self, node: NodeId, seconds: float) -> int:
+        """Move what runs on a node, and wait until it has nothing."""
         ...
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:
@@ -97,6 +138,7 @@ class Facts:
     cluster_url: str
     cluster: str
     started: float
+    ca_pem: str = ""
 
 
 class ProblemError(Exception):
@@ -160,28 +202,41 @@ class Api:
             ("GET", "/nodes/{node}/logs", "admin", self.logs),
             ("POST", "/nodes/{node}/cordon", "admin", self.cordon),
             ("POST", "/nodes/{node}/uncordon", "admin", self.uncordon),
+            ("POST", "/nodes/{node}/drain", "admin", self.drain),
+            ("PUT", "/nodes/{node}/labels", "admin", self.label),
             ("DELETE", "/nodes/{node}", "admin", self.remove),
             ("GET", "/models", "infer", self.models),
             ("POST", "/models/load", "admin", self.load),
             ("POST", "/models/unload", "admin", self.unload),
             ("POST", "/models/profile", "admin", self.profile),
             ("POST", "/place", "metrics", self.place),
+            ("GET", "/requests", "metrics", self.requests),
+            ("GET", "/requests/{request_id}", "metrics", self.request),
+            ("GET", "/decisions", "admin", self.decisions),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
             ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
             ("GET", "/keys", "admin", self.list_keys),
             ("POST", "/keys", "admin", self.create_key),
+            ("GET", "/keys/usage", "admin", self.keys_usage),
+            ("PUT", "/keys/{key}/limits", "admin", self.limit_key),
             ("DELETE", "/keys/{key}", "admin", self.revoke_key),
+            ("GET", "/usage", "infer", self.own_usage),
+            ("GET", "/audit", "admin", self.audit),
             ("GET", "/joins", "admin", self.joins),
             ("POST", "/joins/{code}", "admin", self.approve),
             ("DELETE", "/joins/{code}", "admin", self.reject),
         ):
             self._route(method, path, scope, handler)
+        app.add_api_route(
+            "/api/v1/ca.pem", self.ca, summary=(self.ca.__doc__ or "").strip(), response_model=None,
+            openapi_extra={"security": []},
+        )  # fmt: skip
 
     def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
         self.app.add_api_route(
             "/api/v1" + path,
-            handler,
+            handler if method == "GET" or scope != "admin" else self._audited(handler),
             methods=[method],
             dependencies=[Depends(self._guard(scope))],
             openapi_extra={"x-scope": scope, "security": [{"key": []}]},
@@ -189,8 +244,25 @@ class Api:
             response_model=None,
         )
 
-    def _guard(self, scope: str) -> Callable[[Request], None]:
-        def check(request: Request) -> None:
+    async def ca(self) -> Response:
+        """Give the certificate of the authority behind this endpoint (PEM), which is no secret."""
+        if not self._facts.ca_pem:
+            raise ProblemError(Problem(404, "no_authority", "this endpoint has no authority of its own"))
+        return Response(self._facts.ca_pem, media_type="application/x-pem-file")
+
+    def _audited(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Write what an administrator did into the audit log, once it is done."""
+
+        @wraps(handler)
+        async def audited(**given: Any) -> Any:
+            answer = await handler(**given)
+            self._admin.store.note(time.time(), _actor.get(), handler.__name__, _subject(given, answer))
+            return answer
+
+        return audited
+
+    def _guard(self, scope: str) -> Callable[[Request], Awaitable[None]]:
+        async def check(request: Request) -> None:
             presented = credential(request.scope["headers"])
             if presented is None:
                 raise ProblemError(NO_KEY)
@@ -199,8 +271,13 @@ class Api:
                 raise ProblemError(WRONG_KEY)
             if not key.allows(scope):
                 raise ProblemError(missing_scope(scope))
+            _actor.set(key.name if key.name == LOCAL else key.id)
 
         return check
+
+    def _settle_usage(self) -> None:
+        """Count what was used up to now."""
+        self._admin.count(self._traffic.usage)
 
     def _document(self) -> None:
         plain = self.app.openapi
@@ -278,6 +355,15 @@ class Api:
         """Send requests to a node again."""
         return self._set_cordon(node, on=False)
 
+    async def drain(self, node: str, body: Drain) -> dict[str, Any]:
+        """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.
+
+        It stays cordoned until it is uncordoned."""
+        found = self._find(node)
+        self._registry.cordon(found, on=True)
+        left = await self._traffic.emptied(found, body.wait_seconds)
+        return {"schema": 1, "node": found, "cordoned": True, "left": left}
+
     def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find(node)
         self._registry.cordon(found, on=on)
@@ -335,12 +421,43 @@ class Api:
             "node": None,
             "name": None,
             "refused": None,
-            "candidates": explain(result),
+            "candidates": explain(result.candidates, result.chosen.node if isinstance(result, Placement) else None),
         }
         if isinstance(result, Placement):
             return {**answer, "node": result.chosen.node, "name": result.chosen.name}
         problem = problem_of(result.refused)
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
+
+    async def requests(self, last: Annotated[int, Query(ge=1, le=STORIES_KEPT)] = 50) -> dict[str, Any]:
+        """List the newest requests that have ended, oldest first, with the times of each step."""
+        return {"schema": 1, "requests": [_told(story) for story in list(self._traffic.history.stories)[-last:]]}
+
+    async def request(self, request_id: str) -> dict[str, Any]:
+        """Give everything that is kept of a request: steps, end, and each decision with every node's arithmetic."""
+        history = self._traffic.history
+        stories, decisions = history.told(request_id), history.decided_on(request_id)
+        if not stories and not decisions:
+            raise ProblemError(Problem(404, "request_not_found", f"nothing is kept of a request {request_id[:100]!r}: "
+                               f"the newest {STORIES_KEPT} are"))  # fmt: skip
+        return {
+            "schema": 1,
+            "requests": [_told(story) for story in stories],
+            "decisions": [
+                {
+                    "seconds_ago": round(self._traffic.now() - one.at, 3),
+                    "demand": msgspec.to_builtins(one.demand),
+                    "chosen": one.chosen,
+                    "refused": None if one.refused is None else one.refused.message,
+                    "nodes": one.nodes,
+                    "candidates": one.rows(),
+                }
+                for one in decisions
+            ],
+        }
+
+    async def decisions(self) -> Response:
+        """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
+        return StreamingResponse(self._traffic.history.lines(), media_type="application/jsonl")
 
     def _find(self, node: str) -> NodeId:
         found = self._registry.find(node)
@@ -376,11 +493,41 @@ class Api:
     async def create_key(self, body: NewKey) -> dict[str, Any]:
         """Make an API key. The answer is the only time that it is shown."""
         try:
-            answer = self._admin.create_key(body.name, body.scopes, body.ttl_seconds)
+            answer = self._admin.create_key(body.name, body.scopes, body.ttl_seconds, _limits(body.limits))
         except ValueError as error:
             raise ProblemError(invalid(str(error), "scopes")) from None
         await self._admin.store.flush()
         return answer
+
+    async def limit_key(self, key: str, body: Limits) -> dict[str, Any]:
+        """Give a key other limits, at once: models, labels of nodes, rates, requests at once and in line, priority."""
+        if not self._admin.limit_key(key, _limits(body.limits)):
+            raise ProblemError(Problem(404, "key_not_found", f"there is no key {key[:40]!r}"))
+        await self._admin.store.flush()
+        return {"schema": 1, "id": key}
+
+    async def keys_usage(
+        self, key: str | None = None, since: Annotated[str, Query(pattern=DAY)] = ""
+    ) -> dict[str, Any]:
+        """Sum up the requests and tokens of every key by model, since a day (UTC, `2026-01-31`) or for ever."""
+        self._settle_usage()
+        return self._admin.usage(key, since)
+
+    async def own_usage(self, since: Annotated[str, Query(pattern=DAY)] = "") -> dict[str, Any]:
+        """Sum up the requests and tokens of the key that asks."""
+        self._settle_usage()
+        return self._admin.usage(_actor.get(), since)
+
+    async def audit(self, last: Annotated[int, Query(ge=1, le=AUDIT_KEPT)] = 100) -> dict[str, Any]:
+        """List the newest joins, keys and administrative acts, oldest first; times in Unix seconds."""
+        return self._admin.acts(last)
+
+    async def label(self, node: str, body: Labels) -> dict[str, Any]:
+        """Give a node labels, to which keys can be bound."""
+        found = self._find(node)
+        self._registry.label(found, tuple(dict.fromkeys(body.labels)))
+        await self._admin.store.flush()
+        return {"schema": 1, "node": found, "labels": body.labels}
 
     async def revoke_key(self, key: str) -> dict[str, Any]:
         """Make an API key useless at once."""
@@ -416,6 +563,27 @@ class Api:
                 )
             )  # fmt: skip
         raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))
+
+
+def _told(story: Story) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(story)
+    return {**told, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
+
+
+def _subject(given: Mapping[str, Any], answer: Any) -> str:
+    """Say to whom or what something was done: what the path names, else what the body names or the answer calls it."""
+    named = [value for value in given.values() if isinstance(value, str)]
+    body = next((value for value in given.values() if isinstance(value, Body)), None)
+    told = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    named += [str(value) for field in ("model", "node", "name") if (value := getattr(body, field, None))]
+    return " ".join([*named, *([str(told["id"])] if "id" in told and told["id"] not in named else [])])[:300]
+
+
+def _limits(given: Mapping[str, Any]) -> KeyLimits:
+    try:
+        return msgspec.convert(given, KeyLimits)
+    except msgspec.ValidationError as error:
+        raise ProblemError(invalid(f"limits: {error}", "limits")) from None
 
 
 def _model(body: OneModel) -> str:

@@ -64,8 +64,8 @@ class Authority:
         self._own = folder / "coordinator.pem"
         file = folder / "authority.pem"
         if not file.exists():
-            _write(file, *_new_ca(clock()))
-        self._key, self._certificate = _read(file)
+            write_pair(file, *_new_ca(clock()))
+        self._key, self._certificate = read_pair(file)
         self.cluster = _cluster_of(self._certificate, file)
         self.ca = self._certificate.public_bytes(Encoding.DER)
         """The CA's certificate, DER."""
@@ -113,12 +113,12 @@ class Authority:
         return peer if peer is not None and peer.cluster == self.cluster and peer.node is not None else None
 
     def _own_certificate(self) -> bytes:
-        return _read(self._own)[1].public_bytes(Encoding.DER)
+        return read_pair(self._own)[1].public_bytes(Encoding.DER)
 
     def _own_is_ours(self) -> bool:
         """A coordinator.pem of another CA (a folder copied together) would be refused by every node."""
         try:
-            _read(self._own)[1].verify_directly_issued_by(self._certificate)
+            read_pair(self._own)[1].verify_directly_issued_by(self._certificate)
         except (AuthorityError, InvalidSignature, ValueError, TypeError) as error:
             log.warning("coordinator certificate replaced", why=str(error) or type(error).__name__)
             return False
@@ -127,7 +127,7 @@ class Authority:
     def _make_own(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         uri = coordinator_uri(self.cluster)
-        _write(self._own, key, self._leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH))
+        write_pair(self._own, key, self._leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH))
 
     def _leaf(
         self,
@@ -139,9 +139,9 @@ class Authority:
     ) -> x509.Certificate:
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
-            _builder(name, key, self._certificate.subject, self._clock(), life)
+            certificate_builder(name, key, self._certificate.subject, self._clock(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
@@ -184,21 +184,22 @@ def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = f"macpool cluster {uuid.uuid4()}"
     certificate = (
-        _builder(name, key.public_key(), _named(name), now, CA_LIFE)
+        certificate_builder(name, key.public_key(), named(name), now, CA_LIFE)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(key_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA256())
     )
     return key, certificate
 
 
-def _builder(
+def certificate_builder(
     name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
 ) -> x509.CertificateBuilder:
+    """Begin a certificate for a key; times in Unix seconds and seconds."""
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
         x509.CertificateBuilder()
-        .subject_name(_named(name))
+        .subject_name(named(name))
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
@@ -208,11 +209,13 @@ def _builder(
     )
 
 
-def _named(name: str) -> x509.Name:
+def named(name: str) -> x509.Name:
+    """Give a subject of one common name."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Say what a key is for: certificates, or handshakes."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
         content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
@@ -220,12 +223,14 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )  # fmt: skip
 
 
-def _write(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+def write_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+    """Write a key and its certificate into one private file."""
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_private(path, private + certificate.public_bytes(Encoding.PEM))
 
 
-def _read(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Read a file of `write_pair`; AuthorityError when it is damaged."""
     try:
         content = path.read_bytes()
         key = load_pem_private_key(content, None)

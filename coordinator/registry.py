@@ -30,6 +30,10 @@ from wire.units import show_size
 from wire.verdict import most_bytes
 
 log = structlog.get_logger("coordinator.registry")
+AT_ONCE = 32
+"""Members up to which every report makes a new picture at once."""
+MOMENT = 0.02
+"""Seconds in which the reports of a larger cluster are gathered into one picture."""
 
 
 class Placing(Protocol):
@@ -45,6 +49,10 @@ class Placing(Protocol):
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """What ran there must go on elsewhere."""
+        ...
+
+    def forget(self, node: NodeId) -> None:
+        """It is no member any more."""
         ...
 
 
@@ -80,6 +88,7 @@ class Registry:
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
+        self._publishing: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
         self.some_ready = asyncio.Event()
@@ -198,6 +207,12 @@ class Registry:
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
 
+    def label(self, node: NodeId, labels: tuple[str, ...]) -> None:
+        """Give a node these labels, in place of all that it had."""
+        self._store.put_member(replace(self._row(node), labels=labels))
+        self._views.pop(node, None)
+        self._publish()
+
     def remove(self, node: NodeId) -> None:
         """Revoke a node at once: its certificate, its links, its membership."""
         self.links.hang_up(
@@ -245,6 +260,8 @@ class Registry:
     def _forget(self, node: NodeId) -> None:
         for kept in (self._reports, self._heard, self._versions, self._views):
             kept.pop(node, None)
+        if self.placing is not None:
+            self.placing.forget(node)
 
     def _plan(self) -> None:
         due = membership.next_deadline(self._pool, self._loop.time())
@@ -256,6 +273,14 @@ class Registry:
         self._due = due or 0.0
 
     def _publish(self) -> None:
+        """Give placement the new picture: at once, or in a large cluster with what else comes in the next moment."""
+        if len(self._pool.members) <= AT_ONCE:
+            self._publish_now()
+        elif self._publishing is None:
+            self._publishing = self._loop.call_later(MOMENT, self._publish_now)
+
+    def _publish_now(self) -> None:
+        self._publishing = None
         view = self.view()
         if any(node.state == State.READY and node.models for node in view.nodes):
             self.some_ready.set()
@@ -264,6 +289,8 @@ class Registry:
 
     def close(self) -> None:
         """Stop the clock."""
+        if self._publishing is not None:
+            self._publishing.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -285,7 +312,7 @@ class Registry:
     def _new_view(self, node: NodeId) -> NodeView:
         member, name, report = self._pool.members[node], self._row(node).name, self._reports.get(node)
         if report is None:
-            return NodeView(node, name, member.state, member.cordoned)
+            return NodeView(node, name, member.state, member.cordoned, labels=frozenset(self._row(node).labels))
         return view_of(
             report,
             node=node,
@@ -294,6 +321,7 @@ class Registry:
             heard_at=self._heard[node],
             cordoned=member.cordoned,
             epoch=member.link,
+            labels=frozenset(self._row(node).labels),
         )
 
     def _row(self, node: NodeId) -> MemberRow:
@@ -348,6 +376,7 @@ class Registry:
             "state": member.state.value,
             "reason": member.reason,
             "cordoned": member.cordoned,
+            "labels": list(row.labels),
             "chip": row.hardware.chip,
             "memory": row.hardware.memory,
             "system": row.hardware.system,

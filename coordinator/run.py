@@ -16,10 +16,12 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,9 @@ import uvicorn
 from coordinator.admin import LOCAL, Admin, load_pepper
 from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
-from coordinator.authority import Authority
+from coordinator.authority import Authority, AuthorityError
 from coordinator.deadline import ShortBodies
+from coordinator.endpoint import Endpoint, from_files, is_loopback
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
@@ -47,6 +50,7 @@ from machine.private import private_folder, write_private
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
+from router.quotas import Quotas
 from wire.advert import Advert, cluster_hint
 
 log = structlog.get_logger("coordinator.run")
@@ -54,7 +58,10 @@ log = structlog.get_logger("coordinator.run")
 MOST_FILES = 8192
 """Open files and connections that this process allows itself."""
 DAY = 86400.0
-"""Seconds between two looks at the coordinator's own certificate."""
+RENEW_SECONDS = 60.0
+"""Between two looks at our own certificates: this machine may have got another address."""
+COUNT_SECONDS = 10.0
+"""Between two times that what was used is written down; a crash loses no more."""
 COLLECT_AFTER = 20_000
 """Objects made and not freed after which the youngest are searched for rings; Python's 700 costs 4 % of a request."""
 LOCAL_NODE_SECONDS = 20.0
@@ -133,7 +140,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
 
     enrolment = Enrolment(Cluster(settings.cluster.name, authority, tokens, store, approvals, time.time, tell))
     registry = Registry(store, authority, enrolment, name=settings.cluster.name, version=version, epoch=epoch)
-    enrolled.append(registry.enrolled)
+    enrolled += [registry.enrolled, partial(_joined, store)]
     stack.callback(registry.close)
 
     counter = itertools.count(1)
@@ -143,33 +150,41 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         return number, number
 
     dispatcher = Dispatcher(
-        registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers
-    )
+        registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
+        quotas=Quotas(ring.limits),
+    )  # fmt: skip
     registry.placing = dispatcher
     cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
     stack.push_async_callback(registry.links.close)
 
     sockets = [_listen(*options.listen)]
     port = sockets[0].getsockname()[1]
-    base = f"http://{_reachable(options.listen[0])}:{port}"
+    tls = _tls(options, state)
+    scheme = "http" if tls is None else "https"
+    base = f"{scheme}://{_reachable(options.listen[0])}:{port}"
     cluster_url = f"macpool://{_reachable(options.cluster_listen[0])}:{cluster_port}"
     registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
-    facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic())
+    trusted = tls.ca_pem if isinstance(tls, Endpoint) else ""
+    facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic(),
+                  trusted)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
     api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
-    await stack.enter_async_context(_http(app, door, sockets))
+    context = tls.context if isinstance(tls, Endpoint) else tls
+    await stack.enter_async_context(_http(app, door, sockets, context))
 
     key = None
     if first:
         key = admin.create_key("first", ["infer"], None)["key"]
     local, secret = new_key(pepper, LOCAL, ["admin"], created=time.time())
     ring.put(local)
-    _tell_owner(state / "run.json", f"http://{_from_here(options.listen[0])}:{port}", secret, stack)
+    _tell_owner(state / "run.json", f"{scheme}://{_from_here(options.listen[0])}:{port}", secret, trusted, stack)
     await store.flush()
 
-    stack.push_async_callback(_cancel, asyncio.create_task(_renew(authority)))
+    stack.push_async_callback(_cancel, asyncio.create_task(_renew(authority, tls)))
+    stack.callback(admin.count, dispatcher.usage)
+    stack.push_async_callback(_cancel, asyncio.create_task(_count(admin, dispatcher)))
     if settings.cluster.bonjour:
         advert = Advert(
             "coord", cluster_hint(authority.cluster), version, hashlib.sha256(authority.ca).hexdigest()[:16]
@@ -193,18 +208,39 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         "base_url": facts.base_url,
         "cluster_url": cluster_url,
         "join": f"cluster join {cluster_url} --token {token}",
+        "tls": tls is not None,
+        "trust": f"cluster trust-ca {base} --fingerprint {tls.fingerprint}" if isinstance(tls, Endpoint) else None,
     }
     return {**answer, "api_key": key} if key else answer
 
 
-def _tell_owner(file: Path, url: str, secret: str, stack: AsyncExitStack) -> None:
+def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:
+    """Say how the endpoint is secured: by our own authority, by given files, or not at all."""
+    http = options.settings.http
+    if http.certificate and http.tls == "off":
+        raise AuthorityError("http.certificate is given, but http.tls is off: leave one of them out")
+    if http.key and not http.certificate:
+        raise AuthorityError("http.key is given without http.certificate")
+    if http.certificate:
+        return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
+    if http.tls == "on" or (http.tls == "auto" and not is_loopback(options.listen[0])):
+        return Endpoint(state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()),
+                        time.time)  # fmt: skip
+    if not is_loopback(options.listen[0]):
+        log.warning("endpoint without TLS", listen=options.listen[0], danger="keys and prompts can be read")
+    return None
+
+
+def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
     """Write where the owner's commands reach us, for as long as we run."""
-    write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid()}).encode())
+    write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid(), "ca": trusted}).encode())
     stack.callback(file.unlink, missing_ok=True)
 
 
 @asynccontextmanager
-async def _http(app: Guard, door: Door, sockets: list[socket.socket]) -> AsyncGenerator[None]:
+async def _http(
+    app: Guard, door: Door, sockets: list[socket.socket], tls: ssl.SSLContext | None
+) -> AsyncGenerator[None]:
     config = uvicorn.Config(
         app,
         loop="none",
@@ -220,6 +256,8 @@ async def _http(app: Guard, door: Door, sockets: list[socket.socket]) -> AsyncGe
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=None,
     )
+    config.load()
+    config.ssl = tls
     server = Server(config)
     task = asyncio.create_task(server.serve(sockets))
     try:
@@ -229,10 +267,22 @@ async def _http(app: Guard, door: Door, sockets: list[socket.socket]) -> AsyncGe
         await task
 
 
-async def _renew(authority: Authority) -> None:
+async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) -> None:
     while True:
         authority.renew()
-        await asyncio.sleep(max(60.0, min(DAY, authority.renew_from - time.time())))
+        if isinstance(tls, Endpoint):
+            tls.renew()
+        await asyncio.sleep(RENEW_SECONDS)
+
+
+def _joined(store: Store, row: MemberRow) -> None:
+    store.note(time.time(), "node", "joined", f"{row.name} {row.node}")
+
+
+async def _count(admin: Admin, dispatcher: Dispatcher) -> None:
+    while True:
+        await asyncio.sleep(COUNT_SECONDS)
+        admin.count(dispatcher.usage)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,6 +1,6 @@
 """Settings of the coordinator; `config.toml` in the state folder, MACPOOL_* or --set."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -29,6 +29,14 @@ class HttpSettings(Section, frozen=True, kw_only=True):
     drain_seconds: Annotated[
         float, Meta(ge=0, description="At shutdown, longest wait for running requests to end.")
     ] = 20.0
+    tls: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="HTTPS: auto (beyond loopback), on, or off (keys and prompts can be read on the network)."),
+    ] = "auto"
+    certificate: Annotated[
+        str, Meta(description="PEM file of a certificate with its chain, instead of one by our own authority.")
+    ] = ""
+    key: Annotated[str, Meta(description="PEM file of that certificate's private key.")] = ""
     hosts: Annotated[
         str, Meta(description="Host names, beside IP addresses and *.local, that requests may name; comma separated.")
     ] = ""

@@ -15,7 +15,8 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ import msgspec
 import structlog
 
 from machine.private import private_folder
+from router.quotas import KeyLimits
+from router.usage import Used
 from wire.identity import NodeId
 from wire.report import Hardware
 
 log = structlog.get_logger()
+AUDIT_KEPT = 10_000
+"""Acts that the audit log holds."""
 
 MIGRATIONS = (
     """
@@ -40,6 +45,13 @@ MIGRATIONS = (
     CREATE TABLE keys (id TEXT PRIMARY KEY, name TEXT, scopes TEXT, digest BLOB, created REAL, expires REAL,
                        revoked REAL);
     CREATE TABLE denied (subject TEXT PRIMARY KEY, at REAL, reason TEXT);
+    """,
+    """
+    ALTER TABLE keys ADD COLUMN limits TEXT;
+    ALTER TABLE members ADD COLUMN labels TEXT NOT NULL DEFAULT '';
+    CREATE TABLE usage (key TEXT, model TEXT, day TEXT, requests INTEGER, failed INTEGER, prompt_tokens INTEGER,
+                        cached_tokens INTEGER, completion_tokens INTEGER, PRIMARY KEY (key, model, day));
+    CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, actor TEXT, action TEXT, subject TEXT);
     """,
 )
 """One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
@@ -74,6 +86,7 @@ class MemberRow:
     joined: float
     cordoned: bool = False
     removed: float | None = None
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,28 @@ class KeyRow:
     digest: bytes
     created: float
     expires: float | None = None
+    limits: KeyLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """What a key used of a model on one day (UTC, `2026-01-31`)."""
+
+    key: str
+    model: str
+    day: str
+    used: Used
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """One act: at this time (Unix seconds) this key (or `local`, `offline`, a node's name) did that to whom."""
+
+    number: int
+    at: float
+    actor: str
+    action: str
+    subject: str
 
 
 class StateLock:
@@ -153,6 +188,10 @@ class Store:
         self._tokens = {row.id: row for row in map(_token, connection.execute("SELECT * FROM tokens"))}
         live = connection.execute("SELECT * FROM keys WHERE revoked IS NULL")
         self._keys = {row.id: row for row in map(_key, live)}
+        rows = connection.execute("SELECT * FROM usage")
+        self._usage = {(key, model, day): UsageRow(key, model, day, Used(*used)) for key, model, day, *used in rows}
+        acts = connection.execute("SELECT * FROM audit ORDER BY number")
+        self._audit = deque((AuditRow(*row) for row in acts), maxlen=AUDIT_KEPT)
         self._denied = {str(subject) for (subject,) in connection.execute("SELECT subject FROM denied")}
 
     @property
@@ -190,9 +229,9 @@ class Store:
         """Add or replace a member."""
         self._members[row.node] = row
         self._put(
-            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row.node, row.name, row.machine, msgspec.json.encode(row.hardware).decode(), row.serial, row.joined,
-            row.cordoned, row.removed,
+            row.cordoned, row.removed, " ".join(row.labels),
         )  # fmt: skip
 
     def put_token(self, row: TokenRow) -> None:
@@ -212,8 +251,9 @@ class Store:
         """Add or replace an API key."""
         self._keys[row.id] = row
         self._put(
-            "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL)",
+            "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
             row.id, row.name, " ".join(row.scopes), row.digest, row.created, row.expires,
+            None if row.limits is None else msgspec.json.encode(row.limits).decode(),
         )  # fmt: skip
 
     def revoke_key(self, key: str, now: float) -> bool:
@@ -221,6 +261,38 @@ class Store:
         known = self._keys.pop(key, None) is not None
         self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
         return known
+
+    def count(self, key: str, model: str, day: str, used: Used) -> None:
+        """Add to what a key used of a model on a day."""
+        row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, Used()))
+        row.used.add(used)
+        self._put(
+            "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            key, model, day, *msgspec.structs.astuple(row.used),
+        )  # fmt: skip
+
+    @property
+    def usage(self) -> Iterable[UsageRow]:
+        """What every key used, oldest day first."""
+        return sorted(self._usage.values(), key=lambda row: (row.day, row.key, row.model))
+
+    def forget_usage(self, before: str) -> None:
+        """Drop the days before this one."""
+        for one in [one for one in self._usage if one[2] < before]:
+            del self._usage[one]
+        self._put("DELETE FROM usage WHERE day < ?", before)
+
+    def note(self, at: float, actor: str, action: str, subject: str) -> None:
+        """Write an act into the audit log; the oldest above AUDIT_KEPT are dropped."""
+        number = self._audit[-1].number + 1 if self._audit else 1
+        self._audit.append(AuditRow(number, at, actor, action, subject))
+        self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?)", number, at, actor, action, subject)
+        self._put("DELETE FROM audit WHERE number <= ?", number - AUDIT_KEPT)
+
+    @property
+    def audit(self) -> Sequence[AuditRow]:
+        """The newest acts, oldest first."""
+        return self._audit
 
     def deny_node(self, node: NodeId, now: float, reason: str) -> None:
         """Never let this node in again, whatever certificate it shows."""
@@ -315,9 +387,10 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _member(row: tuple[Any, ...]) -> MemberRow:
-    node, name, machine, hardware, serial, joined, cordoned, removed = row
+    node, name, machine, hardware, serial, joined, cordoned, removed, labels = row
     decoded = msgspec.json.decode(hardware, type=Hardware)
-    return MemberRow(NodeId(node), name, machine, decoded, serial, joined, bool(cordoned), removed)
+    return MemberRow(NodeId(node), name, machine, decoded, serial, joined, bool(cordoned), removed,
+                     tuple(labels.split()))  # fmt: skip
 
 
 def _token(row: tuple[Any, ...]) -> TokenRow:
@@ -326,5 +399,6 @@ def _token(row: tuple[Any, ...]) -> TokenRow:
 
 
 def _key(row: tuple[Any, ...]) -> KeyRow:
-    key, name, scopes, digest, created, expires, _ = row
-    return KeyRow(key, name, tuple(scopes.split()), digest, created, expires)
+    key, name, scopes, digest, created, expires, _, limits = row
+    bounds = None if limits is None else msgspec.json.decode(limits, type=KeyLimits)
+    return KeyRow(key, name, tuple(scopes.split()), digest, created, expires, bounds)

@@ -49,6 +49,7 @@ ENTRIES = (
     Entry("local-network", "Local network privacy", mac_network.local_network),
     Entry("bonjour", "Bonjour, both ways, with goodbye", mac_network.bonjour_both_ways),
     Entry("local-name", "The endpoint under NAME.local", mac_pool.local_name),
+    Entry("trust-ca", "HTTPS with our own authority"),
     Entry("help-cpu", "CPU of cluster --help", mac_pool.help_cpu),
     Entry("engine", "The engine answers on Metal", mac_engine.engine_answers),
     Entry("engine-pressure", "A prompt that does not fit is refused, not paged"),

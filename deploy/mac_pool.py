@@ -34,7 +34,7 @@ def local_name() -> Outcome:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         command = [
             *CLI, "up", "--state", folder, "--listen", "0.0.0.0:0", "--cluster-listen", "127.0.0.1:0",
-            "--no-local-node", "--set", "cluster.bonjour=false",
+            "--no-local-node", "--set", "cluster.bonjour=false", "--set", "http.tls=off",
         ]  # fmt: skip
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
             try:

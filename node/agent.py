@@ -229,6 +229,8 @@ class Agent:
                 for each in self._links:
                     each.requests.discard(frame.request)
                 self._to_engine(frame)
+                if self._draining:
+                    self._woken.set()
             case Ping():
                 self._ping = frame.nonce
                 if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle / 2:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from router.quotas import KeyLimits
+
 SCOPES = frozenset({"infer", "admin", "metrics"})
 _PREFIX = b"mp_"
 _SECRET_BYTES = 32
@@ -29,6 +31,7 @@ class ApiKey:
     digest: bytes
     created: float
     expires: float | None = None
+    limits: KeyLimits | None = None
 
     def allows(self, scope: str) -> bool:
         """Say whether the key may do this; `admin` may do everything."""
@@ -41,7 +44,13 @@ def digest_of(pepper: bytes, key: bytes) -> bytes:
 
 
 def new_key(
-    pepper: bytes, name: str, scopes: Iterable[str], *, created: float, expires: float | None = None
+    pepper: bytes,
+    name: str,
+    scopes: Iterable[str],
+    *,
+    created: float,
+    expires: float | None = None,
+    limits: KeyLimits | None = None,
 ) -> tuple[ApiKey, str]:
     """Make a key; give its record and its text `mp_<id>_<43 characters>`, which is shown once and kept nowhere.
 
@@ -53,7 +62,7 @@ def new_key(
     key_id = base64.b32encode(secrets.token_bytes(5)).decode().lower()
     secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
     text = f"mp_{key_id}_{secret}"
-    return ApiKey(key_id, name, wanted, digest_of(pepper, text.encode()), created, expires), text
+    return ApiKey(key_id, name, wanted, digest_of(pepper, text.encode()), created, expires, limits), text
 
 
 class KeyRing:
@@ -80,6 +89,11 @@ class KeyRing:
     def list(self) -> list[ApiKey]:
         """Give all keys, oldest first."""
         return sorted(self._keys.values(), key=lambda key: key.created)
+
+    def limits(self, key_id: str) -> KeyLimits | None:
+        """Give the limits of a key in force, None where it has none."""
+        key = self._keys.get(key_id.encode())
+        return None if key is None else key.limits
 
     def check(self, presented: bytes | str) -> ApiKey | None:
         """Give the key that a client presented, None when it is unknown, wrong or expired.

@@ -18,6 +18,10 @@ class Counters:
     """Attempts beyond the first of a request."""
     nodes_lost: int = 0
     """Requests that were on a node when it was lost."""
+    resumes: int = 0
+    """Answers that were begun and went on on another node."""
+    moves: int = 0
+    """Requests taken off a node that drains or fell silent."""
     slow_clients: int = 0
     queue_entries: int = 0
     queue_seconds: float = 0.0

@@ -13,7 +13,8 @@ so everywhere, waiting helps nobody and the request ends with the cause.
 
 The balanced order is: room for two such requests or more (full marks), else for one; then the shortest expected time to
 the first token; then the larger fraction of headroom; then fewest in flight; then chance. Ranking by plain bytes sends
-everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 at 40 % load).
+everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 at 40 % load). What a node has read of
+the prompt before (`affinity`) only shortens its expected time; between equals it decides.
 
 Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
 context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping
@@ -22,13 +23,15 @@ and the absent ones included.
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
+from router.affinity import NOWHERE
 from router.reservations import Ledger
+from router.resume import GROWTH
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
@@ -38,6 +41,9 @@ from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, most_
 
 FULL_MARKS = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
+WARM = 0.5
+"""A node that has read this share of the prompt before gets full marks wherever the request fits at all: most of what
+it needs there may be in the cache that makes room for it."""
 TTFT_STEP = 0.05
 """Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
@@ -47,7 +53,9 @@ _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
-    """What a request asks of a node. `prompt_tokens` is None until a node has counted them."""
+    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `labels` are those that
+    its key wants on a node; `written` are the tokens of its longest answer that are known already, because it was
+    begun elsewhere."""
 
     model: str
     prompt_bytes: int = 0
@@ -55,6 +63,8 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
     max_tokens: int | None = None
     choices: int = 1
     features: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
+    written: int = 0
 
     def tokens_on(self, model: Model) -> int:
         """Give the prompt's tokens: exact, or estimated and then never more than the context."""
@@ -67,6 +77,8 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
         """Give the output tokens to reserve for each choice: what this model usually writes, or less if asked, and no
         more than the context leaves after `tokens` of prompt."""
         usual = model.expected_output
+        if self.written:
+            usual = max(usual, self.written + GROWTH)
         if self.max_tokens is not None and self.max_tokens < usual:
             usual = self.max_tokens
         room = model.context - tokens
@@ -75,7 +87,8 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One node's arithmetic for one request. `why` is empty when it is feasible, `code` the matching refusal;
-    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes."""
+    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes, `warm`
+    the share of the prompt that the node has probably read before."""
 
     node: NodeId
     name: str
@@ -92,6 +105,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_flight: int = 0
     model: Model | None = None
     weights: int = 0
+    warm: float = 0.0
 
     @property
     def feasible(self) -> bool:
@@ -132,12 +146,14 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
     """What this request has met so far: nodes that refused it (with the time of the report that they refused under),
-    nodes that said they could never hold it, and nodes that were lost with it."""
+    nodes that said they could never hold it, and nodes that were lost with it. An answer that was begun goes on only
+    with the model of that `fingerprint`; empty: with any."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
     lost: Collection[NodeId] = ()
     waiting: int = -1
+    fingerprint: str = ""
 
 
 FIRST = Trials()
@@ -162,12 +178,13 @@ class Balanced:
     """Saturating headroom first, then the shortest expected time to first token (see the theory above)."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
-        """Rank by marks, time, fraction of headroom, requests in flight."""
+        """Rank by marks, time, share of the prompt known there, fraction of headroom, requests in flight."""
         room = candidate.headroom or 0
-        marks = FULL_MARKS if candidate.need <= 0 else min(room // candidate.need, FULL_MARKS)
+        full = candidate.need <= 0 or candidate.warm >= WARM
+        marks = FULL_MARKS if full else min(room // candidate.need, FULL_MARKS)
         memory = candidate.memory
         fraction = room / max(1, memory.ceiling - memory.margin)
-        return (-marks, candidate.expected_ttft // TTFT_STEP, -fraction, candidate.in_flight)
+        return (-marks, candidate.expected_ttft // TTFT_STEP, -candidate.warm, -fraction, candidate.in_flight)
 
 
 class MostHeadroom:
@@ -191,12 +208,14 @@ def place(
     policy: Policy = POLICIES["balanced"],
     corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
     trials: Trials = FIRST,
+    warm: Mapping[NodeId, float] = NOWHERE,
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or say why there is none.
 
-    `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties.
+    `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
+    which share of the prompt a node has read before.
     """
-    seen = tuple(_consider(node, request, ledger, now, corrections, trials) for node in view.nodes)
+    seen = tuple(consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
     feasible = [candidate for candidate in seen if not candidate.why]
     if not feasible:
         return _refuse(view, request, seen, trials)
@@ -205,14 +224,19 @@ def place(
     return Placement(min(feasible, key=lambda one: (*policy.score(one, request), draw())), seen)
 
 
-def _consider(
+def consider(
     node: NodeView,
     request: Demand,
     ledger: Ledger,
     now: float,
     corrections: Mapping[NodeId, Correction],
     trials: Trials,
+    warm: Mapping[NodeId, float],
 ) -> Candidate:
+    """Make one node's arithmetic for a request, and say why it may not be picked if so."""
+    if request.labels and not request.labels <= node.labels:
+        lacking = ", ".join(sorted(request.labels - node.labels))
+        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
@@ -234,12 +258,14 @@ def _consider(
         if not why:
             why, code = verdict.message, verdict.code
     account = ledger.account(node.id)
-    ttft = (node.engine.queued_tokens + account.tokens + tokens) / model.prefill_speed
+    known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
+    ahead = node.engine.queued_tokens + account.tokens + request.written
+    ttft = (ahead + tokens * (1.0 - known)) / model.prefill_speed
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
-                     len(account.requests), model, weights)  # fmt: skip
+                     len(account.requests), model, weights, known)  # fmt: skip
 
 
 def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
@@ -268,7 +294,7 @@ def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Tr
         )
     if _too_long(model, request):
         return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", Code.CONTEXT
-    return _FIT if trials is FIRST else _tried(node, trials)
+    return _FIT if trials is FIRST else _tried(node, model, trials)
 
 
 def away(node: NodeView, now: float) -> tuple[str, Code | None]:
@@ -287,7 +313,9 @@ def away(node: NodeView, now: float) -> tuple[str, Code | None]:
     return _FIT
 
 
-def _tried(node: NodeView, trials: Trials) -> tuple[str, Code | None]:
+def _tried(node: NodeView, model: Model, trials: Trials) -> tuple[str, Code | None]:
+    if trials.fingerprint and trials.fingerprint != model.fingerprint:
+        return f"its {model.name} is not the one that began the answer", Code.NOT_READY
     if node.id in trials.lost:
         return "was lost with this request", Code.NOT_READY
     if node.id in trials.never:
@@ -306,6 +334,11 @@ def _too_long(model: Model, request: Demand) -> bool:
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
     known = [node for node in view.nodes if request.model in node.models]
+    if known and request.labels:
+        known = [node for node in known if request.labels <= node.labels]
+        if not known:
+            text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+            return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
     if not known:
         return NoPlacement(_no_model(view, request), seen)
     causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
@@ -458,10 +491,9 @@ def retry_after(candidate: Candidate) -> float:
     return min(RETRY_MOST, max(RETRY_LEAST, answer / candidate.in_flight))
 
 
-def explain(result: Placement | NoPlacement) -> list[dict[str, object]]:
-    """Give the whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
-    chosen = result.chosen.node if isinstance(result, Placement) else None
-    return [_row(candidate, candidate.node == chosen) for candidate in result.candidates]
+def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
+    """Give a whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
+    return [_row(candidate, candidate.node == chosen) for candidate in candidates]
 
 
 def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
@@ -480,5 +512,6 @@ def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
         "prompt_tokens": candidate.prompt_tokens,
         "expected_output": candidate.output_tokens,
         "expected_ttft_seconds": round(candidate.expected_ttft, 3),
+        "known_share": round(candidate.warm, 3),
         "in_flight": candidate.in_flight,
     }

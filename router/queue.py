@@ -1,10 +1,10 @@
 """The bounded line before placement: who waits, in which order they are tried, and when they must give up.
 
 Theory. Nothing is placed at the door and kept: an entry is placed at the moment it is tried, on fresh numbers. Between
-keys the line is a deficit round robin over tokens: every key earns the same QUANTUM in its turn, so a key with long
-prompts or with many requests gets no more than its share of work. Within a key it is first in, first out, except that
-an entry that does not fit now does not block the ones behind it. So that a large request is not overtaken for ever,
-room is kept for it (`keep` of an attempt) after MOST_OVERTAKES or PATIENCE seconds.
+keys the line is a deficit round robin over tokens: every key earns QUANTUM times its weight in its turn, so a key with
+long prompts or with many requests gets no more than its share of work, and nobody starves. Within a key it is first in,
+first out, except that an entry that does not fit now does not block the ones behind it. So that a large request is not
+overtaken for ever, room is kept for it (`keep` of an attempt) after MOST_OVERTAKES or PATIENCE seconds.
 
 The line is short on purpose: max(64, 4 × nodes) entries, a quarter of that per key but at least 16. A longer line only
 turns a refusal now into a refusal after the deadline.
@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from wire.refusals import Code, Refused
 
 QUANTUM = 1024
-"""Tokens that a key earns in its turn: a common request."""
+"""Tokens that a key of weight 1 earns in its turn: a common request."""
 MOST_OVERTAKES = 8
 PATIENCE = 5.0
 """Seconds in line after which room is kept for a request."""
@@ -27,6 +27,8 @@ PER_NODE = 4
 SHARE = 4
 """One key may hold one part in this many of the line."""
 LEAST_SHARE = 16
+PACES = 4
+"""Rounds over which the pace of the line is averaged."""
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ class Entry(Generic[T]):
 class _Lane(Generic[T]):
     entries: deque[Entry[T]] = field(default_factory=deque[Entry[T]])
     deficit: int = 0
+    quantum: int = QUANTUM
 
 
 class AdmissionQueue(Generic[T]):
@@ -58,6 +61,8 @@ class AdmissionQueue(Generic[T]):
         self._lanes: dict[str, _Lane[T]] = {}
         self._count = 0
         self._number = 0
+        self._pace: float | None = None
+        self._left_at = 0.0
 
     def __len__(self) -> int:
         return self._count
@@ -74,24 +79,47 @@ class AdmissionQueue(Generic[T]):
         """Give how many may wait for one key."""
         return max(LEAST_SHARE, self.limit(nodes) // SHARE)
 
-    def offer(self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int) -> Entry[T] | Refused:
-        """Take a place in line, or be refused: over the key's share (429) or the line is full (503)."""
-        if self.depth(key) >= self.share(nodes):
+    def offer(
+        self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int, *, weight: int = 1,
+        share: int | None = None, begun: bool = False,
+    ) -> Entry[T] | Refused:  # fmt: skip
+        """Take a place in line, or be refused: over the key's share (429) or the line is full (503). `weight` is the
+        key's part beside the others' when all have something in line, `share` the most that it may have there. What was
+        `begun` already is never refused: it had been let in."""
+        if begun:
+            return self._enter(item, key, cost, now, deadline, weight)
+        most = self.share(nodes) if share is None else share
+        if self.depth(key) >= most:
             text = f"{self.depth(key)} requests of this key wait already, its share: wait for their answers"
-            return Refused(Code.OVER_SHARE, text, None, self._patience(now))
+            return Refused(Code.OVER_SHARE, text, None, self._patience(self.depth(key), now))
         if self._count >= self.limit(nodes):
             text = f"{self._count} requests wait already for a node with room: retry later or join another machine"
-            return Refused(Code.QUEUE_FULL, text, None, self._patience(now))
+            return Refused(Code.QUEUE_FULL, text, None, self._patience(self._count, now))
+        return self._enter(item, key, cost, now, deadline, weight)
+
+    def _enter(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> Entry[T]:
         self._number += 1
         entry = Entry(item, key, max(1, cost), now, deadline, self._number)
-        self._lanes.setdefault(key, _Lane()).entries.append(entry)
+        lane = self._lanes.setdefault(key, _Lane())
+        lane.entries.append(entry)
+        lane.quantum = QUANTUM * weight
         self._count += 1
         return entry
 
-    def _patience(self, now: float) -> float:
-        """Give seconds until the oldest entry has left, one way or the other: at least 1, at most 60."""
+    def _patience(self, before: int, now: float) -> float:
+        """Give seconds until so many have left at the pace of late; until something is known of that, until the oldest
+        must have left. At least 1, at most 60."""
         oldest = min((lane.entries[0].deadline for lane in self._lanes.values()), default=now)
-        return min(60.0, max(1.0, (oldest - now) / 2))
+        wait = (oldest - now) / 2 if self._pace is None else before * max(self._pace, now - self._left_at)
+        return min(60.0, max(1.0, wait))
+
+    def _note_leaving(self, left: int, now: float) -> None:
+        """Keep the pace, in seconds for each that was placed, of the last few times."""
+        if left and self._left_at:
+            pace = (now - self._left_at) / left
+            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACES
+        if left:
+            self._left_at = now
 
     def remove(self, entry: Entry[T]) -> bool:
         """Leave the line; False when the entry is not in it (any more)."""
@@ -118,10 +146,14 @@ class AdmissionQueue(Generic[T]):
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
         passed: list[Entry[T]] = []
+        kept: set[str] = set()
         left = 0
         while (turn := self._turn(untried)) is not None:
             entry, rounds = turn
-            placed = attempt(entry.item, self.overdue(entry, now))
+            keep = entry.key not in kept and self.overdue(entry, now)
+            placed = attempt(entry.item, keep)
+            if keep:
+                kept.add(entry.key)
             if placed:
                 left += 1
                 self._pay(entry, rounds, untried)
@@ -129,6 +161,7 @@ class AdmissionQueue(Generic[T]):
             else:
                 passed.append(entry)
             untried[entry.key].popleft()
+        self._note_leaving(left, now)
         return left
 
     def overdue(self, entry: Entry[T], now: float) -> bool:
@@ -150,7 +183,7 @@ class AdmissionQueue(Generic[T]):
         return next(head for head in heads if self._rounds(head) == rounds), rounds
 
     def _rounds(self, head: Entry[T]) -> int:
-        return max(0, -(-(head.cost - self._lanes[head.key].deficit) // QUANTUM))
+        return max(0, -(-(head.cost - self._lanes[head.key].deficit) // self._lanes[head.key].quantum))
 
     def _pay(self, entry: Entry[T], rounds: int, untried: dict[str, deque[Entry[T]]]) -> None:
         """Let every key that is in the running earn its rounds, and this one pay; it stays at the front until it has
@@ -163,7 +196,7 @@ class AdmissionQueue(Generic[T]):
             self._lanes[key] = self._lanes.pop(key)
         for key, lane in self._lanes.items():
             if untried.get(key):
-                lane.deficit += rounds * QUANTUM
+                lane.deficit += rounds * lane.quantum
         self._lanes[entry.key].deficit -= entry.cost
 
     def _leave(self, entry: Entry[T], passed: list[Entry[T]]) -> None:

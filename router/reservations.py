@@ -15,7 +15,9 @@ most one promise, every promise is freed exactly once, and an end that comes twi
 What a request promises includes the weights of a model that it makes its node load; from the report on that shows the
 load under way they count there, and no longer here.
 
-A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it.
+A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it. A
+node has one at most, and so has a key: two that wait would keep each other out of a node that is empty, and a key with
+many that wait would keep everybody else out of all nodes.
 """
 
 from dataclasses import dataclass, field
@@ -58,6 +60,12 @@ class Ledger:
         self._promises: dict[int, _Promise] = {}
         self._accounts: dict[NodeId, Account] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
+        self._touched: set[NodeId] = set()
+
+    def take_touched(self) -> set[NodeId]:
+        """Give the nodes whose account has changed since the last call."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def claim(self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0) -> None:
         """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill on a node. LedgerError when the
@@ -68,6 +76,7 @@ class Ledger:
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = Account()
+        self._touched.add(node)
         account.need += need
         account.tokens += tokens
         account.requests.add(request)
@@ -94,6 +103,7 @@ class Ledger:
         promise = self._promises.get(request)
         if promise is None or promise.settled:
             return
+        self._touched.add(promise.node)
         self._accounts[promise.node].need -= promise.weights
         promise.need -= promise.weights
         promise.weights = 0
@@ -109,19 +119,36 @@ class Ledger:
         account.requests.discard(request)
         return True
 
+    def forget(self, node: NodeId) -> None:
+        """Forget the account of a node that is no member any more and has nothing open, and what is kept there."""
+        if not self.in_flight(node):
+            self._accounts.pop(node, None)
+        for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
+            del self._holds[waiting]
+        self._touched.discard(node)
+
     def _settle(self, account: Account, request: int, promise: _Promise) -> None:
         promise.settled = True
+        self._touched.add(promise.node)
         account.need -= promise.need
         account.tokens -= promise.tokens
         account.promised.discard(request)
 
     def hold(self, waiting: int, node: NodeId, need: int) -> None:
         """Keep room on a node for a request that waits, in place of what was kept for it before."""
+        self.drop_hold(waiting)
+        self._touched.add(node)
         self._holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
         """Keep nothing for it any more."""
-        self._holds.pop(waiting, None)
+        kept = self._holds.pop(waiting, None)
+        if kept is not None:
+            self._touched.add(kept[0])
+
+    def holder(self, node: NodeId) -> int | None:
+        """Give who has room kept on a node."""
+        return next((who for who, (where, _) in self._holds.items() if where == node), None)
 
     def held_on(self, waiting: int) -> NodeId | None:
         """Give the node where room is kept for it."""

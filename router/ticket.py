@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from router.affinity import NOWHERE, Chain
+from router.history import Step
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
+from router.resume import MOST_KNOWN
 from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Refused
 
+MOST_STEPS = 64
 DELTA_BYTES = 256
 """What one waiting delta, and one kept tool call, costs besides its text."""
 LOGPROB_BYTES = 96
@@ -29,7 +33,7 @@ LONGEST_WHOLE = 32 * 1024 * 1024
 
 class Job(msgspec.Struct, frozen=True, gc=False):
     """What a dialect asks for: the parts of Generate, whose it is, and how it will be read. `created` in seconds since
-    1970."""
+    1970, `session` the conversation's name if its client gave one."""
 
     demand: Demand
     key: str
@@ -41,6 +45,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     template: str = ""
     include_usage: bool = False
+    session: str = ""
     text: str = ""
     ids: tuple[int, ...] = ()
 
@@ -70,9 +75,9 @@ class Ticket:
     """Base of both kinds: where the request is, what it has met, how it ended."""
 
     __slots__ = (
-        "arrived", "attempts", "begun", "crashes", "deadline", "demand", "entry", "first_at", "held", "in_a_row", "job",
-        "losses", "lost", "never", "node", "node_name", "number", "opened", "outcome", "queued_at", "refused",
-        "request", "sink", "waiter",
+        "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
+        "fingerprint", "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name",
+        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "steps", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -83,6 +88,8 @@ class Ticket:
         self.outcome: Outcome | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.sink: Callable[[], None] | None = None
+        self.chain: Chain | None = None
+        self.warm = NOWHERE
         # where it is
         self.request = 0
         self.node: NodeId | None = None
@@ -98,25 +105,64 @@ class Ticket:
         self.refused: dict[NodeId, float] = {}
         self.never: dict[NodeId, Refused] = {}
         self.lost: set[NodeId] = set()
+        self.fallen: Failure | None = None
         self.first_at: float | None = None
+        # what was heard of each choice, and of which model: what another node needs to go on
+        self.params = job.params
+        self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
+        self.fingerprint = ""
         # its reader
         self.opened = False
         self.begun = False
         self.held = 0
+        self.charged: int | None = None
+        self.steps: list[Step] = []
+
+    def mark(self, now: float, what: str, node: str = "") -> None:
+        """Remember a step of its way, `now` in monotonic seconds; the first and the last of too many."""
+        if len(self.steps) >= MOST_STEPS:
+            del self.steps[MOST_STEPS // 2]
+        self.steps.append(Step(now - self.arrived, what, node))
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""
-        if not self.attempts:
+        if not self.attempts and self.entry is None:  # who waits must not be kept out by the room kept for it
             return FIRST
-        return Trials(self.refused, self.never, self.lost, self.number)
+        return Trials(self.refused, self.never, self.lost, self.number, self.fingerprint if self.written else "")
+
+    @property
+    def written(self) -> int:
+        """Tokens of the longest answer that were heard."""
+        return max(map(len, self.heard), default=0)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another node that has the same model could go on with the answer."""
+        return bool(self.fingerprint) and self.written > 0
+
+    def known(self) -> tuple[tuple[int, ...], ...]:
+        """Give the ids heard of each choice; nothing while none was."""
+        return tuple(map(tuple, self.heard)) if self.written else ()
+
+    def hears(self, delta: Delta) -> None:
+        """Remember a delta's ids. A choice that nobody asked for spoils them: the answer cannot be resumed."""
+        try:
+            self.heard[delta.choice] += delta.ids
+        except IndexError:
+            self.heard = []
+
+    def bound(self) -> None:
+        """Remember no more than was asked for: a node that says more is not to be believed anyway."""
+        if self.written > (self.params.max_tokens or MOST_KNOWN):
+            self.heard = []
 
     def add(self, delta: Delta) -> bool:
         """Take one delta from the node; True when `flush` must follow after the last of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Forget what a lost node had said; nothing of it has gone out."""
-        raise NotImplementedError
+        """Forget what was said; nothing of it has gone out."""
+        self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
         """Call the sink, or wake a reader that waits."""
@@ -162,6 +208,10 @@ class StreamTicket(Ticket):
 
     def add(self, delta: Delta) -> bool:
         """Put one delta where the reader finds it."""
+        try:  # as `hears` does, without the call: every token of a stream passes here
+            self.heard[delta.choice] += delta.ids
+        except IndexError:
+            self.heard = []
         pending = self.pending
         pending.append(delta)
         if self.blocked:
@@ -185,7 +235,8 @@ class StreamTicket(Ticket):
         return taken
 
     def discard(self) -> None:
-        """Forget what a lost node had said."""
+        """Forget what was said and not taken."""
+        super().discard()
         self.pending = []
         self.held = 0
 
@@ -204,6 +255,7 @@ class WholeTicket(Ticket):
         choice = delta.choice
         if not 0 <= choice < self.job.params.n:
             return False
+        self.hears(delta)
         for channel, text in delta.pieces:
             if channel in _TEXTS:
                 self.held += len(text)
@@ -221,7 +273,8 @@ class WholeTicket(Ticket):
         return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs)
 
     def discard(self) -> None:
-        """Forget what a lost node had said."""
+        """Forget what was said."""
+        super().discard()
         self._texts: dict[tuple[int, int], io.StringIO] = {}
         self._calls: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[Logprob]] = {}

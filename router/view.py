@@ -6,6 +6,7 @@ could: an impossible footprint reads as unreadable (nothing is placed there), a 
 out. The node's own gate remains the judge of what runs. Texts are bounded and printable: people read them in terminals.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,12 @@ class NodeView:
     draining: bool = False
     system: System = field(default_factory=System)
     enforcement: Enforcement = field(default_factory=Enforcement)
+    labels: frozenset[str] = frozenset()
+
+    @property
+    def life(self) -> int:
+        """A number that changes when its engine is another process."""
+        return hash((self.epoch, self.engine.restarts, self.engine.recycles))
 
     def reads(self, model: Model) -> bool:
         """Whether this node is reading a model in, so that its report counts the weights. Loads go one by one: of
@@ -82,6 +89,11 @@ class ClusterView:
         return next((seen for seen in self.nodes if seen.id == node), None)
 
 
+def seen_as(node: NodeView, state: str) -> NodeView:
+    """Give a node in another state."""
+    return dataclasses.replace(node, state=state)
+
+
 def view_of(
     report: Report,
     *,
@@ -91,6 +103,7 @@ def view_of(
     heard_at: float,
     cordoned: bool = False,
     epoch: int = 0,
+    labels: frozenset[str] = frozenset(),
 ) -> NodeView:
     """Make a node's view from its report and what membership knows of it."""
     return NodeView(
@@ -107,6 +120,7 @@ def view_of(
         draining=report.draining,
         system=_honest_system(report.system),
         enforcement=_honest_enforcement(report.enforcement),
+        labels=labels,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import models
 from tests.support.processes import Pool, pool
@@ -23,6 +24,9 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+# How long an example takes is no property of the code: the machine may be busy. pytest's own limit ends what hangs.
+settings.register_profile("macpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("macpool")
 TRAINING_SECONDS = 900
 
 

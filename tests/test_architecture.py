@@ -37,6 +37,10 @@ ALLOWED = {
         "node/enrol.py",
         "CERT_NONE",
     ): "the first connection of an enrolment only fetches the CA, which the pin then proves",
+    (
+        "coordinator/cli/trust.py",
+        "CERT_NONE",
+    ): "it only fetches a public certificate, which its fingerprint or a person then proves",
 }
 """Exceptions: file and the words found, with the reason."""
 PERIODIC_SLEEPS = {

@@ -20,6 +20,7 @@ OPEN = {
     "/health": "a load balancer asks it; it tells no names and no numbers of nodes",
     "/livez": "says only that the process runs",
     "/api/v1/openapi.json": "the description itself",
+    "/api/v1/ca.pem": "the certificate that a client needs before it can trust the connection on which it sends a key",
 }
 """Paths that need no key, and why."""
 VERBS: dict[str, tuple[str, ...] | str] = {
@@ -32,6 +33,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes logs": ("GET /api/v1/nodes/{node}/logs",),
     "nodes cordon": ("POST /api/v1/nodes/{node}/cordon",),
     "nodes uncordon": ("POST /api/v1/nodes/{node}/uncordon",),
+    "nodes drain": ("POST /api/v1/nodes/{node}/drain",),
+    "nodes label": ("PUT /api/v1/nodes/{node}/labels",),
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),
     "models": ("GET /api/v1/models",),
@@ -39,6 +42,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "unload": ("POST /api/v1/models/unload",),
     "profile": ("POST /api/v1/models/profile",),
     "place": ("POST /api/v1/place",),
+    "explain": ("GET /api/v1/requests", "GET /api/v1/requests/{request_id}", "GET /api/v1/decisions"),
+    "replay": "reads a file",
     "chat": ("POST /v1/chat/completions", "GET /v1/models"),
     "env": "prints what the state folder says",
     "token": "a group",
@@ -47,6 +52,11 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "token revoke": ("DELETE /api/v1/tokens/{token}",),
     "key": "a group",
     "key create": ("POST /api/v1/keys",),
+    "key limit": ("PUT /api/v1/keys/{key}/limits",),
+    "key usage": ("GET /api/v1/keys/usage",),
+    "simulate": "runs on this machine alone",
+    "trust-ca": ("GET /api/v1/ca.pem",),
+    "audit": ("GET /api/v1/audit",),
     "key list": ("GET /api/v1/keys",),
     "key revoke": ("DELETE /api/v1/keys/{key}",),
     "version": ("GET /api/v1/version", "GET /api/v1/nodes"),

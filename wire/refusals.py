@@ -27,6 +27,8 @@ class Code(StrEnum):
     TEMPLATE = "template_failed"
     LOAD_FAILED = "model_load_failed"
     IN_USE = "model_in_use"
+    RATE_LIMITED = "rate_limited"
+    NOT_ALLOWED = "not_allowed"
 
 
 STATUS: dict[Code, int] = {
@@ -34,10 +36,10 @@ STATUS: dict[Code, int] = {
     Code.NO_MODEL: 404, Code.IN_USE: 409, Code.LOAD_FAILED: 500,
     Code.NO_ROOM: 503, Code.UNREADABLE: 503, Code.NOT_READY: 503, Code.DRAINING: 503, Code.QUEUE_FULL: 503,
     Code.DEADLINE: 503,
-    Code.OVER_SHARE: 429,
+    Code.OVER_SHARE: 429, Code.RATE_LIMITED: 429, Code.NOT_ALLOWED: 403,
 }  # fmt: skip
 
-FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 404, 409, 500))
+FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403, 404, 409, 500))
 """Waiting will not help: the request, or a model's files, must change."""
 
 

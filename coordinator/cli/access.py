@@ -1,7 +1,9 @@
 """Who may come in: tokens for machines, keys for programs. Both work with and without a running coordinator."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlencode
 
 import click
 
@@ -85,6 +87,27 @@ def key() -> None:
     """Make, list and revoke the keys with which programs use the pool."""
 
 
+def limits(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say what a key may take."""
+    for option in reversed((
+        click.option("--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."),
+        click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
+        click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests in a minute."),
+        click.option("--tokens-per-minute", type=click.IntRange(1), help="Most tokens in a minute, prompts included."),
+        click.option("--concurrency", type=click.IntRange(1), help="Most requests at once."),
+        click.option("--waiting", type=click.IntRange(0), help="Most requests in line; a quarter of all by default."),
+        click.option("--priority", type=click.Choice(["low", "normal", "high"]), default="normal", show_default=True,
+                     help="Its part of the queue beside others: 1, 4 or 16."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def limits_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Give the limits that were named, as the API takes them."""
+    return {name: value for name, value in given.items() if value not in (None, ())}
+
+
 @key.command("create")
 @click.argument("name")
 @click.option(
@@ -92,10 +115,11 @@ def key() -> None:
     show_default=True, help="What it may do; may be given again.",
 )  # fmt: skip
 @click.option("--expires", type=Duration(), help="How long it is good; for ever unless given.")
+@limits
 @options
-def key_create(session: Session, name: str, scopes: tuple[str, ...], expires: float | None) -> None:
+def key_create(session: Session, name: str, scopes: tuple[str, ...], expires: float | None, **given: Any) -> None:
     """Make an API key. It is shown once and stored only as a digest."""
-    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires}
+    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": limits_of(given)}
     session.show(call(session, "POST", "/api/v1/keys", body), lambda made: click.echo(made["key"]))
 
 
@@ -106,11 +130,63 @@ def key_list(session: Session) -> None:
     session.show(
         call(session, "GET", "/api/v1/keys"),
         lambda answer: table(
-            ("ID", "NAME", "SCOPES", "CREATED", "EXPIRES"),
-            [
-                (k["id"], k["name"], ",".join(k["scopes"]), moment(k["created"]), moment(k["expires"]))
-                for k in answer["keys"]
-            ],
+            ("ID", "NAME", "SCOPES", "CREATED", "EXPIRES", "LIMITS"),
+            [_row(key) for key in answer["keys"]],
+        ),
+    )
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    dates = (moment(key["created"]), moment(key["expires"]))
+    return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _told(key["limits"]))
+
+
+def _told(limits: dict[str, Any]) -> str:
+    return " ".join(f"{name}={_value(value)}" for name, value in limits.items()) or "none"
+
+
+def _value(value: list[str] | tuple[str, ...] | str | int) -> str:
+    return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
+
+
+@key.command("limit")
+@click.argument("id_", metavar="ID")
+@limits
+@options
+def key_limit(session: Session, id_: str, **given: Any) -> None:
+    """Give a key these limits in place of all that it had, at once; none named: no limits."""
+    answer = call(session, "PUT", f"/api/v1/keys/{id_}/limits", {"limits": limits_of(given)})
+    session.show(answer, lambda _: click.echo(f"key {id_}: {_told(limits_of(given))}"))
+
+
+@key.command("usage")
+@click.argument("id_", metavar="[ID]", required=False)
+@click.option("--since", default="", metavar="DAY", help="Only from this day on (UTC, 2026-01-31).")
+@options
+def key_usage(session: Session, id_: str | None, since: str) -> None:
+    """Show how many requests and tokens each key used, by model."""
+    query = urlencode({name: value for name, value in (("key", id_), ("since", since)) if value})
+    answer = call(session, "GET", f"/api/v1/keys/usage?{query}")
+    columns = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
+    session.show(
+        answer,
+        lambda found: table(
+            ("KEY", "NAME", "MODEL", *(column.replace("_", " ").upper() for column in columns)),
+            [(u["key"], u["name"], u["model"], *(str(u[column]) for column in columns)) for u in found["usage"]],
+        ),
+    )
+
+
+@click.command()
+@click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="How many.")
+@options
+def audit(session: Session, last: int) -> None:
+    """Show who did what: joins, keys, tokens, and everything that was done to nodes and models."""
+    session.show(
+        call(session, "GET", f"/api/v1/audit?last={last}"),
+        lambda answer: table(
+            ("WHEN", "WHO", "WHAT", "TO"),
+            [(moment(act["at"]), act["actor"], act["action"], act["subject"]) for act in answer["acts"]],
         ),
     )
 

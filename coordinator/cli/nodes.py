@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import click
 
-from coordinator.cli.access import moment
+from coordinator.cli.access import Duration, moment
 from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, guard_of
 from coordinator.cli.models import standing
-from coordinator.cli.session import Session, options, raise_for, table
+from coordinator.cli.session import REFUSED, Problem, Session, options, raise_for, table
 from wire.units import show_size
 
 
@@ -114,6 +114,36 @@ def cordon(session: Session, node: str) -> None:
 def uncordon(session: Session, node: str) -> None:
     """Send requests to a node again."""
     session.show(session.call("POST", f"/api/v1/nodes/{node}/uncordon"), lambda _: click.echo(f"{node} uncordoned"))
+
+
+@nodes.command()
+@click.argument("node")
+@click.option("--wait", type=Duration(), help="Wait until it has no requests, so long at most (30s, 5m).")
+@options
+def drain(session: Session, node: str, wait: float | None) -> None:
+    """Take a node out of use without anybody noticing: nothing new goes there, what runs goes on elsewhere.
+
+    It stays cordoned; `cluster nodes uncordon` takes it back. Exit code 6 when requests are left: nobody else has room
+    for them, and they end there.
+    """
+    seconds = wait or 0.0
+    answer = session.call("POST", f"/api/v1/nodes/{node}/drain", {"wait_seconds": seconds}, timeout=seconds + 30)
+    session.show(answer, lambda _: None)
+    if answer["left"]:
+        raise Problem(REFUSED, f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
+                      "wait with --wait, or let them end")  # fmt: skip
+    if not session.json:
+        click.echo(f"{node} is empty and cordoned")
+
+
+@nodes.command()
+@click.argument("node")
+@click.argument("labels", nargs=-1)
+@options
+def label(session: Session, node: str, labels: tuple[str, ...]) -> None:
+    """Give a node these LABELS in place of all that it had; API keys can be bound to labels."""
+    answer = session.call("PUT", f"/api/v1/nodes/{node}/labels", {"labels": list(labels)})
+    session.show(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
 
 
 @nodes.command()

@@ -2,6 +2,9 @@
 
 import time
 from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
 
 from coordinator.admin import Admin, load_pepper
 from coordinator.authority import Authority
@@ -9,6 +12,7 @@ from coordinator.cli.session import NOT_FOUND, Problem, Session
 from coordinator.store import Store, StoreError
 from coordinator.tokens import Tokens
 from router.keys import KeyRing
+from router.quotas import KeyLimits
 
 
 def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -29,13 +33,40 @@ def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict
 
 
 def _do(admin: Admin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    kind, _, name = path.removeprefix("/api/v1/").partition("/")
+    path, _, query = path.removeprefix("/api/v1/").partition("?")
+    kind, _, name = path.partition("/")
+    asked = dict(parse_qsl(query))
+    if method == "GET":
+        return _look(admin, path, asked)
+    admin.store.note(time.time(), "offline", f"{method.lower()} {kind}", str(body.get("name") or name))
     if method == "POST":
         if kind == "tokens":
             return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
-        return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"])
-    if method == "GET":
-        return admin.list_tokens() if kind == "tokens" else admin.list_keys()
+        return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _limits(body))
+    if method == "PUT":
+        name = name.removesuffix("/limits")
+        if not admin.limit_key(name, _limits(body)):
+            raise Problem(NOT_FOUND, f"there is no key {name}")
+        return {"schema": 1, "id": name}
     if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
         raise Problem(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
     return {"schema": 1, "id": name}
+
+
+def _look(admin: Admin, path: str, asked: dict[str, str]) -> dict[str, Any]:
+    match path:
+        case "tokens":
+            return admin.list_tokens()
+        case "keys":
+            return admin.list_keys()
+        case "keys/usage":
+            return admin.usage(asked.get("key"), asked.get("since", ""))
+        case _:
+            return admin.acts(int(asked["last"]))
+
+
+def _limits(body: dict[str, Any]) -> KeyLimits:
+    try:
+        return msgspec.convert(body["limits"], KeyLimits)
+    except msgspec.ValidationError as error:
+        raise Problem(2, f"limits: {error}") from None

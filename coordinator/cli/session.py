@@ -7,10 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 import click
+
+if TYPE_CHECKING:
+    import ssl
 
 UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 4, 5, 6, 7, 8, 9, 10
 """Exit codes; the whole list is in `cluster --help`."""
@@ -72,6 +75,16 @@ class Session:
             )
         return str(run["url"]), str(run["secret"])
 
+    def _trust(self) -> "ssl.SSLContext":
+        """Give whom this command trusts: what the system does, and the authority of a coordinator on this machine."""
+        import ssl
+
+        context = ssl.create_default_context()
+        run = None if self.url is not None else self._run_file
+        if run is not None and run.get("ca"):
+            context.load_verify_locations(cadata=str(run["ca"]))
+        return context
+
     def _key(self) -> str:
         if self.key_file is None:
             raise Problem(DENIED, "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key")
@@ -84,8 +97,11 @@ class Session:
         """Send a request and give the response, whatever its status. Problem when nobody answers."""
         base, key = self.target()
         parts = urlsplit(base)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+        host, port = parts.hostname or "", parts.port
+        if parts.scheme == "https":
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._trust())
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout)
         headers = {"Authorization": f"Bearer {key}"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -119,6 +135,11 @@ def unreached(base: str, error: OSError) -> tuple[int, str]:
         return BLOCKED, (
             f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
             "it under System Settings > Privacy & Security > Local Network"
+        )
+    if "certificate verify failed" in str(error):
+        return PIN, (
+            f"the certificate of {base} is not trusted by this machine: `cluster trust-ca {base}` shows the authority "
+            "behind it, and trusts it where its fingerprint is that of the coordinator"
         )
     return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"
 

@@ -32,7 +32,7 @@ class Address(click.ParamType[tuple[str, int]]):
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
 @click.option("--listen", type=Address(), help="Where clients connect.  [default: 127.0.0.1:8080]")
-@click.option("--lan", is_flag=True, help="Let the whole local network use the endpoint: plain HTTP with API keys.")
+@click.option("--lan", is_flag=True, help="Let the whole local network use the endpoint: HTTPS, with API keys.")
 @click.option(
     "--cluster-listen", type=Address(), default="0.0.0.0:8081", show_default=True, help="Where nodes connect (TLS)."
 )
@@ -62,6 +62,7 @@ def up(
     if no_local_node and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
 
+    from coordinator.authority import AuthorityError
     from coordinator.run import Options, serve
     from coordinator.settings import OTHERS, CoordinatorSettings
     from coordinator.store import StoreError
@@ -96,7 +97,7 @@ def up(
 
     try:
         uvloop.run(serve(options, ready))
-    except StoreError as error:
+    except (StoreError, AuthorityError) as error:
         raise Problem(1, str(error)) from None
     except OSError as error:
         raise Problem(1, error.strerror or str(error)) from None
@@ -116,12 +117,16 @@ def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
     if listen[0] in STRANGERS:
         import socket
 
-        port = facts["base_url"].rpartition(":")[2].removesuffix("/v1")
-        click.echo(f"          http://{socket.gethostname().partition('.')[0]}.local:{port}/v1")
-        click.echo(
-            "          open to the local network: every request needs an API key, but the connection is plain HTTP, so "
-            "whoever can listen on this network can read it",
-        )
+        scheme, port = facts["base_url"].partition(":")[0], facts["base_url"].rpartition(":")[2].removesuffix("/v1")
+        click.echo(f"          {scheme}://{socket.gethostname().partition('.')[0]}.local:{port}/v1")
+        if not facts["tls"]:
+            click.secho(
+                "          open to the local network without TLS: every request needs an API key, but whoever can "
+                "listen on this network can read it",
+                fg="red",
+            )
+    if facts["trust"]:
+        click.echo(f"trust it  {facts['trust']}  (once on every machine whose programs use it)")
     if "api_key" in facts:
         click.echo(f"API key   {facts['api_key']}  (shown only now)")
     click.echo(f"add a Mac {facts['join']}")

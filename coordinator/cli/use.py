@@ -1,9 +1,11 @@
 """Using the pool: placement, a chat, and the settings of clients."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import click
 
@@ -40,6 +42,89 @@ def _print_placement(answer: dict[str, Any]) -> None:
     )
     if answer["node"] is not None:
         click.echo(f"would go to {answer['name']}")
+
+
+@click.command()
+@click.argument("request_id", metavar="[ID]", required=False)
+@click.option("--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Without an ID: how many.")
+@click.option("--export", type=click.File("wb"), help="Write all kept decisions into a file, for `cluster replay`.")
+@options
+def explain(session: Session, request_id: str | None, last: int, export: BinaryIO | None) -> None:
+    """Show what became of a request and why it went where it went; without an ID, list the newest."""
+    if export is not None:
+        response = session.request("GET", "/api/v1/decisions", timeout=120)
+        if response.status >= 400:
+            raise_for(response.status, response.read())
+        shutil.copyfileobj(response, export)
+        return
+    if request_id is None:
+        session.show(session.call("GET", f"/api/v1/requests?last={last}"), _print_requests)
+        return
+    session.show(session.call("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_story)
+
+
+def _print_requests(answer: dict[str, Any]) -> None:
+    table(
+        ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
+        [
+            (
+                one["request_id"], one["model"], one["key"], f"{one['seconds']:.2f}", one["outcome"],
+                str(one["prompt_tokens"] or "-"), str(one["cached_tokens"]), str(one["completion_tokens"]),
+                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"]),
+            )
+            for one in answer["requests"]
+        ],
+        alarming=(),
+    )  # fmt: skip
+
+
+def _print_story(answer: dict[str, Any]) -> None:
+    for one in answer["requests"]:
+        took = f"{one['outcome']} after {one['seconds']:.3f} s"
+        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {took}")
+        if one["message"]:
+            click.echo(f"  {one['message']}")
+        for step in one["steps"]:
+            click.echo(f"  {step['at']:9.3f} s  {step['what']} {step['node']}".rstrip())
+        if one["timings"] is not None:
+            times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
+            click.echo(f"  on the node: {times}")
+        click.echo(f"  tokens: {one['prompt_tokens']} of prompt ({one['cached_tokens']} cached), "
+                   f"{one['completion_tokens']} of answer")  # fmt: skip
+    for one in answer["decisions"]:
+        click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
+        _print_placement({"candidates": one["candidates"], "node": None})
+
+
+@click.command()
+@click.argument("file", type=click.File("rb"))
+@click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Who decides again.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+def replay(file: BinaryIO, policy: str, output: str) -> None:
+    """Take the decisions of a FILE (`cluster explain --export FILE`) again by another policy, and show what differs."""
+    from random import Random
+
+    import msgspec
+
+    from router.history import Decision, read_line
+    from router.history import replay as again
+    from router.placement import POLICIES
+
+    decisions: list[Decision] = []
+    for number, line in enumerate(file, 1):
+        try:
+            decisions.append(read_line(line))
+        except ValueError as error:
+            raise Problem(2, f"{file.name}, line {number}: {error}") from None
+    found = again(decisions, POLICIES[policy], Random(1).random)  # noqa: S311  draws between equals
+    if output == "json":
+        click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(found)}))
+        return
+    click.echo(f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same by {policy}, "
+               f"{len(found.instead)} not; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s by "
+               f"{policy}")  # fmt: skip
+    if found.instead:
+        table(("REQUEST", "TAKEN", "INSTEAD"), found.instead[:50])
 
 
 @click.command()

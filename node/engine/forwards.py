@@ -8,12 +8,17 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
+import structlog
+
 from node.engine.footprint import Footprint, Height, clear_pool
 from node.engine.gate import Gate, Site
 from node.engine.kinds import Call, Doing, Recording
 from wire.refusals import Code, Refused
 from wire.report import Counts, Memory
+from wire.units import show_size
 from wire.verdict import excess, shed
+
+log = structlog.get_logger("engine.forwards")
 
 
 class Forwards:
@@ -37,6 +42,7 @@ class Forwards:
         self._reserved = reserved
         self._make_room = make_room
         self._forwards = self._steps = 0
+        self._asked: tuple[Site, int, Memory] | None = None
 
     def memory(self, now: float) -> Memory:
         """Read now."""
@@ -66,7 +72,9 @@ class Forwards:
         return self._check(site, estimate) is None
 
     def _check(self, site: Site, estimate: int) -> Refused | None:
-        answer = self.gate.check(site, self.memory(time.monotonic()), estimate)
+        memory = self.memory(time.monotonic())
+        answer = self.gate.check(site, memory, estimate)
+        self._asked = (site, estimate, memory)
         return answer if isinstance(answer, Refused) else None
 
     def over(self) -> Refused | None:
@@ -75,6 +83,14 @@ class Forwards:
         if not memory.guard or excess(memory) <= 0:
             return None
         self.overs += 1
+        if self._asked is not None:
+            site, estimate, before = self._asked
+            log.warning(
+                "forward over", excess=show_size(excess(memory)), asked=site.name.lower(), estimate=show_size(estimate),
+                before=show_size(before.phys), now=show_size(memory.phys), active_before=show_size(before.active),
+                active=show_size(memory.active), rose=show_size(self.height.above()),
+                reserved=show_size(before.reserved), headroom=show_size(before.headroom), pool=show_size(memory.cache),
+            )  # fmt: skip
         return shed(memory, excess(memory))
 
     def falls_at(self) -> float | None:

@@ -124,12 +124,14 @@ class Generation:
     # what the engine asks
 
     def begin(self, resident: Resident, sequence: Sequence) -> None:
-        """Take in an admitted request, whose rows are promised their memory."""
+        """Take in an admitted request, whose rows are promised their memory. Rows of which the same is known, the
+        prompt alone most often, are written as one."""
         resident.users += 1
         self._live[sequence.number] = sequence
-        prefill = Prefill(resident, sequence, sequence.rows.copy(), list(sequence.prompt))
-        self._reuse.begin(prefill)
-        self._prefills.append(prefill)
+        for ids, rows in _by_past(sequence.writing()).items():
+            prefill = Prefill(resident, sequence, rows, [*sequence.prompt, *ids])
+            self._reuse.begin(prefill)
+            self._prefills.append(prefill)
 
     def holds(self, number: int) -> bool:
         """Whether a request is here."""
@@ -222,8 +224,12 @@ class Generation:
         if not sequence.begun:
             sequence.begun = time.monotonic()
         try:
-            refused = self._chunk(prefill)
-            if refused is None and prefill.logits is not None:
+            refused: Refused | None = None
+            if prefill.left:
+                refused = self._chunk(prefill)
+            else:  # its join had no room
+                self._wait()
+            if refused is None and prefill.logits is not None and prefill in self._prefills:
                 refused = self._join(prefill, prefill.logits)
         except Exception as error:
             log.exception("prefill", request=sequence.number)
@@ -438,25 +444,10 @@ class Generation:
             sequence.told = now
 
     def _read(self, row: Row, token: Token[Row]) -> None:
-        sequence = row.sequence
-        params = sequence.request.params
-        if token.token in sequence.prepared.eos:
-            self._finish_row(row, "stop")
-            return
-        if params.logprobs:
-            row.logprobs.append(
-                logprob_of(token.logprobs, token.token, params.top_logprobs, sequence.prepared.token_bytes)
-            )
-        step = row.pipeline.feed(token.token)
-        row.pieces += step.pieces
-        if step.stopped:
-            row.reason = "stop"
-        elif len(row.ids) >= sequence.shape.limit:
-            self._finish_row(row, "length")
-
-    def _finish_row(self, row: Row, reason: str) -> None:
-        pieces, row.reason = row.pipeline.finish(reason)
-        row.pieces += pieces
+        prepared, params = row.sequence.prepared, row.sequence.request.params
+        if params.logprobs and token.token not in prepared.eos:
+            row.logprobs.append(logprob_of(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
+        row.read(token.token)
 
     def _end_rows(self, resident: Resident, rows: list[Row], now: float) -> None:
         """Take out the rows that ended, and tell of the requests whose last row it was."""
@@ -469,7 +460,7 @@ class Generation:
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
             if not any(sequence.writing()):
                 self._gone(resident, sequence)
-                self._out.ends.append(_finished(sequence, now))
+                self._out.ends.append(finished(sequence, now))
 
     def _keep(self, resident: Resident, rows: list[Row]) -> None:
         """Leave what ended rows have written to whoever goes on with it."""
@@ -614,6 +605,14 @@ def _age(sequence: Sequence) -> tuple[float, int]:
     return sequence.arrived, sequence.number
 
 
+def _by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
+    """Part rows by what is known of their answers."""
+    parts: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        parts.setdefault(tuple(row.ids), []).append(row)
+    return parts
+
+
 def _by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
     """Part rows by the batch that they were promised a place in."""
     parts: dict[int, list[Row]] = {}
@@ -629,13 +628,14 @@ def _guard(sequence: Sequence, row: Row) -> Guard:
     )
 
 
-def _finished(sequence: Sequence, now: float) -> Finished:
+def finished(sequence: Sequence, now: float) -> Finished:
+    """Say how a request ended, with its exact usage."""
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
     stops = tuple(row.pipeline.stop for row in sequence.rows)
     return Finished(
         sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
-        sum(len(row.ids) for row in sequence.rows), sequence.cached, timings, stops=stops if any(stops) else (),
-        thought=sum(row.pipeline.thought for row in sequence.rows),
+        sum(len(row.ids) for row in sequence.rows), sequence.prompt_cached, timings,
+        stops=stops if any(stops) else (), thought=sum(row.pipeline.thought for row in sequence.rows),
     )  # fmt: skip
 
 

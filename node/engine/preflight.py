@@ -27,12 +27,22 @@ class Shape:
         """Tokens of a row as promised."""
         return self.prompt + self.promised
 
+    def of(self, choices: int) -> "Shape":
+        """Give the same request with fewer answers to write."""
+        return Shape(self.prompt, self.limit, self.promised, choices)
+
 
 def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Shape:
-    """Put a request into numbers; `natural` is the length of an answer that no max_tokens limits."""
+    """Put a request into numbers; `natural` is the length of an answer that no max_tokens limits.
+
+    A resumed one counts as if nothing had happened. Where its answer is longer than this node would have let it become,
+    another limit was in force: it ends with its next token."""
     asked = request.params.max_tokens
+    known = max(map(len, request.resume), default=0)
     limit = asked if asked is not None else max(1, min(natural, context - prompt))
-    return Shape(prompt, limit, max(1, min(limit, request.expected)), request.params.n)
+    if asked is None and known > limit:
+        limit = known + 1
+    return Shape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
 
 
 def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Refused | None:

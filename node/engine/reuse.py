@@ -143,7 +143,8 @@ class Reuse:
         if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is Manner.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
-        sequence.prompt_hash = hash_of(prefill.resident.found.fingerprint, key)
+        prompt = key[: len(sequence.prompt) * WIDTH]
+        sequence.prompt_hash = hash_of(prefill.resident.found.fingerprint, prompt)
         prefill.past = Past(key, sequence.prompt_hash, sequence.prepared.eos)
         self.find(prefill)
         sequence.cached = prefill.written

@@ -66,7 +66,7 @@ PREFILL_SPEED = 100_000.0
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One answer being written."""
+    """One answer being written. The first `heard` of its tokens were heard from another node."""
 
     choice: int
     commitment: Commitment
@@ -75,6 +75,7 @@ class Row:
     produced: int = 0
     reason: str = ""
     gathered: list[Delta] = field(default_factory=list[Delta])
+    heard: int = 0
 
     def gather(self) -> Delta:
         """Give what was gathered as one delta."""
@@ -212,7 +213,11 @@ class Scripted:
         refused = self._refused(request, shape, now)
         if refused is not None:
             return [Refusal(number, refused, prompt)]
-        self._waiting.append(self._sequence(request, shape, pieces, now))
+        sequence = self._sequence(request, shape, pieces, now)
+        if not any(sequence.writing()):  # all was said before it came here, only its end was not heard
+            sequence.begun = now
+            return [Admitted(number, prompt), self._finished(sequence, now)]
+        self._waiting.append(sequence)
         return [Admitted(number, prompt)]
 
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
@@ -244,7 +249,19 @@ class Scripted:
         ]
         unlimited = request.params.max_tokens is None
         ends = len(pieces) or (self._settings.tokens if unlimited else shape.limit + 1)
-        return Sequence(request, shape, ends, crashes, now, rows)
+        sequence = Sequence(request, shape, ends, crashes, now, rows)
+        for row in rows:
+            self._replay(sequence, row, now)
+        return sequence
+
+    def _replay(self, sequence: Sequence, row: Row, now: float) -> None:
+        """Let a row stand where it was after the ids that were heard: their text is not said again."""
+        for _ in sequence.request.known(row.choice):
+            self._token(sequence, row, now)
+            if row.reason:
+                self._ledger.release(row.commitment)
+                break
+        row.heard, row.commitment.written = row.produced, 0
 
     def _voice(self, pieces: list[str], choice: int) -> script.Voice:
         if pieces:
@@ -278,7 +295,7 @@ class Scripted:
             return []
         newest = max(self._running, key=lambda sequence: (sequence.arrived, sequence.number))
         refused = shed(self._memory(now), order.excess)
-        delivered = any(row.produced > len(row.gathered) for row in newest.rows)
+        delivered = any(row.produced > len(row.gathered) + row.heard for row in newest.rows)
         self._drop(newest)
         self._recent = Recent().observed(self._active(), now)
         self._sheds += 1
@@ -295,8 +312,8 @@ class Scripted:
         """Write the prompt, then join the decode batch; each asks the gate, and a no takes back all of it."""
         refused = self._checked(Site.PREFILL, now)
         if refused is None:
-            for row in sequence.rows:
-                row.commitment.written, row.commitment.joined = sequence.shape.prompt, True
+            for row in sequence.writing():
+                row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.heard, True
             refused = self._checked(Site.JOIN, now)
         if refused is not None:
             self._drop(sequence)
@@ -305,7 +322,7 @@ class Scripted:
             self._deadline = now + self._step
         sequence.begun = sequence.told = now
         self._running.append(sequence)
-        self._rows += len(sequence.rows)
+        self._rows += sum(1 for _ in sequence.writing())
         return []
 
     def _checked(self, site: Site, now: float) -> Refused | None:

@@ -4,7 +4,7 @@ A row's whole past is `prompt + ids`. Everything else about it (cache, text, dra
 rebuilt from them at any time, here or on another node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from node.engine.ledger import Commitment
@@ -17,7 +17,8 @@ from wire.frames import Delta, Generate, Logprob
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One answer. `reason` once it has ended; `pieces`, `new` and `logprobs` are what has not been sent yet."""
+    """One answer. `reason` once it has ended; `pieces`, `new` and `logprobs` are what has not been sent yet. The first
+    `heard` of its `ids` were heard from another node."""
 
     sequence: "Sequence"
     choice: int
@@ -29,6 +30,33 @@ class Row:
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     new: list[int] = field(default_factory=list[int])
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
+    heard: int = 0
+
+    def replay(self, ids: Iterable[int]) -> None:
+        """Stand where the answer stood after these ids, which were heard: their text is not said again."""
+        for token in ids:
+            self.ids.append(token)
+            self.read(token)
+            if self.reason:
+                break
+        self.pieces, self.heard = [], len(self.ids)
+
+    def read(self, token: int) -> None:
+        """Take the newest id into the text, and see whether the answer ends by it."""
+        sequence = self.sequence
+        if token in sequence.prepared.eos:
+            self._finish("stop")
+            return
+        step = self.pipeline.feed(token)
+        self.pieces += step.pieces
+        if step.stopped:
+            self.reason = "stop"
+        elif len(self.ids) >= sequence.shape.limit:
+            self._finish("length")
+
+    def _finish(self, reason: str) -> None:
+        pieces, self.reason = self.pipeline.finish(reason)
+        self.pieces += pieces
 
     def known(self) -> list[int]:
         """Give all ids that are known: prompt and answer so far."""
@@ -53,8 +81,8 @@ _JOINABLE = frozenset({0, 1})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One admitted request. Times are monotonic seconds; `told` is when something was last sent. `cached` tokens of its
-    prompt were found in the prefix cache; without a `prompt_hash` nothing of it is kept there."""
+    """One admitted request. Times are monotonic seconds; `told` is when something was last sent. `cached` tokens of
+    what it began with were found in the prefix cache; without a `prompt_hash` nothing of it is kept there."""
 
     request: Generate
     prepared: Prepared
@@ -80,9 +108,14 @@ class Sequence:
         return self.prepared.ids
 
     @property
+    def prompt_cached(self) -> int:
+        """Tokens of the prompt alone that were found in the prefix cache: of a resumed answer more may have been."""
+        return min(self.cached, self.shape.prompt)
+
+    @property
     def delivered(self) -> bool:
-        """Whether any token of it has been sent."""
-        return any(len(row.ids) > len(row.new) for row in self.rows)
+        """Whether any token of it has been sent from here."""
+        return any(len(row.ids) > len(row.new) + row.heard for row in self.rows)
 
     def writing(self) -> Iterator[Row]:
         """Give the rows that are not at their end."""

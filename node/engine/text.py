@@ -25,8 +25,9 @@ from node.engine.footprint import Footprint, clear_pool, give_back, limit_pool, 
 from node.engine.forwards import Forwards
 from node.engine.found import Found
 from node.engine.gate import Site
-from node.engine.generation import Generation
+from node.engine.generation import Generation, finished
 from node.engine.kinds import Call, Doing, Recording, Work
+from node.engine.ledger import Commitment
 from node.engine.loading import Loaded, Outcome, Shelf
 from node.engine.profile import Profiler, Profiles, Spike
 from node.engine.prompt import Prepared
@@ -307,32 +308,53 @@ class TextEngine:
         """Judge a request against the memory of this moment, promise it what it needs, and line it up."""
         request = prepared.request
         shape = self._shape(prepared, resident.found)
-        refused = self._refused(resident, prepared, shape, now)
+        refused = self._improper(resident, prepared, shape, now)
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
-        assert prepared.voice is not None  # noqa: S101  only a refused request has none
-        sequence = Sequence(
-            request, prepared, shape, sampling_of(request.params, resident.defaults),
-            _seed() if request.params.seed is None else request.params.seed, arrived,
-        )  # fmt: skip
-        sequence.rows = [
-            Row(sequence, choice, commitment, prepared.voice(choice))
-            for choice, commitment in enumerate(resident.ledger.commit(shape.length, shape.choices))
-        ]
+        sequence = self._sequence(resident, prepared, shape, arrived)
+        writing = list(sequence.writing())
+        if not writing:  # all was said before it came here, only its end was not heard
+            sequence.begun = sequence.joined = now
+            return [Admitted(request.request, shape.prompt), finished(sequence, now)]
+        refused = self._crowded(resident, shape.of(len(writing)), now)
+        if refused is not None:
+            return [Refusal(request.request, refused, shape.prompt)]
+        for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
+            row.commitment = commitment
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
         resident.measured_text(text, len(prepared.ids))
         self._generation.begin(resident, sequence)
-        return [Admitted(request.request, shape.prompt, sequence.cached, sequence.prompt_hash)]
+        return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
-    def _refused(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
+    def _sequence(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, arrived: float) -> Sequence:
+        """Make a request's rows, which are promised nothing yet; a resumed one stands where it was."""
+        request = prepared.request
+        assert prepared.voice is not None  # noqa: S101  only a refused request has none
+        seed = _seed() if request.params.seed is None else request.params.seed
+        sequence = Sequence(request, prepared, shape, sampling_of(request.params, resident.defaults), seed, arrived)
+        for choice in range(shape.choices):
+            row = Row(sequence, choice, Commitment(0), prepared.voice(choice))
+            row.replay(request.known(choice))
+            sequence.rows.append(row)
+        return sequence
+
+    def _improper(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
+        """Say why no state of the memory would let this request run; None when one might."""
         model = self._model(resident.found, now)
         refused = preflight.impossible(prepared.request, shape, model, self._settings.batch)
         if refused is not None:
             return refused
-        wrong = [token for token, _ in prepared.request.params.logit_bias if not 0 <= token < resident.vocabulary]
-        if wrong or max(prepared.ids) >= resident.vocabulary:
-            token = wrong[0] if wrong else max(prepared.ids)
-            return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
+        request = prepared.request
+        told = (token for ids in request.resume for token in ids)
+        biased = (token for token, _ in request.params.logit_bias)
+        for token in (max(prepared.ids), *biased, *told):
+            if not 0 <= token < resident.vocabulary:
+                return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
+        return None
+
+    def _crowded(self, resident: Resident, shape: preflight.Shape, now: float) -> Refused | None:
+        """Say why there is no room for this request now; None when there is."""
+        model = self._model(resident.found, now)
         cost = resident.ledger.cost(shape.length, shape.choices)
         cost += request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now), model, cost, self.gate)

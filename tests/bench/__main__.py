@@ -1,7 +1,7 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
-`python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, parts; and those
-of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture.
+`python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, parts,
+simulation; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import engine, load
+from tests.bench import engine, load, simulation
 from tests.bench.peers import Peer, mock_nodes, nginx, sglang
 from tests.bench.row import Row, commit
 from tests.support.hosts import Hosts, unsupported
@@ -136,7 +136,7 @@ def bench_parts(folder: Path) -> list[Row]:
         return [Row("100 MB of parts", target, f"not measured: {reason}", False, commit())]
     with Hosts(folder, 2) as hosts, pool(folder) as made, hosts[1].threads(1) as inside:
         made.call = lambda ask: inside.submit(ask).result()
-        made.up(cluster_listen=f"{hosts[1].ip}:0", listen=f"{hosts[1].ip}:0", wrap=hosts[1].enter())
+        made.up("http.tls=off", cluster_listen=f"{hosts[1].ip}:0", listen=f"{hosts[1].ip}:0", wrap=hosts[1].enter())
         clock = (f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock")
         made.join("far", *clock, wrap=hosts[2].enter())
         log = folder / "far" / "logs" / "node.log"
@@ -163,6 +163,7 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "memory": bench_memory,
     "plain": bench_plain,
     "parts": bench_parts,
+    "simulation": simulation.bench_simulation,
     "stream": bench_stream,
     **engine.GROUPS,
 }

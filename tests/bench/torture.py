@@ -289,6 +289,8 @@ async def _patiently(node: Node, asked: Asked, seed: int, begun: float) -> str:
         if isinstance(end, Finished):
             return "done"
         code = end.refused.code if isinstance(end, Refusal) else end.code if isinstance(end, Failed) else ""
+        if isinstance(end, Failed) and code not in CLEAN:
+            return f"{code}: {end.message}"
         if not isinstance(end, Refusal) or code is not Code.NO_ROOM or time.monotonic() > until:
             return str(code)
         await asyncio.sleep(ASK_AGAIN)

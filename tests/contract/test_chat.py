@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -248,7 +249,39 @@ async def test_a_node_lost_before_the_first_byte_is_not_noticed(cluster: Loopbac
     assert answer.choices[0].message.content == "".join(TEXT)
 
 
-async def test_a_node_lost_in_the_middle_is_an_honest_error():
+@pytest.mark.parametrize("end", ["cut", "fail", "drain", "stop"])
+async def test_a_node_lost_in_the_middle_is_not_noticed(end: str):
+    nodes = [LoopbackNode(name, text=tuple(f"{number} " for number in range(200)), step_seconds=0.002) for name in "ab"]
+    async with (
+        served(LoopbackCluster(*nodes)) as cluster,
+        plain(cluster) as client,
+        client.stream("POST", CHAT, json=ASK | {"stream": True, "stream_options": {"include_usage": True}}) as answer,
+    ):
+        chunks: list[Any] = []
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunks.append(json.loads(line.removeprefix("data: ")))
+            if len(chunks) == 50:
+                went = next(node for node in nodes if node.reserved)
+                if end == "cut":
+                    cluster.cut(went)
+                elif end == "drain":
+                    went.state = "draining"
+                    cluster.report()
+                else:
+                    cluster.fail(went, "engine_lost" if end == "fail" else "node_stopping")
+        assert line == ""
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert text == "".join(f"{number} " for number in range(200))
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks if chunk["choices"]].count("assistant") == 1
+    assert chunks[-1]["usage"]["completion_tokens"] == 200
+    assert answer.headers["x-macpool-attempts"] == "1"
+    assert [sum(isinstance(frame, Generate) for frame in node.heard) for node in nodes] == [1, 1]
+
+
+async def test_a_node_lost_in_the_middle_with_nobody_to_go_on_is_an_honest_error():
     node = LoopbackNode("a", text=("word ",) * 10_000, step_seconds=0.005)
     async with (
         served(LoopbackCluster(node)) as cluster,

@@ -167,7 +167,7 @@ def test_killed_in_prefill(ward: Ward) -> None:
 
 
 def test_killed_in_decode(ward: Ward) -> None:
-    """Who has heard nothing yet is answered elsewhere; a stream that has begun ends with an error event."""
+    """Whoever was in the decode goes on elsewhere, and a stream that has begun does not notice."""
     with side_by_side(2) as start:
         with cordoned(ward.pool, "other"):
             ward.load("written")
@@ -179,9 +179,8 @@ def test_killed_in_decode(ward: Ward) -> None:
             asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=60) for n in range(2)]
             until(lambda: ward.pool.node("victim")["running"] == 3, what="all decode")
         ward.kill()
-        with pytest.raises(openai.APIError) as caught:
-            list(begun)
-        assert caught.value.code == "engine_crashed"
+        rest = list(begun)
+        assert rest[-1].choices[0].finish_reason in ("stop", "length")
         assert [elsewhere(one.result()) for one in asked] == [True, True]
     assert "it was in the decode of written" in ward.back("victim", restarts + 1, models)
 

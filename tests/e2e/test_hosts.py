@@ -56,7 +56,13 @@ class Lab:
         made.call = lambda ask: local.submit(ask).result()
 
     def up(self) -> None:
-        self.pool.up(listen="0.0.0.0:8080", cluster_listen="0.0.0.0:8081", bonjour=True, wrap=self.hosts[1].enter())
+        self.pool.up(
+            "http.tls=off",
+            listen="0.0.0.0:8080",
+            cluster_listen="0.0.0.0:8081",
+            bonjour=True,
+            wrap=self.hosts[1].enter(),
+        )
 
     def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
         return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **{"url": False, **how})
@@ -136,12 +142,11 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
     assert time.monotonic() - cut < WINDOW + WORK
     answers = [chat.result() for chat in chats]
     for chat, tokens in zip(answers, lengths, strict=True):
-        whole = chat.words == tokens and chat.end == "data: [DONE]"
-        assert whole or (chat.node == "macbook" and "node_lost" in chat.end), chat
+        assert (chat.words, chat.end) == (tokens, "data: [DONE]"), "those of the dead Mac went on on the other"
     assert sum(chat.node == "macbook" for chat in answers) >= 8
     for chat in [*answers, *(each.result() for each in early)]:
-        # A request that waited there without a byte moves when the node is lost; its headers may have named it before.
-        working = chat.words * 0.05 + 1 if chat.end == "data: [DONE]" else 0
+        # What was there has moved by then; it may wait for a place beside the others, and then has all its work to do.
+        working = (max(lengths) + chat.words) * 0.05 + 1
         assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK + working, chat
     assert {lab.chat(5, 2).result().node for _ in range(4)} == {"studio"}
 

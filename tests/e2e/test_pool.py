@@ -2,6 +2,7 @@
 
 import json
 import signal
+import ssl
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -147,12 +148,12 @@ def test_engine_killed_under_load(cluster_pool: Pool) -> None:
     node = cluster_pool.join("studio", "engine.scripted.step_ms=50")
     api = client(cluster_pool)
     stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400)
-    next(iter(stream))
+    parts = iter(stream)
+    words = [next(parts).choices[0].delta.content or ""]
     (engine,) = node.children()
     engine.kill()
-    with pytest.raises(openai.APIError) as caught:
-        list(stream)
-    assert "engine" in str(caught.value)
+    words += [part.choices[0].delta.content or "" for part in parts if part.choices]
+    assert len("".join(words).split()) == 400, "it went on once the engine was there again"
     until(lambda: cluster_pool.node("studio")["engine"]["restarts"] == 1, what="a restart")
     until(lambda: cluster_pool.serves("studio"), what="the engine again")
     assert "SIGKILL" in cluster_pool.node("studio")["engine"]["cause"]
@@ -197,22 +198,22 @@ def test_a_prompt_that_can_never_fit_is_400_with_numbers(cluster_pool: Pool) -> 
     assert "GiB" in error["message"]
 
 
-def test_node_killed_mid_stream_ends_in_an_error_event_and_others_serve(cluster_pool: Pool) -> None:
+def test_node_killed_mid_stream_is_not_noticed_and_the_other_serves(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("one", "engine.scripted.step_ms=50")
     cluster_pool.join("two", "engine.scripted.step_ms=50")
     api = client(cluster_pool)
     raw = api.chat.completions.with_raw_response.create(
-        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400
+        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=100
     )
-    stream = raw.parse()
-    next(iter(stream))
+    parts = iter(raw.parse())
+    words = [next(parts).choices[0].delta.content or ""]
     victim = cluster_pool.nodes[raw.headers["x-macpool-node"]]
     below = victim.children()
     victim.kill()
-    with pytest.raises(openai.APIError) as caught:
-        list(stream)
-    assert "lost" in str(caught.value)
+    words += [part.choices[0].delta.content or "" for part in parts if part.choices]
+    whole = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=100)
+    assert "".join(words) == whole.choices[0].message.content
     gone(below, 5)
     for _ in range(10):
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=1)
@@ -543,3 +544,93 @@ def test_guard_off_is_said_everywhere(cluster_pool: Pool) -> None:
     assert [danger for danger in status["dangers"] if "memory.guard is off" in danger] == status["dangers"]
     assert "OFF" in cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
     assert "memory.guard is off" in cluster_pool.nodes["bold"].log.read_text()
+
+
+def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
+    facts = cluster_pool.up("http.tls=on")
+    assert facts["base_url"].startswith("https://127.0.0.1:")
+    cluster_pool.join("studio")
+    status = cluster_pool.cli("status")
+    assert status["nodes"]["ready"] == 1, "the owner's command trusts it"
+    made = cluster_pool.cli("trust-ca", "--print")
+    context = ssl.create_default_context(cadata=made["pem"])
+    trusting = httpx.Client(trust_env=False, timeout=60, verify=context)
+    api = OpenAI(base_url=facts["base_url"], api_key=cluster_pool.key, max_retries=0, http_client=trusting)
+    whole = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=5)
+    stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=5, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    with pytest.raises(openai.APIConnectionError):
+        client(cluster_pool).models.list()
+    url = facts["base_url"].removesuffix("/v1")
+    wrong = cluster_pool.run("trust-ca", url, "--fingerprint", "0" * 64)
+    assert wrong.returncode == 9
+    assert "do not trust it" in wrong.stderr
+    assert facts["trust"] == f"cluster trust-ca {url} --fingerprint {made['fingerprint']}"
+
+
+def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> None:
+    for pairs, said in (
+        (("http.tls=off", "http.certificate=/x.pem"), "leave one of them out"),
+        (("http.key=/x.pem",), "without http.certificate"),
+        (("http.certificate=/x.pem",), "No such file"),
+        (("http.tls=maybe",), "http.tls"),
+    ):
+        arguments = [part for pair in pairs for part in ("--set", pair)]
+        refused = cluster_pool.run(
+            "up", "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0", "--no-local-node", "--state",
+            str(cluster_pool.state), *arguments,
+        )  # fmt: skip
+        assert refused.returncode in (1, 2)
+        assert said in refused.stderr
+
+
+def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("studio")
+    cluster_pool.join("macbook", "engine.scripted.memory=36GiB")
+    answer = client(cluster_pool).chat.completions.with_raw_response.create(
+        model="scripted-1", messages=MESSAGES, max_tokens=5, extra_headers={"x-request-id": "why-there"}
+    )
+    told = cluster_pool.cli("explain", "why-there")
+    (story,) = told["requests"]
+    assert [step["what"] for step in story["steps"]] == ["sent", "first token"]
+    assert story["steps"][0]["node"] == answer.headers["x-macpool-node"]
+    (decision,) = told["decisions"]
+    assert {one["name"] for one in decision["candidates"]} == {"studio", "macbook"}
+    shown = cluster_pool.run("explain", "why-there", "--state", str(cluster_pool.state)).stdout
+    assert "first token" in shown
+    assert "HEADROOM" in shown
+    assert "why-there" in cluster_pool.run("explain", "--state", str(cluster_pool.state)).stdout
+    file = cluster_pool.folder / "decisions.jsonl"
+    assert cluster_pool.run("explain", "--export", str(file), "--state", str(cluster_pool.state)).returncode == 0
+    again = cluster_pool.run("replay", str(file), "--policy", "most_headroom")
+    assert "1 decisions, 0 of them refusals" in again.stdout
+    file.write_text("junk\n")
+    wrong = cluster_pool.run("replay", str(file), "--policy", "balanced")
+    assert wrong.returncode == 2
+    assert "line 1" in wrong.stderr
+    assert cluster_pool.run("explain", "nobody", "--state", str(cluster_pool.state)).returncode == 5
+
+
+def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    for name in ("one", "two"):
+        cluster_pool.join(name, "engine.scripted.step_ms=20")
+    api = client(cluster_pool)
+    asked: Any = {"model": "scripted-1", "messages": MESSAGES, "max_tokens": 150}
+    undisturbed = api.chat.completions.create(**asked).choices[0].message.content
+    response = api.chat.completions.with_raw_response.create(**asked, stream=True)
+    chunks = iter(response.parse())
+    text = [next(chunks).choices[0].delta.content or "" for _ in range(5)]
+    where = response.headers["x-macpool-node"]
+    drained = cluster_pool.cli("nodes", "drain", where, "--wait", "20s")
+    assert drained["left"] == 0
+    text += [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(text) == undisturbed
+    assert cluster_pool.node(where)["cordoned"] is True
+    assert cluster_pool.node(where)["in_flight"] == 0
+    acts = [(act["action"], act["actor"]) for act in cluster_pool.cli("audit")["acts"]]
+    assert ("drain", "local") in acts
+    assert acts.count(("joined", "node")) == 2
+    cluster_pool.cli("nodes", "uncordon", where)

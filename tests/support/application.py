@@ -22,6 +22,7 @@ from coordinator.tokens import Tokens
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing
+from router.quotas import Quotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Application:
     authority: Authority
     store: Store
     registry: Registry
+    dispatcher: Dispatcher
 
     def document(self) -> dict[str, Any]:
         """Give the OpenAPI document."""
@@ -58,12 +60,14 @@ async def application(folder: Path, limit: RateLimit | None = None) -> AsyncGene
         settings = CoordinatorSettings()
         count = itertools.count(1)
         dispatcher = Dispatcher(
-            registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (number := next(count), number)
-        )
+            registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (number := next(count), number),
+            quotas=Quotas(ring.limits),
+        )  # fmt: skip
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
         api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
         yield Application(
-            FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin, authority, store, registry
-        )
+            FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin, authority, store, registry,
+            dispatcher,
+        )  # fmt: skip

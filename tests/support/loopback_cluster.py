@@ -37,7 +37,7 @@ def a_model(name: str = "tiny", **changes: object) -> Model:
     """Make a loaded model with a 4,096-token context and 64 KiB of KV per token."""
     facts: dict[str, object] = {
         "loaded": True, "weights": 1 * GIB, "kv_per_token": 64 * 1024, "transient": 64 * MIB, "context": 4096,
-        "prefill_speed": 1000.0, "decode_speed": 50.0, "expected_output": 64,
+        "prefill_speed": 1000.0, "decode_speed": 50.0, "expected_output": 64, "fingerprint": "tiny-1",
     } | changes  # fmt: skip
     return Model(name, **facts)  # pyright: ignore[reportArgumentType]
 
@@ -165,8 +165,9 @@ class LoopbackCluster:
                 return
             self.say(node, Deltas(step))
         node.reserved.pop(asked.request, None)
+        written = sum(map(len, steps)) + sum(map(len, asked.resume))
         stops = (node.stop,) * asked.params.n if node.stop else ()
-        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, sum(map(len, steps)), stops=stops,
+        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, written, stops=stops,
                                 thought=node.thought))  # fmt: skip
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
@@ -252,5 +253,8 @@ def _steps(node: LoopbackNode, asked: Generate) -> tuple[list[tuple[Delta, ...]]
         return [(delta,) for delta in deltas], reason
     spoken = node.text[: asked.params.max_tokens]
     choices = range(asked.params.n)
-    steps = [tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices) for text in spoken]
+    steps = [
+        tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices if at >= len(asked.known(choice)))
+        for at, text in enumerate(spoken)
+    ]
     return steps, "length" if len(spoken) < len(node.text) else "stop"

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -251,8 +252,13 @@ class Pool:
         run = json.loads((self.state / "run.json").read_text())
         request = urllib.request.Request(run["url"] + path, headers={"Authorization": f"Bearer {run['secret']}"})
 
+        trusting = ssl.create_default_context(cadata=run["ca"] or None)
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
+        )
+
         def ask() -> dict[str, Any]:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
+            with opener.open(request, timeout=10) as response:
                 return json.loads(response.read())
 
         return self.call(ask)

@@ -13,6 +13,7 @@ from wire.frames import (
     Admitted,
     Cancel,
     Channel,
+    Delta,
     Deltas,
     Failed,
     Finished,
@@ -58,6 +59,7 @@ class Driver:
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int, int], str] = defaultdict(str)
         self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.deltas: dict[tuple[int, int], list[Delta]] = defaultdict(list)
         self.logprobs: dict[tuple[int, int], list[Logprob]] = defaultdict(list)
         self.number = 0
         self.turns = 0
@@ -76,7 +78,8 @@ class Driver:
         self.number += 1
         messages = fields.pop("messages", (Message("user", content),))
         model = fields.pop("model", self.default)
-        self.take(Generate(self.number, self.number, f"r{self.number}", model, messages, params, 0, **fields))  # type: ignore[arg-type]
+        name = fields.pop("request_id", f"r{self.number}")
+        self.take(Generate(self.number, self.number, name, model, messages, params, 0, **fields))  # type: ignore[arg-type]
         return self.number
 
     def turn(self) -> None:
@@ -128,6 +131,7 @@ class Driver:
             if isinstance(frame, Deltas):
                 for delta in frame.deltas:
                     assert self.ended(delta.request) is None, "nothing follows an end"
+                    self.deltas[delta.request, delta.choice].append(delta)
                     self.ids[delta.request, delta.choice] += delta.ids
                     self.logprobs[delta.request, delta.choice] += delta.logprobs
                     for channel, text in delta.pieces:

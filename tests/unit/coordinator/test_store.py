@@ -8,13 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.store import KeyRow, MemberRow, StateLockedError, Store, StoreError, TokenRow
+from coordinator.store import (
+    AUDIT_KEPT,
+    MIGRATIONS,
+    AuditRow,
+    KeyRow,
+    MemberRow,
+    StateLockedError,
+    Store,
+    StoreError,
+    TokenRow,
+)
+from router.quotas import KeyLimits
+from router.usage import Used
 from wire.identity import NodeId
 from wire.report import Hardware
 
-MEMBER = MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0, cordoned=True)
+MEMBER = MemberRow(
+    NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0, cordoned=True, labels=("lab", "big")
+)
 TOKEN = TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab")
-KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None)
+KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None, KeyLimits(models=("qwen*",), concurrency=2))
 
 
 async def test_everything_survives_a_restart(tmp_path: Path) -> None:
@@ -29,9 +43,22 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     assert not store.revoke_key("k3", 2.0)
     store.deny_node(NodeId("n2"), 3.0, "removed")
     store.deny_serial("ff", 3.0, "joined again")
+    for day in ("2026-01-01", "2026-01-02", "2026-01-02"):
+        store.count("k1", "tiny", day, Used(1, 0, 100, 50, 10))
+    store.note(7.0, "k1", "cordon", "n1")
+    store.note(8.0, "local", "remove", "n2")
     await store.flush()
     store.close()
     again = Store(tmp_path)
+    assert [(row.day, row.used) for row in again.usage] == [
+        ("2026-01-01", Used(1, 0, 100, 50, 10)), ("2026-01-02", Used(2, 0, 200, 100, 20)),
+    ]  # fmt: skip
+    assert list(again.audit) == [
+        AuditRow(1, 7.0, "k1", "cordon", "n1"), AuditRow(2, 8.0, "local", "remove", "n2"),
+    ]  # fmt: skip
+    again.note(9.0, "k1", "uncordon", "n1")
+    assert again.audit[-1].number == 3
+    again.forget_usage("2026-01-02")
     assert (again.meta.cluster, again.meta.name, again.next_epoch()) == ("c1", "lab", 2)
     assert again.members == {"n1": MEMBER}
     assert again.tokens == {TOKEN.id: TOKEN}
@@ -43,6 +70,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     again.close()
     third = Store(tmp_path)
     assert not third.tokens
+    assert [row.day for row in third.usage] == ["2026-01-02"]
     third.close()
 
 
@@ -96,6 +124,30 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
+def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for number in range(AUDIT_KEPT + 5):
+        store.note(float(number), "k", "act", "x")
+    assert [store.audit[0].number, store.audit[-1].number] == [6, AUDIT_KEPT + 5]
+    store.close()
+    again = Store(tmp_path)
+    assert [again.audit[0].number, len(again.audit)] == [6, AUDIT_KEPT]
+    again.close()
+
+
+def test_a_database_of_the_first_schema_is_carried_over(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "cluster.db")
+    connection.executescript(MIGRATIONS[0] + "PRAGMA user_version = 1;")
+    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', '[]', '', 1.0, 0, NULL)")
+    connection.execute("INSERT INTO keys VALUES ('k', 'laptop', 'infer', x'00', 1.0, NULL, NULL)")
+    connection.commit()
+    connection.close()
+    store = Store(tmp_path)
+    assert store.members[NodeId("n")].labels == ()
+    assert store.keys["k"].limits is None
+    store.close()
+
+
 def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
     (tmp_path / "cluster.db").write_bytes(b"not a database" * 1000)
     for _ in range(2):
@@ -108,7 +160,7 @@ def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> No
 def test_a_row_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "cluster.db")
-    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL)")
+    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL, '')")
     connection.commit()
     connection.close()
     for _ in range(2):

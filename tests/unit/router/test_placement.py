@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.placement import (
     POLICIES,
+    Candidate,
     Correction,
     Demand,
     NoPlacement,
@@ -56,8 +57,52 @@ def refused(result: Placement | NoPlacement) -> Refused:
     return result.refused
 
 
+def told(result: Placement | NoPlacement) -> tuple[tuple[Candidate, ...], NodeId | None]:
+    return result.candidates, result.chosen.node if isinstance(result, Placement) else None
+
+
 def why(result: Placement | NoPlacement, name: str) -> str:
     return next(candidate.why for candidate in result.candidates if candidate.name == name)
+
+
+# what was read before
+
+LONG = Demand("tiny", 0, 4_000)
+
+
+def test_a_prompt_goes_back_to_where_it_was_read():
+    result = decide(node("a"), node("b"), node("c"), ask=LONG, warm={NodeId("b"): 0.9})
+    assert chosen(result) == "b"
+    times = {one.name: one.expected_ttft for one in result.candidates}
+    assert times["b"] == pytest.approx(times["a"] * 0.1)
+
+
+def test_a_queue_that_costs_more_than_the_cache_saves_sends_it_elsewhere():
+    def busy(tokens: int) -> NodeView:
+        return node("b", engine=EngineState("mlx", "ready", queued_tokens=tokens))
+
+    assert chosen(decide(node("a"), busy(3_000), ask=LONG, warm={NodeId("b"): 0.9})) == "b"
+    assert chosen(decide(node("a"), busy(4_000), ask=LONG, warm={NodeId("b"): 0.9})) == "a"
+
+
+def test_short_prompts_of_a_conversation_stay_together():
+    names = {chosen(decide(node("a"), node("b"), seed=seed, warm={NodeId("b"): 0.7})) for seed in range(20)}
+    assert names == {"b"}
+
+
+def test_a_model_that_is_gone_from_memory_is_not_warm():
+    cold = node("b", None, a_model(loaded=False, load_seconds=5.0))
+    result = decide(node("a"), cold, ask=LONG, warm={NodeId("b"): 1.0})
+    assert chosen(result) == "a"
+
+
+@given(st.integers(0, 64), st.floats(0, 1), st.sampled_from(list(POLICIES)))
+def test_what_was_read_before_never_makes_room(mib: int, share: float, policy: str):
+    nodes = (node("a", a_memory(mib * MIB)), node("b", a_memory(mib * MIB)))
+    cold, warm = decide(*nodes, policy=policy), decide(*nodes, policy=policy, warm={NodeId("a"): share})
+    assert type(cold) is type(warm)
+    assert [one.need for one in cold.candidates] == [one.need for one in warm.candidates]
+    assert [one.why for one in cold.candidates] == [one.why for one in warm.candidates]
 
 
 # the filter
@@ -361,7 +406,7 @@ def test_nodes_that_are_all_away_are_named():
 
 
 def test_explain_shows_every_node_with_its_arithmetic():
-    rows = explain(decide(node("a"), node("b", a_memory(MIB))))
+    rows = explain(*told(decide(node("a"), node("b", a_memory(MIB)))))
     assert [(row["name"], row["chosen"], row["feasible"]) for row in rows] == [("a", True, True), ("b", False, False)]
     assert rows[1]["headroom"] == MIB
     assert rows[1]["code"] == "no_headroom"
@@ -414,7 +459,7 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
     assert {candidate.node for candidate in result.candidates if candidate.feasible} == fits
     if isinstance(result, Placement):
         assert result.chosen.node in fits
-        assert [row["chosen"] for row in explain(result)].count(True) == 1
+        assert [row["chosen"] for row in explain(*told(result))].count(True) == 1
     else:
         assert not fits
         assert all(candidate.why for candidate in result.candidates)

@@ -18,12 +18,12 @@ def test_every_refusal_has_its_status_and_openai_shape(code: Code):
     assert problem.status == STATUS[code]
     found = error(problem)
     assert (found["code"], found["message"], found["request_id"]) == (code.value, "why", "r-1")
-    assert found["type"] in {"invalid_request_error", "rate_limit_error", "server_error"}
+    assert found["type"] in {"invalid_request_error", "permission_error", "rate_limit_error", "server_error"}
     assert found["memory"] == {
         "predicted": 30, "ceiling": 20, "current": 10, "reserved": 1, "estimate": 5, "margin": 2, "cap": 24,
         "headroom": 7, "bound_by": "static",
     }  # fmt: skip
-    assert (b"retry-after", b"1") in problem.headers() or problem.status in (400, 404, 409, 500)
+    assert (b"retry-after", b"1") in problem.headers() or problem.status in (400, 403, 404, 409, 500)
 
 
 @pytest.mark.parametrize(("code", "kind"), [

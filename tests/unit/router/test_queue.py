@@ -23,6 +23,61 @@ def test_the_line_is_bounded_and_says_when_to_come_back():
     assert 1 <= refused.retry_after <= 60
 
 
+def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(LEAST_LIMIT):
+        offer(queue, str(number), f"key{number % 8}")
+    queue.wake(1.0, lambda item, keep: item == "0")
+    queue.wake(2.0, lambda item, keep: item in ("1", "2"))
+    queue.wake(3.0, lambda item, keep: item in ("3", "4"))
+    for number in range(5):
+        offer(queue, str(number), "more")
+
+    def told(now: float) -> float:
+        refused = queue.offer("one more", "late", 1, now, now + 30, 2)
+        assert isinstance(refused, Refused)
+        assert refused.retry_after is not None
+        return refused.retry_after
+
+    assert told(3.0) == LEAST_LIMIT * 0.5, "two left in each second"
+    assert told(3.7) > LEAST_LIMIT * 0.5, "nobody has left since"
+    assert told(100.0) == 60.0
+
+
+def test_a_key_may_have_a_share_of_its_own():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(2):
+        assert isinstance(queue.offer(str(number), "k", 1, 0.0, 30.0, 2, share=2), Entry)
+    refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2, share=2)
+    assert isinstance(refused, Refused)
+    assert refused.code is Code.OVER_SHARE
+
+
+def place_one(queue: AdmissionQueue[str], order: list[str]) -> None:
+    before = len(order)
+
+    def attempt(item: str, keep: bool) -> bool:
+        if len(order) == before:
+            order.append(item)
+            return True
+        return False
+
+    queue.wake(1.0, attempt)
+
+
+@pytest.mark.parametrize("weight", [1, 2, 4])
+def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(30):
+        queue.offer(f"heavy {number}", "heavy", QUANTUM, 0.0, 30.0, 20, weight=weight, share=100)
+        queue.offer(f"light {number}", "light", QUANTUM, 0.0, 30.0, 20, share=100)
+    order: list[str] = []
+    for _ in range(20):
+        place_one(queue, order)
+    heavy = sum(item.startswith("heavy") for item in order)
+    assert heavy == pytest.approx(20 * weight / (weight + 1), abs=1.5)
+
+
 def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(LEAST_SHARE):

@@ -48,6 +48,7 @@ def test_a_hold_counts_for_all_but_its_owner():
     assert (ledger.unacknowledged(A), ledger.unacknowledged(A, 7), ledger.unacknowledged(B)) == (300, 0, 0)
     ledger.hold(7, B, 200)
     assert (ledger.unacknowledged(A), ledger.unacknowledged(B), ledger.held_on(7)) == (0, 200, B)
+    assert (ledger.holder(A), ledger.holder(B)) == (None, 7)
     ledger.drop_hold(7)
     ledger.drop_hold(7)
     assert ledger.empty

@@ -13,7 +13,7 @@ from node.engine.gate import Site
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.frames import Failed, Finished, Limits, Params, Refusal
-from wire.refusals import Code
+from wire.refusals import Code, Refused
 from wire.report import Counts, Group
 from wire.units import GIB, MIB
 from wire.verdict import padded, request_transient
@@ -96,6 +96,30 @@ def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver
     assert isinstance(driver.end(number), Finished)
     assert isinstance(driver.end(first), Finished)
     assert driver.engine._generation.wanted() == 0
+
+
+def test_a_row_whose_join_has_no_room_joins_later(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    first = driver.ask("hello", endless(300))
+    driver.until(lambda: len(driver.ids[first, 0]) > 2)
+    held = driver.engine.report(time.monotonic()).memory.ceiling
+    ask = driver.engine._forwards.ask
+
+    def ask_short(site: Site, need: int) -> Refused | None:
+        if site is Site.JOIN:
+            squeeze(driver, -2 * MIB)
+        return ask(site, need)
+
+    monkeypatch.setattr(driver.engine._forwards, "ask", ask_short)
+    number = driver.ask(SHORT[0]["prompt"], endless(8))
+    driver.until(lambda: driver.engine.gate.refusals[Site.JOIN] > 1)
+    assert driver.ended(number) is None, "its prompt is written, it waits"
+    monkeypatch.undo()
+    driver.take(Limits(8 * GIB, held, 0, "dynamic"))
+    assert isinstance(driver.end(number), Finished)
+    alone = driver.ask(SHORT[0]["prompt"], endless(8))
+    driver.end(alone)
+    assert driver.ids[number, 0] == driver.ids[alone, 0]
+    driver.cancel(first)
 
 
 def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_back_word_for_word(driver: Driver):

@@ -486,3 +486,26 @@ def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
     fits = isinstance(verdict.judge(report.memory, need), verdict.Fits)
     number = bench.ask("x " * words, max_tokens=50, n=choices)
     assert isinstance(bench.last(number), Admitted) is fits
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 9}, {"stop": ("amet con",)}, {"n": 2}])
+def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
+    whole = Bench(tokens=12)
+    number = whole.ask(**fields)
+    whole.run()
+    choices = range(fields.get("n", 1))
+    for cut in range(1, len(whole.ids[number, 0]) + 1):
+        first, second = Bench(tokens=12), Bench(tokens=12)
+        begun = first.ask(**fields)
+        while len(first.ids[begun, 0]) < cut:
+            first.turn()
+        known = tuple(tuple(first.ids[begun, choice]) for choice in choices)
+        again = second.ask(resume=known, **fields)
+        assert second.said[again][0] == Admitted(again, 6)
+        second.run()
+        for choice in choices:
+            assert first.ids[begun, choice] + second.ids[again, choice] == whole.ids[number, choice]
+            assert first.text[begun, choice] + second.text[again, choice] == whole.text[number, choice]
+        end, undisturbed = second.finished(again), whole.finished(number)
+        assert (end.reasons, end.completion_tokens) == (undisturbed.reasons, undisturbed.completion_tokens)
+        assert second.report().memory.reserved == 0

@@ -1,0 +1,135 @@
+"""`cluster trust-ca`: let this machine's programs trust the pool's HTTPS endpoint."""
+
+import hashlib
+import http.client
+import ssl
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from coordinator.cli.session import NOT_FOUND, PIN, Problem, Session, options, unreached
+
+SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
+BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
+"""Where systems keep what they trust, for programs that do not ask them."""
+LONGEST = 16_384
+"""Bytes of an authority's certificate that are read from a stranger."""
+
+
+@click.command("trust-ca")
+@click.argument("endpoint", metavar="[URL]", required=False)
+@click.option("--fingerprint", help="What it must be, from the output of `cluster up`; without it you are asked.")
+@click.option("--print", "only_print", is_flag=True, help="Print the certificate (PEM), trust nothing.")
+@click.option("--remove", is_flag=True, help="Trust it no longer.")
+@options
+def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool) -> None:
+    """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
+
+    It is an authority that can vouch for this network's names and addresses only. Not for the coordinator's own
+    machine alone: run it wherever a client runs. Programs that bring their own list of authorities (Python, Node) need
+    the variables that it prints.
+    """
+    base = (endpoint or session.target()[0]).rstrip("/").removesuffix("/v1")
+    pem = fetch(base)
+    found = check(pem, base, fingerprint)
+    if only_print:
+        session.show({"schema": 1, "fingerprint": found, "pem": pem}, lambda _: click.echo(pem, nl=False))
+        return
+    if fingerprint is None and not remove:
+        click.echo(f"the authority of {base} has the fingerprint\n  {found}")
+        click.confirm("Does the coordinator's `cluster up` show the same?", abort=True)
+    bundle = keep(session.state, pem, found)
+    with tempfile.NamedTemporaryFile("w", suffix=".crt") as file:
+        file.write(pem)
+        file.flush()
+        for command in commands(sys.platform, Path(file.name), found, remove=remove):
+            _run(command)
+    answer: dict[str, Any] = {"schema": 1, "fingerprint": found, "trusted": not remove, "bundle": str(bundle)}
+    session.show(answer, _print)
+
+
+def _print(answer: dict[str, Any]) -> None:
+    click.echo("trusted by this machine" if answer["trusted"] else "trusted no longer")
+    if answer["trusted"]:
+        click.echo(
+            f"Python: export SSL_CERT_FILE={answer['bundle']}\nNode:   export NODE_EXTRA_CA_CERTS={answer['bundle']}"
+        )
+
+
+def fetch(base: str) -> str:
+    """Get the authority's certificate (PEM) from an endpoint that nobody trusts yet. Problem when there is none."""
+    parts = urlsplit(base)
+    if parts.scheme != "https" or not parts.hostname:
+        raise Problem(2, f"{base} is not an HTTPS endpoint: there is nothing to trust")
+    blind = ssl.create_default_context()
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=10.0, context=blind)
+    try:
+        connection.request("GET", "/api/v1/ca.pem")
+        response = connection.getresponse()
+        text = response.read(LONGEST).decode("ascii", "replace")
+    except OSError as error:
+        raise Problem(*unreached(base, error)) from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise Problem(NOT_FOUND, f"{base} uses a certificate that was given to it: it has no authority of its own")
+    return text
+
+
+def check(pem: str, base: str, wanted: str | None) -> str:
+    """Give the fingerprint (SHA-256, hex) of what was fetched. Problem when it is not the wanted one, or when it could
+    vouch for more than a home network."""
+    from cryptography import x509
+
+    from coordinator.endpoint import constrained_to
+
+    try:
+        certificate = x509.load_pem_x509_certificate(pem.encode())
+    except ValueError:
+        raise Problem(1, f"{base} sent no certificate") from None
+    found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
+    if wanted is not None and wanted.lower().replace(":", "") != found:
+        raise Problem(PIN, f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
+                      "somebody may be in between")  # fmt: skip
+    if not constrained_to(certificate):
+        raise Problem(PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it")
+    return found
+
+
+def keep(state: Path, pem: str, fingerprint: str) -> Path:
+    """Write a bundle of the system's authorities and this one, for programs that take a file."""
+    folder = state / "trusted"
+    folder.mkdir(parents=True, exist_ok=True)
+    bundle = folder / f"{fingerprint[:16]}.pem"
+    system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
+    bundle.write_text(f"{system.rstrip()}\n{pem}" if system else pem)
+    return bundle
+
+
+def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
+    """Give what makes a system trust the certificate in a file, or no longer."""
+    if platform == "darwin":
+        if remove:
+            return [["security", "remove-trusted-cert", str(file)]]
+        keychain = str(Path("~/Library/Keychains/login.keychain-db").expanduser())
+        return [["security", "add-trusted-cert", "-r", "trustRoot", "-p", "ssl", "-k", keychain, str(file)]]
+    place = str(SYSTEM_STORE / f"macpool-{fingerprint[:16]}.crt")
+    first = ["rm", "-f", place] if remove else ["install", "-m", "644", str(file), place]
+    return [first, ["update-ca-certificates"]]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise Problem(1, f"this system has no {command[0]}: add the certificate of `cluster trust-ca --print` to its "
+                      "authorities by hand") from None  # fmt: skip
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip()
+        raise Problem(1, f"{' '.join(command)} failed ({said}): run it again with sudo")

@@ -1,0 +1,43 @@
+"""A loop whose time is virtual: where a real one would wait, this one is there already.
+
+The production code takes its time and its timers from the running loop, so it runs here as it is. What is due at the
+same moment runs in the order in which the heap gives it, which is the same in every run.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable
+
+
+class Stuck(RuntimeError):
+    """Nothing is left that could ever happen, and the simulation has not ended: a bug of a model or of the router."""
+
+
+class _Leap(selectors.SelectSelector):
+    """Waits by telling how long it would have waited. No socket is ever ready here."""
+
+    def __init__(self, leap: Callable[[float], None]) -> None:
+        super().__init__()
+        self._leap = leap
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise Stuck("nothing is left that could happen")
+        self._leap(timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Begins at 0 seconds."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        super().__init__(_Leap(self._forward))
+
+    def time(self) -> float:
+        """Give virtual seconds."""
+        return self._seconds
+
+    def _forward(self, seconds: float) -> None:
+        if seconds > 0:
+            self._seconds += seconds

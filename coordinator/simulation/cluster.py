@@ -1,0 +1,433 @@
+"""The pool around the router: links, reports, membership, what goes wrong, and what becomes of every request.
+
+Frames travel one way in `latency` seconds and never overtake one another. Reports come at fixed moments of a period,
+each node at its own, SLOTS moments in all; those of one moment reach the router as one picture. A node that rests says
+so once a second. Membership is the production state machine; only its suspicion of itself is left out.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from random import Random
+from typing import Protocol
+
+from coordinator import membership
+from coordinator.membership import (
+    Changed,
+    CloseLink,
+    Connected,
+    Disconnected,
+    Enrolled,
+    Member,
+    NodeGone,
+    Reported,
+    Tick,
+)
+from coordinator.simulation.machine import Machine
+from coordinator.simulation.requests import Talk, Turn
+from coordinator.simulation.scenario import EventSpec, NodeSpec, Scenario
+from router.ticket import Failure, Outcome
+from router.view import ClusterView, NodeView, view_of
+from wire.frames import Cancel, Deltas, Finished, Frame, Generate, Refusal, Report
+from wire.identity import NodeId
+from wire.refusals import Refused
+from wire.units import parse_size
+
+SLOTS = 20
+IDLE_SECONDS = 1.0
+GIVE_UP = 3600.0
+"""Seconds after the last arrival at which whoever is still there counts as failed."""
+
+
+class Contender(Protocol):
+    """What places requests: the production dispatcher, a peer's rule, or the clairvoyant."""
+
+    def set_view(self, view: ClusterView) -> None:
+        """Take a new picture of the pool."""
+        ...
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        """Hear what a node says of a request."""
+        ...
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """Follow the end of a node's link."""
+        ...
+
+    def submit(self, turn: Turn) -> None:
+        """Take a request; its end must be told to the pool's `ended`."""
+        ...
+
+    def changed(self, node: NodeId) -> None:
+        """Something ended on a node, this very moment: only the clairvoyant may listen."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+@dataclass(slots=True)
+class Fate:
+    """What became of one request. Times in seconds; `first_refused`: the first node that was asked said no."""
+
+    turn: Turn
+    arrived: float
+    fits: bool
+    sent: float | None = None
+    first: float | None = None
+    ended: float | None = None
+    outcome: Outcome | None = None
+    tries: int = 0
+    first_refused: bool = False
+    gaps: int = 0
+    nodes: list[str] = field(default_factory=list[str])
+
+    @property
+    def served(self) -> bool:
+        """Whether it was answered to its end."""
+        return isinstance(self.outcome, Finished)
+
+
+class Pool:
+    """See the module. `log` hears one line for everything that people would want to know, None for silence."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        talks: Iterable[Talk],
+        loop: asyncio.AbstractEventLoop,
+        seed: int,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.loop = loop
+        self._log = log
+        self._random = Random(f"pool {seed}")  # noqa: S311  the same draw every time is what is wanted
+        self._talks = deque(talks)
+        self._turns: dict[str, Turn] = {}
+        self._rest: dict[str, list[Turn]] = {}
+        self.fates: dict[str, Fate] = {}
+        self.machines: dict[NodeId, Machine] = {}
+        self._specs: dict[NodeId, NodeSpec] = {}
+        self.members: dict[NodeId, Member] = {}
+        self._views: dict[NodeId, NodeView] = {}
+        self._heard: dict[NodeId, float] = {}
+        self._links: dict[NodeId, int] = {}
+        self._silent: dict[NodeId, list[tuple[bool, Frame]]] = {}
+        self._lives: dict[NodeId, int] = {}
+        self._requests: dict[int, str] = {}
+        self._up: deque[tuple[float, NodeId, int, Frame]] = deque()
+        self._down: deque[tuple[float, NodeId, int, Frame]] = deque()
+        self._open = 0
+        self._over = asyncio.Event()
+        self._timers: list[asyncio.TimerHandle] = []
+        self.contender: Contender | None = None
+        self.loads = self.preemptions = self.reports = 0
+        self.finished_at = 0.0
+        for spec in scenario.nodes:
+            for name in spec.names():
+                self._join(NodeId(name), spec)
+
+    def _join(self, node: NodeId, spec: NodeSpec) -> None:
+        now = self.loop.time()
+        self._specs[node] = spec
+        self._links[node] = 0
+        self._lives[node] = 0
+        self.members[node] = membership.step(Member(node, membership.State.JOINING, now), Enrolled(), now)[0]
+        self.machines[node] = self._machine(node, loads=True)
+        self._connect(node)
+
+    def _machine(self, node: NodeId, *, loads: bool) -> Machine:
+        return Machine(
+            node, self._specs[node], self.scenario.models, self.loop, loads=loads,
+            say=lambda frame: self._say(node, frame), turn_of=self._turns.__getitem__,
+            changed=lambda: self._tell_contender(node),
+        )  # fmt: skip
+
+    def _tell_contender(self, node: NodeId) -> None:
+        self.loop.call_soon(self._told, node)
+
+    def _told(self, node: NodeId) -> None:
+        if self.contender is not None:
+            self.contender.changed(node)
+
+    def _connect(self, node: NodeId) -> None:
+        self._links[node] += 1
+        self._step(node, Connected(self._links[node], f"life {self._lives[node]}"))
+
+    # frames
+
+    def send(self, node: NodeId, frame: Frame) -> bool:
+        """Send to a node; False when it has no link."""
+        member = self.members[node]
+        if not member.link:
+            return False
+        if isinstance(frame, Generate):
+            self.note_sent(node, frame)
+        self._travel(self._down, node, frame)
+        return True
+
+    def _say(self, node: NodeId, frame: Frame) -> None:
+        self._travel(self._up, node, frame)
+
+    def _travel(self, way: "deque[tuple[float, NodeId, int, Frame]]", node: NodeId, frame: Frame) -> None:
+        due = self.loop.time() + self.scenario.latency
+        way.append((due, node, self._links[node], frame))
+        if len(way) == 1:
+            self.loop.call_at(due, self._arrive, way)
+
+    def _arrive(self, way: "deque[tuple[float, NodeId, int, Frame]]") -> None:
+        """Deliver what is due, in order; several reports make one picture."""
+        reported = False
+        while way and way[0][0] <= self.loop.time():
+            _, node, link, frame = way.popleft()
+            if link != self._links[node] or not self.members[node].link:
+                continue
+            if node in self._silent:
+                self._silent[node].append((way is self._up, frame))
+            elif way is self._down:
+                self.machines[node].take(frame)
+            else:
+                reported |= self._heard_of(node, frame)
+        if way:
+            self.loop.call_at(way[0][0], self._arrive, way)
+        if reported:
+            self._publish()
+
+    def _heard_of(self, node: NodeId, frame: Frame) -> bool:
+        if isinstance(frame, Report):
+            self._reported(node, frame)
+            return True
+        self._note(node, frame)
+        if self.contender is not None:
+            self.contender.receive(node, frame)
+        return False
+
+    # what becomes of requests
+
+    def note_sent(self, node: NodeId, frame: Generate) -> None:
+        """Note that a request is on its way to a node."""
+        fate = self.fates[frame.request_id]
+        self._requests[frame.request] = frame.request_id
+        fate.tries += 1
+        fate.nodes.append(str(node))
+        if fate.first is None:
+            fate.sent = self.loop.time()
+        self.say(f"{frame.request_id} -> {node}")
+
+    def _note(self, node: NodeId, frame: Frame) -> None:
+        now = self.loop.time()
+        if isinstance(frame, Deltas):
+            for delta in frame.deltas:
+                fate = self._fate(delta.request)
+                if fate is not None and fate.first is None:
+                    fate.first = now
+                    self.say(f"{fate.turn.id} first token on {node} after {now - fate.arrived:.2f} s")
+        elif isinstance(frame, Refusal):
+            fate = self._fate(frame.request)
+            if fate is not None:
+                fate.first_refused |= fate.tries == 1
+                self.say(f"{fate.turn.id} refused by {node}: {frame.refused.code}")
+
+    def _fate(self, request: int) -> Fate | None:
+        return self.fates.get(self._requests.get(request, ""))
+
+    def ended(self, request_id: str, outcome: Outcome) -> None:
+        """Hear of the end of a request, from the contender."""
+        fate, now = self.fates[request_id], self.loop.time()
+        fate.ended, fate.outcome = now, outcome
+        self._open -= 1
+        if isinstance(outcome, Finished):
+            self.say(f"{request_id} done after {now - fate.arrived:.2f} s")
+        else:
+            code = outcome.code.value if isinstance(outcome, Refused) else outcome.code
+            self.say(f"{request_id} ended: {code}")
+        rest = self._rest.pop(request_id, [])
+        if rest and fate.served:
+            self.loop.call_later(rest[0].think, self._arrives, rest)
+            self._open += 1
+        self._check_over()
+
+    def _check_over(self) -> None:
+        if not self._open and not self._talks:
+            self.finished_at = self.loop.time()
+            self._over.set()
+
+    def say(self, line: str) -> None:
+        """Write a line of the log."""
+        if self._log is not None:
+            self._log(f"{self.loop.time():.3f} {line}")
+
+    # arrivals
+
+    def _next_talk(self) -> None:
+        talk = self._talks.popleft()
+        self._open += 1
+        if self._talks:
+            self.loop.call_at(max(self._talks[0].at, self.loop.time()), self._next_talk)
+        self._arrives(talk.turns)
+
+    def _arrives(self, turns: list[Turn]) -> None:
+        turn, *rest = turns
+        self._turns[turn.id] = turn
+        if rest:
+            self._rest[turn.id] = rest
+        fits = any(machine.ever(turn) for machine in self.machines.values())
+        self.fates[turn.id] = Fate(turn, self.loop.time(), fits)
+        self.say(f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} tokens, {turn.output} to come")
+        if self.contender is not None:
+            self.contender.submit(turn)
+
+    # reports and membership
+
+    def _slot(self, slot: int, nodes: list[NodeId], round_: int) -> None:
+        period = self.scenario.report_seconds
+        when = (round_ + 1 + slot / SLOTS) * period
+        self._timers[slot] = self.loop.call_at(when, self._slot, slot, nodes, round_ + 1)
+        idle = max(1, round(IDLE_SECONDS / period))
+        for node in nodes:
+            machine = self.machines.get(node)
+            if machine is None or node in self._silent or not (machine.dirty or round_ % idle == 0):
+                continue
+            report = machine.report()
+            if self.scenario.report_loss and self._random.random() < self.scenario.report_loss:
+                continue
+            self.reports += 1
+            self._travel(self._up, node, report)
+
+    def _reported(self, node: NodeId, report: Report) -> None:
+        now = self.loop.time()
+        self._step(node, Reported(self._links[node], report.draining))
+        member = self.members[node]
+        self._heard[node] = now
+        self._views[node] = view_of(
+            report, node=node, name=node, state=member.state, heard_at=now, epoch=self._lives[node]
+        )
+
+    def _step(self, node: NodeId, event: membership.Event) -> bool:
+        member, actions = membership.step(self.members[node], event, self.loop.time())
+        self.members[node] = member
+        for action in actions:
+            match action:
+                case NodeGone():
+                    self.say(f"{node} is gone: {action.reason}")
+                    if self.contender is not None:
+                        self.contender.node_gone(node, action.reason)
+                case CloseLink():
+                    self._cut(node)
+                case Changed():
+                    if node in self._views:
+                        self._views[node] = changed(self._views[node], state=member.state)
+                    self.say(f"{node} {member.state}")
+                case _:
+                    pass
+        return bool(actions)
+
+    def _cut(self, node: NodeId) -> None:
+        """The coordinator closed the link of a silent node: what it held back is lost."""
+        if node in self._silent:
+            self._silent[node] = []
+
+    def _tick(self) -> None:
+        self.loop.call_later(self.scenario.report_seconds, self._tick)
+        moved = sum(self._step(node, Tick()) for node in self.members)
+        if moved:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self.contender is not None:
+            self.contender.set_view(ClusterView(tuple(self._views.values())))
+
+    # what goes wrong
+
+    def _happen(self, event: EventSpec) -> None:
+        node = NodeId(event.node)
+        machine = self.machines.get(node)
+        if machine is None or node in self._silent:
+            self.say(f"{node} is away: it cannot be that it {event.does}")
+            return
+        self.say(f"{node} {event.does} for {event.seconds:g} s")
+        if event.does == "lease":
+            size = parse_size(event.size)
+            given = machine.lease(size)
+            self.say(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
+            if given:
+                self.loop.call_later(event.seconds, machine.lease, -size)
+        elif event.does == "silent":
+            self._silent[node] = []
+            self.loop.call_later(event.seconds, self._speaks, node)
+        else:
+            self._dies(node, machine)
+            self.loop.call_later(event.seconds, self._returns, node)
+
+    def _dies(self, node: NodeId, machine: Machine) -> None:
+        machine.flush()
+        while self._up:  # what was sent is read before the end of the connection is seen
+            _, who, _, frame = self._up.popleft()
+            if self._heard_of(who, frame):
+                self._publish()
+        self._retire(machine)
+        del self.machines[node]
+        self._step(node, Disconnected(self._links[node]))
+        self._publish()
+
+    def _retire(self, machine: Machine) -> None:
+        self.loads += machine.loads
+        self.preemptions += machine.preemptions
+        machine.stop()
+
+    def _returns(self, node: NodeId) -> None:
+        self._lives[node] += 1
+        self.machines[node] = self._machine(node, loads=False)
+        self._connect(node)
+        self.say(f"{node} is back, with nothing loaded")
+
+    def _speaks(self, node: NodeId) -> None:
+        held = self._silent.pop(node)
+        if self.members[node].link:
+            for upward, frame in held:
+                self._travel(self._up if upward else self._down, node, frame)
+            self.say(f"{node} is heard again")
+            return
+        self.machines[node].forget()
+        self._connect(node)
+        self.say(f"{node} links anew")
+
+    # the run
+
+    async def run(self, contender: Contender) -> None:
+        """Play the whole scenario."""
+        self.contender = contender
+        nodes = list(self.machines)
+        for slot in range(SLOTS):
+            mine = nodes[slot::SLOTS]
+            for node in mine:  # everybody has reported once before anything begins
+                self._reported(node, self.machines[node].report())
+            begins = slot / SLOTS * self.scenario.report_seconds
+            self._timers.append(self.loop.call_at(begins, self._slot, slot, mine, 0))
+        self._publish()
+        self.loop.call_later(self.scenario.report_seconds, self._tick)
+        for event in self.scenario.events:
+            self.loop.call_at(event.at, self._happen, event)
+        if self._talks:
+            self.loop.call_at(self._talks[0].at, self._next_talk)
+        else:
+            self._over.set()
+        try:
+            async with asyncio.timeout(self.scenario.seconds + GIVE_UP):
+                await self._over.wait()
+        except TimeoutError:
+            for request_id, fate in self.fates.items():
+                if fate.outcome is None:
+                    fate.outcome = Failure("never_ended", "it has not ended")
+                    self.say(f"{request_id} has never ended")
+        for machine in self.machines.values():
+            self._retire(machine)
+        contender.close()
+
+    def cancel(self, node: NodeId, request: int) -> None:
+        """Tell a node that nobody waits for a request any more."""
+        self.send(node, Cancel(request))

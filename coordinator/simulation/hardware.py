@@ -1,0 +1,54 @@
+"""What Macs can do, as far as placement cares: prefill speed, decode speed, Metal's share of the memory.
+
+Speeds are those that llama.cpp's users measured for a model of 7 billion parameters in 4 bits on Apple chips (its
+public table of Apple Silicon: prompts of 512 tokens, answers of 128). MLX differs by some tens of per cent, and so do
+machines; what matters here is the ratio between them. Prefill is bound by computing: it scales with the parameters that
+a token meets. Decode is bound by reading memory: the same parameters, and the rows that are there.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from wire.units import GIB
+
+MEASURED_BILLIONS = 6.74
+MEASURED_BYTES = 3.83e9
+BATCH_COST = 0.15
+"""By how much each further row slows a decode step."""
+METAL_SHARE = 0.75
+METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
+"""Metal's wired limit, which is a node's cap where nobody sets one: it is the lowest of the terms."""
+BASE = 700 * 1024**2
+"""What an engine takes before any model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Tokens per second of the measured model: prefill, and decode of one row."""
+
+    prefill: float
+    decode: float
+
+
+CHIPS = MappingProxyType({
+    "M1": Chip(118, 14), "M1 Pro": Chip(266, 36), "M1 Max": Chip(530, 61), "M1 Ultra": Chip(1030, 84),
+    "M2": Chip(180, 22), "M2 Pro": Chip(341, 39), "M2 Max": Chip(671, 66), "M2 Ultra": Chip(1238, 94),
+    "M3": Chip(187, 21), "M3 Pro": Chip(344, 31), "M3 Max": Chip(760, 66), "M3 Ultra": Chip(1471, 92),
+    "M4": Chip(221, 24), "M4 Pro": Chip(440, 51), "M4 Max": Chip(886, 83),
+})  # fmt: skip
+
+
+def cap_of(memory: int) -> int:
+    """Give the cap in bytes of a Mac with this much memory and no settings."""
+    return int(memory * (METAL_SHARE_SMALL if memory <= METAL_SMALL else METAL_SHARE))
+
+
+def prefill_speed(chip: Chip, billions: float) -> float:
+    """Give tokens per second of a prefill that has the machine to itself."""
+    return chip.prefill * MEASURED_BILLIONS / billions
+
+
+def step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> float:
+    """Give the seconds of one decode step of a model with so many rows, whose caches hold `kv_bytes`."""
+    read = billions / MEASURED_BILLIONS
+    return (read * (1 + BATCH_COST * (rows - 1)) + kv_bytes / MEASURED_BYTES) / chip.decode

@@ -1,0 +1,157 @@
+"""Who asks for what, and when: drawn from a scenario once, the same for every policy.
+
+A conversation is drawn whole before it begins. Only the moments of its later turns follow from the answers, as with
+people: who answers slowly is asked less.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
+
+import msgspec
+
+from coordinator.simulation.hardware import CHIPS, prefill_speed
+from coordinator.simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
+
+BYTES_PER_TOKEN = 4.0
+NOISE = 0.08
+"""Sigma of the logarithm of the bytes that a token of a prompt has: the router estimates, the node counts."""
+MOST_REQUESTS = 500_000
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request: new prompt tokens, answer tokens, seconds of thought before it."""
+
+    id: str
+    key: str
+    model: str
+    prompt: int
+    output: int
+    bytes: int
+    max_tokens: int | None
+    think: float
+    session: str = ""
+    conversation: tuple[tuple[str, int], ...] = ()
+    """Texts of the prompt: a name and the tokens of each; empty where it begins nothing and continues nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Talk:
+    """A conversation that begins `at` seconds."""
+
+    at: float
+    turns: list[Turn] = field(default_factory=list[Turn])
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """One request of a trace."""
+
+    at: float
+    prompt: int
+    output: int
+    session: str = ""
+
+
+def draw(scenario: Scenario, seed: int, folder: Path) -> list[Talk]:
+    """Give all conversations in order of their beginning. Traces are looked for in `folder`. ScenarioError when one
+    cannot be read, or when it becomes too many."""
+    talks: list[Talk] = []
+    for number, load in enumerate(scenario.load):
+        random = Random(f"{seed} {number}")  # noqa: S311  the same draw every time is what is wanted
+        made = _traced(scenario, load, folder, random) if load.trace else _drawn(scenario, load, random)
+        for talk in made:
+            talks.append(talk)
+            if len(talks) > MOST_REQUESTS:
+                raise ScenarioError(f"load {number + 1}: this is more than {MOST_REQUESTS} conversations")
+    talks.sort(key=lambda talk: talk.at)
+    for number, talk in enumerate(talks):
+        _name(talk, f"r{number}")
+    return talks
+
+
+def _name(talk: Talk, name: str) -> None:
+    for number, turn in enumerate(talk.turns):
+        turn.id = name if len(talk.turns) == 1 else f"{name}.{number}"
+
+
+def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[Talk]:
+    pace = load.rate or _pace(scenario, load)
+    at, end = load.begins, min(scenario.seconds, load.ends or scenario.seconds)
+    number = 0
+    while pace > 0:
+        if number % load.bursts == 0:
+            at += random.expovariate(pace / load.bursts)
+        if at >= end:
+            return
+        yield _talk(scenario, load, random, at, number)
+        number += 1
+
+
+def _pace(scenario: Scenario, load: LoadSpec) -> float:
+    """Give conversations a second that ask for `share` of what all nodes that know the model can prefill."""
+    billions = scenario.model(load.model).active
+    speed = sum(
+        prefill_speed(CHIPS[node.chip], billions) * node.count
+        for node in scenario.nodes if not node.models or load.model in node.models
+    )  # fmt: skip
+    return load.share * speed / (_mean(load.prompt) * load.turns)
+
+
+def _mean(lengths: Lengths) -> float:
+    """Give the mean of what is drawn, by 999 quantiles: cutting at `most` changes it."""
+    normal = NormalDist()
+    drawn = (lengths.median * math.exp(lengths.sigma * normal.inv_cdf(part / 1000)) for part in range(1, 1000))
+    return sum(min(lengths.most, max(lengths.least, one)) for one in drawn) / 999
+
+
+def length(lengths: Lengths, random: Random) -> float:
+    """Draw one."""
+    drawn = random.lognormvariate(math.log(lengths.median), lengths.sigma)
+    return min(lengths.most, max(lengths.least, drawn))
+
+
+def _talk(scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int) -> Talk:
+    context, talk = scenario.model(load.model).context, Talk(at)
+    session = f"{load.key}-{load.model}-{number}" if load.turns > 1 else ""
+    said: list[tuple[str, int]] = []
+    while True:
+        new, output = whole(length(load.prompt, random)), whole(length(load.output, random))
+        output = min(output, load.max_tokens or output, context // 4)
+        room = context - (load.max_tokens or output) - 1 - sum(tokens for _, tokens in said)
+        if new > room and talk.turns:
+            return talk
+        new = max(1, min(new, room))
+        said.append((f"{session} {len(said)}", new))
+        talk.turns.append(_turn(load, said, output, length(load.think, random), session, random))
+        said.append((f"{session} {len(said)}", output))
+        if random.random() >= 1 - 1 / load.turns:
+            return talk
+
+
+def _turn(load: LoadSpec, said: list[tuple[str, int]], output: int, think: float, session: str, random: Random) -> Turn:
+    prompt = sum(tokens for _, tokens in said)
+    size = max(1, int(prompt * BYTES_PER_TOKEN * random.lognormvariate(0.0, NOISE)))
+    texts = tuple(said) if session else ()
+    return Turn("", load.key, load.model, prompt, output, size, load.max_tokens, think, session, texts)
+
+
+def _traced(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) -> Iterator[Talk]:
+    context, path = scenario.model(load.model).context, folder / load.trace
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ScenarioError(f"trace {load.trace}: {error.strerror or error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            one = msgspec.json.decode(line, type=_Line)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ScenarioError(f"trace {load.trace}, line {number} of {len(lines)}: {error}") from None
+        if one.at >= scenario.seconds:
+            continue
+        output = max(1, min(one.output, load.max_tokens or one.output, context // 4))
+        prompt = max(1, min(one.prompt, context - (load.max_tokens or output) - 1))
+        yield Talk(load.begins + one.at, [_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)])

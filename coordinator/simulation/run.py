@@ -1,0 +1,76 @@
+"""Plays a scenario for each policy in turn and gives the figures beside the clairvoyant's."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from coordinator.simulation.clock import VirtualLoop
+from coordinator.simulation.cluster import Pool
+from coordinator.simulation.contenders import CLAIRVOYANT, NAMES, make
+from coordinator.simulation.figures import Figures, figures_of
+from coordinator.simulation.requests import draw
+from coordinator.simulation.scenario import Scenario, ScenarioError, read
+
+
+def shipped() -> dict[str, str]:
+    """Give the text of every scenario that comes with the package, by name."""
+    folder = resources.files("coordinator.simulation") / "scenarios"
+    return {
+        file.name.removesuffix(".toml"): file.read_text("utf-8")
+        for file in sorted(folder.iterdir(), key=lambda file: file.name) if file.name.endswith(".toml")
+    }  # fmt: skip
+
+
+def load(name: str) -> tuple[Scenario, Path]:
+    """Read a scenario by its name or from a file; give it and the folder where its traces are. ScenarioError when it is
+    neither, or not one that can be simulated."""
+    known = shipped()
+    if name in known:
+        return read(known[name]), Path()
+    path = Path(name)
+    if not path.is_file():
+        raise ScenarioError(f"{name} is neither a file nor one of {', '.join(known)}")
+    try:
+        return read(path.read_text("utf-8")), path.parent
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{name} cannot be read: {error}") from None
+    except ScenarioError as error:
+        raise ScenarioError(f"{name}: {error}") from None
+
+
+def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
+    """Give the names to play, the clairvoyant first: those that were chosen, or the scenario's, or all. ScenarioError
+    when there is no such policy."""
+    wanted = list(chosen or scenario.policies or NAMES)
+    unknown = [name for name in wanted if name not in NAMES and name != CLAIRVOYANT]
+    if unknown:
+        raise ScenarioError(f"there is no policy {unknown[0]!r}; there are {', '.join(NAMES)}")
+    return [CLAIRVOYANT, *(name for name in dict.fromkeys(wanted) if name != CLAIRVOYANT)]
+
+
+def play(
+    scenario: Scenario, policy: str, seed: int, folder: Path, log: Callable[[str], None] | None = None
+) -> tuple[Figures, Pool]:
+    """Play a scenario once, in virtual time."""
+    loop = VirtualLoop()
+    try:
+        pool = Pool(scenario, draw(scenario, seed, folder), loop, seed, log)
+        loop.run_until_complete(pool.run(make(policy, pool, seed)))
+        return figures_of(policy, pool, scenario.seconds), pool
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[Figures]:
+    """Play all in turn; give each one's figures as they are there, with the ratios to the clairvoyant, who is first."""
+    best: Figures | None = None
+    for policy in policies:
+        row, _ = play(scenario, policy, seed, folder)
+        best = best or row
+        yield replace(
+            row, ratio_p50=row.ttft_p50 / best.ttft_p50, ratio_p95=row.ttft_p95 / best.ttft_p95,
+            ratio_p99=row.ttft_p99 / best.ttft_p99,
+        )  # fmt: skip

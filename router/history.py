@@ -1,0 +1,148 @@
+"""What became of the newest requests: every step with its time, every decision with all its numbers, and its end.
+
+Kept in two bounded rings, so that a person can ask why a request went where it went (`cluster explain`), and so that
+the decisions of a day can be written to a file and taken again by another policy (`replay`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from router.placement import Candidate, Demand, NoPlacement, Placement, Policy, explain
+from wire.frames import Timings
+from wire.identity import NodeId
+from wire.refusals import Refused
+
+STORIES_KEPT = 1000
+DECISIONS_KEPT = 1000
+ROWS_KEPT = 16
+"""Nodes kept of each decision: enough to explain, bounded in a large cluster."""
+LONGEST_LINE = 4 * 2**20
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """One placement as it was made. `at` in monotonic seconds; `nodes` is how many the cluster had."""
+
+    at: float
+    request_id: str
+    key: str
+    demand: Demand
+    candidates: tuple[Candidate, ...]
+    chosen: NodeId | None = None
+    refused: Refused | None = None
+    nodes: int = 0
+
+    def rows(self) -> list[dict[str, object]]:
+        """Give every node's arithmetic as plain rows."""
+        return explain(self.candidates, self.chosen)
+
+
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened to a request, `at` seconds after it came."""
+
+    at: float
+    what: str
+    node: str = ""
+
+
+class Story(msgspec.Struct, frozen=True, gc=False):
+    """A request from its arrival (monotonic seconds) to its end, `seconds` later. `timings` are its last node's."""
+
+    request_id: str
+    key: str
+    model: str
+    stream: bool
+    arrived: float
+    seconds: float
+    outcome: str
+    message: str
+    steps: tuple[Step, ...]
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    timings: Timings | None = None
+
+
+class History:
+    """The two rings."""
+
+    def __init__(self) -> None:
+        self.stories: deque[Story] = deque(maxlen=STORIES_KEPT)
+        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+
+    def decided(
+        self, at: float, request_id: str, key: str, demand: Demand, result: Placement | NoPlacement, nodes: int
+    ) -> None:
+        """Keep a decision; of a large cluster the node that was chosen and some others."""
+        kept = result.candidates
+        if isinstance(result, NoPlacement):
+            self.decisions.append(Decision(at, request_id, key, demand, kept[:ROWS_KEPT], None, result.refused, nodes))
+            return
+        chosen = result.chosen
+        if len(kept) > ROWS_KEPT:
+            kept = (chosen, *(one for one in kept[:ROWS_KEPT] if one is not chosen))
+        self.decisions.append(Decision(at, request_id, key, demand, kept, chosen.node, None, nodes))
+
+    def told(self, request_id: str) -> list[Story]:
+        """Give the kept stories of a request id, oldest first: a client may use one id twice."""
+        return [story for story in self.stories if story.request_id == request_id]
+
+    def decided_on(self, request_id: str) -> list[Decision]:
+        """Give the kept decisions about one request, oldest first."""
+        return [decision for decision in self.decisions if decision.request_id == request_id]
+
+    def lines(self) -> Iterator[bytes]:
+        """Give every kept decision as a line of JSON."""
+        return (msgspec.json.encode(decision) + b"\n" for decision in tuple(self.decisions))
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """How another policy would have decided: `same` of `decisions` alike, and every node that would have been taken
+    instead, with what was."""
+
+    decisions: int
+    same: int
+    refused: int
+    instead: tuple[tuple[str, str, str], ...]
+    """(request id, node taken, node that the other policy takes)"""
+    waits: tuple[float, float]
+    """Mean of the expected seconds to the first token as decided, and by the other policy."""
+
+
+def read_line(line: bytes) -> Decision:
+    """Read one line of `History.lines`. ValueError says what is wrong with it."""
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"the line has {len(line)} bytes, at most {LONGEST_LINE} are read")
+    try:
+        return msgspec.json.decode(line, type=Decision)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+
+
+def replay(decisions: Iterable[Decision], policy: Policy, draw: Callable[[], float]) -> Replayed:
+    """Take every decision again, each on what was known then; what other decisions would have changed later is not
+    modelled (`cluster simulate` does that)."""
+    count = same = refused = 0
+    instead: list[tuple[str, str, str]] = []
+    was: list[float] = []
+    would: list[float] = []
+    for one in decisions:
+        count += 1
+        feasible = [candidate for candidate in one.candidates if candidate.feasible]
+        taken = next((candidate for candidate in feasible if candidate.node == one.chosen), None)
+        if taken is None:
+            refused += 1
+            continue
+        best = min(feasible, key=lambda node: (*policy.score(node, one.demand), draw()))
+        was.append(taken.expected_ttft)
+        would.append(best.expected_ttft)
+        if policy.score(best, one.demand) == policy.score(taken, one.demand):
+            same += 1
+        else:
+            instead.append((one.request_id, taken.name, best.name))
+    return Replayed(count, same, refused, tuple(instead), (_mean(was), _mean(would)))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

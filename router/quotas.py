@@ -1,0 +1,154 @@
+"""What each API key may take: models, nodes, requests and tokens per minute, requests at once. Pure.
+
+Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
+minute. A request takes its tokens by estimate when it comes, prompt and the answer that it may write, and at its end
+the difference to what it really took is given back or taken; so a key cannot outrun its rate by asking before it has
+been answered. A request larger than a whole minute's tokens is let through when the bucket is full, and leaves a debt.
+"""
+
+import fnmatch
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.placement import Demand
+from wire.refusals import Code, Refused
+
+MINUTE = 60.0
+ANSWER = 256
+"""Tokens of an answer whose length the client has not bounded."""
+BYTES_PER_TOKEN = 4
+WEIGHTS = {"low": 1, "normal": 4, "high": 16}
+"""A key's part of the queue beside others, by its priority (`queue`)."""
+
+Rate = Annotated[int, Meta(ge=1, le=10**9)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a key may use; None: no bound. `models` are names or patterns (`qwen*`), empty: all; `labels` are those that
+    a node must have; `waiting` is the most requests that may wait in line."""
+
+    models: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    labels: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    requests_per_minute: Rate | None = None
+    tokens_per_minute: Rate | None = None
+    concurrency: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
+    priority: Literal["low", "normal", "high"] = "normal"
+
+    def allows(self, model: str) -> bool:
+        """Say whether the key may use a model."""
+        return not self.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
+
+    @property
+    def weight(self) -> int:
+        """The key's part in the queue."""
+        return WEIGHTS[self.priority]
+
+
+NO_LIMITS = KeyLimits()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """So many a minute. `level` may be below 0: a debt."""
+
+    rate: int
+    level: float
+    at: float
+
+    def fill(self, now: float) -> None:
+        self.level = min(float(self.rate), self.level + max(0.0, now - self.at) * self.rate / MINUTE)
+        self.at = now
+
+    def wait_for(self, wanted: float) -> float:
+        """Give seconds until `wanted` are there, 0 when they are; more than a minute's worth is asked of a full one."""
+        missing = min(wanted, float(self.rate)) - self.level
+        return missing * MINUTE / self.rate if missing > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Meter:
+    running: int = 0
+    requests: _Bucket | None = None
+    tokens: _Bucket | None = None
+
+
+class Quotas:
+    """The meters of all keys that have limits. `limits_of` gives a key's limits by its id, None where it has none."""
+
+    def __init__(self, limits_of: Callable[[str], KeyLimits | None] = lambda _: None) -> None:
+        self._limits_of = limits_of
+        self._meters: dict[str, _Meter] = {}
+
+    def limits(self, key: str) -> KeyLimits:
+        """Give a key's limits."""
+        return self._limits_of(key) or NO_LIMITS
+
+    def take(self, key: str, demand: Demand, now: float) -> int | Refused:
+        """Let a request in, and give the tokens that it was charged; `settle` must follow. Or say which limit it is
+        over, and until when."""
+        limits = self._limits_of(key)
+        if limits is None:
+            return 0
+        if not limits.allows(demand.model):
+            return Refused(Code.NOT_ALLOWED, f"this API key may not use the model {demand.model[:200]!r}, only "
+                           f"{', '.join(limits.models)}")  # fmt: skip
+        meter = self._meter(key, limits, now)
+        if limits.concurrency is not None and meter.running >= limits.concurrency:
+            text = f"this API key may have {limits.concurrency} requests at once: wait for an answer"
+            return Refused(Code.RATE_LIMITED, text, None, 1.0)
+        charge = estimate(demand)
+        for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
+            wait = 0.0 if bucket is None else bucket.wait_for(cost)
+            if bucket is not None and wait:
+                text = f"this API key may take {bucket.rate} {what} a minute, and this asks for {cost}"
+                return Refused(Code.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
+        meter.running += 1
+        if meter.requests is not None:
+            meter.requests.level -= 1
+        if meter.tokens is not None:
+            meter.tokens.level -= charge
+        return charge
+
+    def settle(self, key: str, charged: int, used: int, now: float) -> None:
+        """Take in the end of a request that was let in: it used so many tokens."""
+        meter = self._meters.get(key)
+        if meter is None:
+            return
+        meter.running = max(0, meter.running - 1)
+        if meter.tokens is not None:
+            meter.tokens.fill(now)
+            meter.tokens.level = min(float(meter.tokens.rate), meter.tokens.level + charged - used)
+
+    def _meter(self, key: str, limits: KeyLimits, now: float) -> _Meter:
+        meter = self._meters.setdefault(key, _Meter())
+        meter.requests = _kept(meter.requests, limits.requests_per_minute, now)
+        meter.tokens = _kept(meter.tokens, limits.tokens_per_minute, now)
+        return meter
+
+    def running(self, key: str) -> int:
+        """Give how many requests of a key with limits are here."""
+        meter = self._meters.get(key)
+        return 0 if meter is None else meter.running
+
+
+def estimate(demand: Demand) -> int:
+    """Give the tokens that a request may take: its prompt, and for each choice what it may write."""
+    prompt = demand.prompt_tokens if demand.prompt_tokens is not None else demand.prompt_bytes // BYTES_PER_TOKEN
+    return prompt + demand.choices * (demand.max_tokens or ANSWER)
+
+
+def _kept(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:
+    """Keep a bucket whose rate is as it was, filled up to now; begin a full one where the rate is new."""
+    if rate is None:
+        return None
+    if bucket is None or bucket.rate != rate:
+        return _Bucket(rate, float(rate), now)
+    bucket.fill(now)
+    return bucket

@@ -1,0 +1,20 @@
+"""Plays the stories: a scenario beside its log. `MACPOOL_REWRITE=1` writes the logs anew; read the difference."""
+
+from pathlib import Path
+
+from coordinator.simulation.run import load, play
+
+STORIES = sorted((Path(__file__).parent / "stories").glob("*.toml"))
+
+
+def told(path: Path, policy: str = "balanced") -> str:
+    """Give the log of a story, and its figures at the end."""
+    scenario, folder = load(str(path))
+    lines = [f"# {scenario.about}"]
+    figures, pool = play(scenario, policy, scenario.seed, folder, lines.append)
+    lines.append(
+        f"= {figures.served} of {figures.requests} served, {figures.refused} refused, {figures.failed} failed, "
+        f"TTFT p50 {figures.ttft_p50:.2f} s, p95 {figures.ttft_p95:.2f} s, {figures.loads} loads, "
+        f"{pool.reports} reports"
+    )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,168 @@
+"""Stories with their logs, and what the production code promises under load, each in less than two seconds."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.simulation.cluster import Fate, Pool
+from coordinator.simulation.contenders import CLAIRVOYANT, NAMES
+from coordinator.simulation.figures import Figures
+from coordinator.simulation.run import compare, play, policies_of, shipped
+from coordinator.simulation.scenario import Scenario, read
+from tests.sim.simulation import STORIES, told
+
+NOWHERE = Path("nowhere")
+CHAT = """
+[[models]]
+name = "chat"
+weights = "4.6GiB"
+kv_per_token = "{kv}"
+active = 8.0
+"""
+EQUALS = (
+    """
+about = "Twenty equal Macs, bursts of thirty between two reports."
+seconds = 40
+"""
+    + CHAT.format(kv="640KiB")
+    + """
+[[nodes]]
+name = "mini"
+count = 20
+chip = "M4 Max"
+memory = "24GiB"
+loaded = ["chat"]
+
+[[load]]
+model = "chat"
+rate = 8
+bursts = 30
+prompt = { median = 1500, sigma = 0.5, least = 100, most = 3000 }
+output = { median = 60, sigma = 0.5, least = 10, most = 200 }
+"""
+)
+KEYS = (
+    """
+about = "Five keys ask for more than two small Macs can hold; one of them for most of it."
+seconds = 240
+"""
+    + CHAT.format(kv="2MiB")
+    + """
+[[nodes]]
+name = "mini"
+count = 2
+chip = "M4 Max"
+memory = "24GiB"
+loaded = ["chat"]
+"""
+    + "".join(
+        f"""
+[[load]]
+model = "chat"
+key = "{key}"
+rate = {rate}
+prompt = {{ median = 800, sigma = 0.4, least = 100, most = 2000 }}
+output = {{ median = 200, sigma = 0.4, least = 50, most = 250 }}
+"""
+        for key, rate in (("greedy", 1.0), ("ada", 0.1), ("bob", 0.1), ("cem", 0.1), ("dia", 0.1))
+    )
+)
+
+
+def played(text: str, policy: str = "balanced", seed: int = 1) -> tuple[Figures, Pool]:
+    return play(read(text), policy, seed, NOWHERE)
+
+
+def answered(fate: Fate) -> bool:
+    return fate.served or fate.outcome is not None
+
+
+@pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
+def test_the_story_ends_as_written(path: Path):
+    log, written = told(path), path.with_suffix(".log")
+    if os.environ.get("MACPOOL_REWRITE"):
+        written.write_text(log)
+    assert log == written.read_text()
+
+
+def test_there_are_stories():
+    assert len(STORIES) >= 3
+
+
+@pytest.mark.parametrize("policy", [CLAIRVOYANT, *NAMES])
+def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy: str):
+    path = next(path for path in STORIES if path.stem == "line")
+    log = told(path, policy)
+    assert log == told(path, policy)
+    _, pool = play(read(path.read_text()), policy, 1, path.parent)
+    assert all(answered(fate) for fate in pool.fates.values())
+    assert not any(machine.here() for machine in pool.machines.values())
+    assert all(machine.highest <= machine.memory().ceiling for machine in pool.machines.values())
+
+
+def test_a_burst_between_two_reports_meets_no_refusal():
+    figures, _ = played(EQUALS)
+    assert figures.requests >= 60
+    assert (figures.first_refused, figures.refused, figures.failed) == (0.0, 0, 0)
+    careless, _ = played(EQUALS, "most-headroom")
+    assert careless.first_refused == 0.0, "the ledger is below every policy"
+    peer, _ = played(EQUALS, "round-robin")
+    assert peer.first_refused > 0.02
+
+
+def test_a_greedy_key_takes_nothing_from_the_others():
+    figures, pool = played(KEYS)
+    assert figures.jain >= 0.9
+    others = [fate for fate in pool.fates.values() if fate.turn.key != "greedy"]
+    assert sum(fate.served for fate in others) >= 0.9 * len(others)
+    peer, _ = played(KEYS, "least-load")
+    assert peer.jain < figures.jain
+
+
+def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
+    """Memory is no limit here, time is."""
+    text = KEYS.replace('"2MiB"', '"16KiB"').replace("M4 Max", "M4 Pro")
+    figures, pool = played(text)
+    waited = {key: [fate for fate in pool.fates.values() if fate.turn.key == key] for key in ("greedy", "ada")}
+    assert figures.jain >= 0.8, "0.52 where nodes take all that their memory holds"
+    assert all(fate.served for fate in waited["ada"])
+    assert not all(fate.served for fate in waited["greedy"])
+
+
+def test_a_lease_is_refused_where_it_would_not_fit():
+    text = EQUALS + '\n[[events]]\nat = 1\nnode = "mini-1"\ndoes = "lease"\nsize = "15GiB"\n'
+    log: list[str] = []
+    play(read(text), "balanced", 1, NOWHERE, log.append)
+    assert any("mini-1 refuses a lease of 15GiB" in line for line in log)
+
+
+def test_lost_reports_cost_time_but_nothing_else():
+    figures, _ = played(EQUALS.replace("seconds = 40", "seconds = 40\nreport_loss = 0.3"))
+    assert figures.served == figures.fit
+    assert figures.first_refused <= 0.02
+
+
+def test_a_trace_is_played_as_it_was_recorded(tmp_path: Path):
+    lines = '{"at": 0.5, "prompt": 100, "output": 10}\n{"at": 2, "prompt": 200, "output": 20, "session": "s"}\n'
+    (tmp_path / "trace.jsonl").write_text(lines)
+    start = EQUALS.index("[[load]]")
+    scenario = read(EQUALS[:start] + '[[load]]\nmodel = "chat"\ntrace = "trace.jsonl"\n')
+    _, pool = play(scenario, "balanced", 1, tmp_path)
+    assert [(fate.arrived, fate.turn.prompt, fate.turn.output) for fate in pool.fates.values()] == [
+        (0.5, 100, 10), (2.0, 200, 20),
+    ]  # fmt: skip
+
+
+def test_the_shipped_scenarios_can_be_read_and_the_clairvoyant_is_always_there():
+    stories: dict[str, Scenario] = {name: read(text) for name, text in shipped().items()}
+    assert set(stories) == {"household", "lab"}
+    assert policies_of(stories["lab"], ["round-robin"]) == [CLAIRVOYANT, "round-robin"]
+    assert policies_of(stories["lab"], [])[1:] == list(NAMES)
+
+
+def test_ratios_are_to_the_clairvoyant():
+    rows = list(compare(read(EQUALS), [CLAIRVOYANT, "balanced"], 1, NOWHERE))
+    assert rows[0].ratio_p95 == 1.0
+    assert math.isclose(rows[1].ratio_p95, rows[1].ttft_p95 / rows[0].ttft_p95)

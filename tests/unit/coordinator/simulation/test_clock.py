@@ -1,0 +1,34 @@
+import asyncio
+
+import pytest
+
+from coordinator.simulation.clock import Stuck, VirtualLoop
+
+
+def test_time_passes_by_itself():
+    loop = VirtualLoop()
+
+    async def story() -> list[float]:
+        seen = [loop.time()]
+        for pause in (0.001, 3600.0, 86_400.0 * 3):
+            await asyncio.sleep(pause)
+            seen.append(loop.time())
+        return seen
+
+    seen = loop.run_until_complete(story())
+    loop.close()
+    assert seen == pytest.approx([0.0, 0.001, 3600.001, 262_800.001])
+
+
+def test_what_can_never_end_is_told():
+    loop = VirtualLoop()
+
+    async def story() -> None:
+        await loop.create_future()
+
+    with pytest.raises(Stuck):
+        loop.run_until_complete(story())
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()

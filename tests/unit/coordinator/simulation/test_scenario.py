@@ -1,0 +1,104 @@
+from pathlib import Path
+
+import pytest
+
+from coordinator.simulation.requests import draw
+from coordinator.simulation.run import load, policies_of
+from coordinator.simulation.scenario import ScenarioError, read
+
+GOOD = """
+about = "One."
+seconds = 10
+
+[[models]]
+name = "chat"
+weights = "4GiB"
+kv_per_token = "128KiB"
+active = 8.0
+
+[[nodes]]
+name = "mini"
+count = 2
+chip = "M4"
+memory = "24GiB"
+loaded = ["chat"]
+
+[[load]]
+model = "chat"
+rate = 1
+"""
+
+
+def test_a_scenario_is_read():
+    scenario = read(GOOD)
+    assert scenario.node_names() == ["mini-1", "mini-2"]
+    assert scenario.model("chat").context == 32_768
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("seconds = 10", "seconds = 0", r"`float` > 0.*\$\.seconds"),
+    ("seconds = 10", "secnds = 10", "secnds"),
+    ("about", "about = [", "not TOML"),
+    ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
+    ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
+    ('loaded = ["chat"]', 'loaded = ["cat"]', "node mini: there is no model 'cat', only chat"),
+    ("count = 2", "count = 30000", "<= 20000"),
+    ("rate = 1", "rate = 1\nshare = 1", "load 1: 2 of rate, share and trace are given"),
+    ("rate = 1", "rate = 0", "load 1: 0 of rate, share and trace are given"),
+    ("rate = 1", "rate = 1\nprompt = { median = 10, least = 9, most = 3 }", "least 9 above most 3"),
+    ("rate = 1", 'rate = 1\n[[events]]\nat = 3\nnode = "mini"\ndoes = "dies"', "event at 3 s: there is no node 'mini'"),
+    ('model = "chat"', 'model = "cat"', "load 1: there is no model 'cat', only chat"),
+])  # fmt: skip
+def test_what_cannot_be_simulated_is_told_with_its_place(old: str, new: str, words: str):
+    assert old in GOOD
+    with pytest.raises(ScenarioError, match=words):
+        read(GOOD.replace(old, new, 1))
+
+
+def test_names_are_there_once():
+    nodes = GOOD[GOOD.index("[[nodes]]") : GOOD.index("[[load]]")]
+    with pytest.raises(ScenarioError, match="node mini-1 is there twice"):
+        read(GOOD + nodes)
+
+
+def test_files_and_policies_are_named_in_errors(tmp_path: Path):
+    with pytest.raises(ScenarioError, match="nowhere is neither a file nor one of household, lab"):
+        load("nowhere")
+    (tmp_path / "x.toml").write_bytes(b"\xff")
+    with pytest.raises(ScenarioError, match="cannot be read"):
+        load(str(tmp_path / "x.toml"))
+    with pytest.raises(ScenarioError, match="no policy 'best'; there are balanced, "):
+        policies_of(read(GOOD), ["best"])
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ('{"at": 1}', "line 1 of 1: Object missing required field"),
+    ("no", "line 1 of 1: "),
+])  # fmt: skip
+def test_a_bad_trace_is_told_with_its_line(tmp_path: Path, line: str, words: str):
+    (tmp_path / "t.jsonl").write_text(line + "\n")
+    scenario = read(GOOD.replace("rate = 1", 'trace = "t.jsonl"'))
+    with pytest.raises(ScenarioError, match=words):
+        draw(scenario, 1, tmp_path)
+    with pytest.raises(ScenarioError, match=r"trace t\.jsonl: No such file"):
+        draw(scenario, 1, tmp_path / "else")
+
+
+def test_the_same_seed_draws_the_same_and_another_something_else():
+    scenario = read(GOOD.replace("rate = 1", "rate = 1\nturns = 4"))
+
+    def drawn(seed: int) -> list[tuple[float, int, int]]:
+        return [(talk.at, turn.prompt, turn.output) for talk in draw(scenario, seed, Path()) for turn in talk.turns]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_prompts_of_a_conversation_grow_by_what_was_said_and_fit_the_context():
+    scenario = read(GOOD.replace("rate = 1", "rate = 2\nturns = 40\nprompt = { median = 3000 }"))
+    talks = draw(scenario, 1, Path())
+    assert any(len(talk.turns) > 3 for talk in talks)
+    for talk in talks:
+        for before, after in zip(talk.turns, talk.turns[1:], strict=False):
+            assert after.prompt > before.prompt + before.output
+            assert after.conversation[: len(before.conversation)] == before.conversation
+        assert all(turn.prompt + turn.output < 32_768 for turn in talk.turns)

@@ -1,0 +1,41 @@
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from coordinator.cli.simulate import simulate
+
+STORY = str(Path(__file__).parents[3] / "sim" / "stories" / "line.toml")
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(simulate, words)
+
+
+def test_the_table_has_a_line_for_everybody():
+    done = run(STORY, "--policy", "balanced", "--policy", "round-robin")
+    assert done.exit_code == 0, done.output
+    table = done.stdout.splitlines()[3:]
+    assert [line.split()[0] for line in table] == ["POLICY", "clairvoyant", "balanced", "round-robin"]
+    assert table[1].split()[4] == "1.00"
+
+
+def test_json_knows_never():
+    done = run(STORY, "--policy", "round-robin", "--seed", "3", "--json")
+    answer = json.loads(done.stdout)
+    assert (answer["schema"], answer["seed"], len(answer["rows"])) == (1, 3, 2)
+    assert "Infinity" not in done.stdout
+
+
+def test_the_log_tells_every_step():
+    done = run(STORY, "--policy", "balanced", "--log")
+    assert "r0 first token on mini-2" in done.stdout
+
+
+def test_bad_files_are_usage_errors(tmp_path: Path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("seconds = 1\n")
+    done = run(str(bad))
+    assert done.exit_code == 2
+    assert f"{bad}: Object missing required field `about`" in done.output
+    assert run(STORY, "--policy", "best").exit_code == 2

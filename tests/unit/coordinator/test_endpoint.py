@@ -1,0 +1,175 @@
+"""TLS of the endpoint: what its authority can vouch for, and what it cannot."""
+
+import asyncio
+import ipaddress
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from coordinator.authority import AuthorityError, certificate_builder, key_usage, named, read_pair
+from coordinator.cli.session import PIN, Problem
+from coordinator.cli.trust import SYSTEM_STORE, check, commands, keep
+from coordinator.endpoint import Endpoint, allowed, from_files, is_loopback
+from wire.certificate import LEAF_LIFE, RENEW_AT
+
+NOW = 1_800_000_000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def endpoint(folder: Path, *hosts: str, here: tuple[str, ...] = ("studio.local", "192.168.1.7"),
+             clock: Clock | None = None) -> Endpoint:  # fmt: skip
+    return Endpoint(folder, hosts, clock or Clock(), lambda: here)
+
+
+def verifies(folder: Path, names: str, trusted: str) -> str:
+    """Let OpenSSL judge the certificate for one name; empty when it is good, else its words."""
+    (folder / "trusted.pem").write_text(trusted)
+    kind = "-verify_ip" if names[0].isdigit() else "-verify_hostname"
+    done = subprocess.run(
+        ["openssl", "verify", "-x509_strict", "-attime", str(int(NOW)), "-CAfile", str(folder / "trusted.pem"), kind,
+         names, str(folder / "endpoint.pem")], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["localhost", "studio.local", "192.168.1.7", "127.0.0.1", "pool.example"])
+def test_it_vouches_for_this_machine(tmp_path: Path, name: str):
+    made = endpoint(tmp_path, "pool.example")
+    assert name in made.names
+    assert verifies(tmp_path, name, made.ca_pem) == ""
+
+
+def test_public_addresses_and_names_are_left_out(tmp_path: Path):
+    made = endpoint(tmp_path, here=("studio.local", "8.8.8.8", "studio.example.com", "fe80::1", "100.100.0.7"))
+    assert made.names == ("100.100.0.7", "127.0.0.1", "::1", "fe80::1", "localhost", "studio.local")
+    assert not allowed("1.1.1.1")
+
+
+def test_a_stolen_authority_cannot_pose_as_a_public_site(tmp_path: Path):
+    made = endpoint(tmp_path)
+    authority, ca = read_pair(tmp_path / "endpoint-authority.pem")
+    for general in (x509.DNSName("bank.example"), x509.IPAddress(ipaddress.ip_address("8.8.8.8"))):
+        key = ec.generate_private_key(ec.SECP256R1())
+        forged = (
+            certificate_builder("forged", key.public_key(), ca.subject, NOW, 1e6)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.SubjectAlternativeName([general]), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
+                    ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+                ), critical=False,
+            )
+            .sign(authority, hashes.SHA256())
+        )  # fmt: skip
+        (tmp_path / "endpoint.pem").write_bytes(forged.public_bytes(Encoding.PEM))
+        name = "8.8.8.8" if isinstance(general, x509.IPAddress) else "bank.example"
+        assert "permitted subtree violation" in verifies(tmp_path, name, made.ca_pem)
+
+
+def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path: Path):
+    clock, here = Clock(), ["studio.local", "192.168.1.7"]
+    made = Endpoint(tmp_path, (), clock, lambda: here)
+    first = made.fingerprint
+    assert not made.renew()
+    clock.now += RENEW_AT * LEAF_LIFE + 1
+    assert made.renew()
+    here[1] = "192.168.1.9"
+    assert made.renew()
+    assert "192.168.1.9" in made.names
+    assert "192.168.1.7" not in made.names
+    assert Endpoint(tmp_path, (), clock, lambda: here).fingerprint == first, "who trusts it goes on"
+    assert Endpoint(tmp_path, ("pool.example",), clock, lambda: here).fingerprint != first, "it may vouch for more"
+
+
+def test_its_files_are_private(tmp_path: Path):
+    endpoint(tmp_path)
+    for name in ("endpoint.pem", "endpoint-authority.pem"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_client_that_trusts_it_is_let_through_and_another_is_not(tmp_path: Path):
+    made = Endpoint(tmp_path, (), time.time, lambda: ())
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=made.context)
+    port = server.sockets[0].getsockname()[1]
+    trusting = ssl.create_default_context(cadata=made.ca_pem)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    assert await reader.read() == b"hello"
+    writer.close()
+    with pytest.raises(ssl.SSLCertVerificationError):
+        await asyncio.open_connection("127.0.0.1", port, ssl=ssl.create_default_context())
+    server.close()
+
+
+def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
+    endpoint(tmp_path)
+    assert from_files(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
+    (tmp_path / "junk.pem").write_text("junk")
+    with pytest.raises(AuthorityError, match=r"with http\.key .*junk\.pem cannot be used"):
+        from_files(tmp_path / "endpoint.pem", tmp_path / "junk.pem")
+    with pytest.raises(AuthorityError, match="No such file"):
+        from_files(tmp_path / "none.pem", tmp_path / "none.pem")
+
+
+@pytest.mark.parametrize(("host", "only_here"), [
+    ("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("192.168.1.2", False),
+])  # fmt: skip
+def test_loopback_is_told_from_the_rest(host: str, only_here: bool):
+    assert is_loopback(host) is only_here
+
+
+# cluster trust-ca
+
+
+def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
+    made = endpoint(tmp_path)
+    assert check(made.ca_pem, "https://x", made.fingerprint.upper()) == made.fingerprint
+    with pytest.raises(Problem) as wrong:
+        check(made.ca_pem, "https://x", "0" * 64)
+    assert wrong.value.exit_code == PIN
+    key = ec.generate_private_key(ec.SECP256R1())
+    free = (
+        certificate_builder("any", key.public_key(), named("any"), NOW, 1e6)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    with pytest.raises(Problem, match="could vouch for any site"):
+        check(free.public_bytes(Encoding.PEM).decode(), "https://x", None)
+    with pytest.raises(Problem, match="sent no certificate"):
+        check("<html>", "https://x", None)
+
+
+def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
+    file, found = tmp_path / "ca.crt", "ab" * 32
+    (mac,) = commands("darwin", file, found, remove=False)
+    assert mac[:5] == ["security", "add-trusted-cert", "-r", "trustRoot", "-p"]
+    assert commands("darwin", file, found, remove=True) == [["security", "remove-trusted-cert", str(file)]]
+    place = str(SYSTEM_STORE / "macpool-abababababababab.crt")
+    assert commands("linux", file, found, remove=False)[0][-2:] == [str(file), place]
+    assert commands("linux", file, found, remove=True) == [["rm", "-f", place], ["update-ca-certificates"]]
+
+
+def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
+    made = endpoint(tmp_path)
+    bundle = keep(tmp_path, made.ca_pem, made.fingerprint)
+    assert bundle.read_text().endswith(made.ca_pem)
+    assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1

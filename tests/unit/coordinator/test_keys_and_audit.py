@@ -1,0 +1,161 @@
+"""Keys with limits, what they used, and who did what: the API as it stands in the coordinator."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.store import MemberRow
+from router.history import read_line
+from router.placement import Demand
+from router.ticket import Job
+from tests.support.application import Application, application
+from wire.frames import Message, Params
+from wire.identity import NodeId
+from wire.report import Hardware
+
+
+@pytest.fixture
+async def built(tmp_path: Path) -> AsyncIterator[Application]:
+    async with application(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def admin(built: Application) -> AsyncIterator[httpx.AsyncClient]:
+    key = built.admin.create_key("boss", ["admin"], None)["key"]
+    async with client(built, key) as made:
+        yield made
+
+
+def client(built: Application, key: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=built.app, raise_app_exceptions=False)  # pyright: ignore[reportArgumentType]
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", trust_env=False,
+                             headers={"authorization": f"Bearer {key}"})  # fmt: skip
+
+
+async def make(admin: httpx.AsyncClient, **limits: object) -> dict[str, Any]:
+    answer = await admin.post("/api/v1/keys", json={"name": "app", "limits": limits})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(model: str = "tiny") -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_keys_limits_are_listed_changed_and_kept(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, models=["qwen*"], requests_per_minute=10, priority="high")
+    (listed,) = [key for key in (await admin.get("/api/v1/keys")).json()["keys"] if key["id"] == made["id"]]
+    assert listed["limits"] == {"models": ["qwen*"], "requests_per_minute": 10, "priority": "high"}
+    answer = await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {"concurrency": 3}})
+    assert answer.status_code == 200
+    row = built.store.keys[made["id"]].limits
+    assert row is not None
+    assert (row.concurrency, row.models) == (3, ())
+    await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {}})
+    assert built.store.keys[made["id"]].limits is None
+    assert (await admin.put("/api/v1/keys/nobody/limits", json={"limits": {}})).status_code == 404
+
+
+@pytest.mark.parametrize(("limits", "named"), [
+    ({"requests_per_minute": 0}, "requests_per_minute"), ({"rate": 1}, "rate"), ({"models": ["a"] * 65}, "models"),
+    ({"priority": "now"}, "priority"), ({"tokens_per_minute": "many"}, "tokens_per_minute"),
+])  # fmt: skip
+async def test_wrong_limits_are_refused_by_name(admin: httpx.AsyncClient, limits: dict[str, Any], named: str):
+    answer = await admin.post("/api/v1/keys", json={"name": "app", "limits": limits})
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_the_key_may_not_use_is_a_403(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, models=["qwen*"])
+    async with client(built, made["key"]) as one:
+        answer = await one.post("/v1/chat/completions", json=chat("llama"))
+    assert answer.status_code == 403
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("not_allowed", "permission_error")
+    assert "qwen*" in error["message"]
+
+
+async def test_over_its_rate_a_key_gets_a_429_with_the_time(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, requests_per_minute=1, waiting=0)
+    async with client(built, made["key"]) as one:
+        first = await one.post("/v1/chat/completions", json=chat())
+        second = await one.post("/v1/chat/completions", json=chat())
+    assert first.json()["error"]["code"] == "over_share", "nobody serves it, and it may not wait"
+    assert second.status_code == 429
+    assert second.json()["error"]["code"] == "rate_limited"
+    assert int(second.headers["retry-after"]) in (59, 60)
+
+
+async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin)
+    used = built.dispatcher.usage.of(made["id"], "tiny")
+    used.requests, used.prompt_tokens, used.completion_tokens = 2, 100, 30
+    rows = (await admin.get("/api/v1/keys/usage")).json()["usage"]
+    assert rows == [{"key": made["id"], "name": "app", "model": "tiny", "requests": 2, "failed": 0,
+                     "prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 30}]  # fmt: skip
+    assert (await admin.get("/api/v1/keys/usage?since=2999-01-01")).json()["usage"] == []
+    assert (await admin.get("/api/v1/keys/usage?since=yesterday")).status_code == 400
+    other = await make(admin)
+    async with client(built, made["key"]) as one, client(built, other["key"]) as two:
+        assert (await one.get("/api/v1/usage")).json()["usage"] == rows
+        assert (await two.get("/api/v1/usage")).json()["usage"] == []
+        assert (await one.get("/api/v1/keys/usage")).status_code == 403
+
+
+async def test_a_request_that_failed_is_counted_as_such(built: Application):
+    job = Job(Demand("tiny", 10), "k", "r", (Message("user", "hi"),), Params(), 0, stream=False)
+    built.dispatcher.close(built.dispatcher.submit(job))
+    used = built.dispatcher.usage.of("k", "tiny")
+    assert (used.requests, used.failed) == (1, 1)
+
+
+async def test_every_administrative_act_is_written_down_with_who_did_it(built: Application, admin: httpx.AsyncClient):
+    built.store.put_member(MemberRow(NodeId("n1"), "studio", "m", Hardware(), "", 1.0))
+    boss = next(iter(built.store.keys))
+    made = await make(admin)
+    await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {}})
+    await admin.delete(f"/api/v1/keys/{made['id']}")
+    await admin.delete("/api/v1/keys/nobody")
+    await admin.post("/api/v1/tokens", json={"name": "for the lab"})
+    await admin.get("/api/v1/keys")
+    acts = (await admin.get("/api/v1/audit")).json()["acts"]
+    assert [(act["actor"], act["action"], act["subject"]) for act in acts] == [
+        (boss, "create_key", f"app {made['id']}"),
+        (boss, "limit_key", made["id"]),
+        (boss, "revoke_key", made["id"]),
+        (boss, "create_token", "for the lab"),
+    ]
+    assert made["key"] not in str(acts), "no secret is written down"
+    assert (await admin.get("/api/v1/audit?last=1")).json()["acts"] == acts[-1:]
+    reader = built.admin.create_key("reader", ["infer", "metrics"], None)["key"]
+    async with client(built, reader) as one:
+        assert (await one.get("/api/v1/audit")).status_code == 403
+
+
+# requests, explained
+
+
+async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, waiting=0)
+    async with client(built, made["key"]) as one:
+        answer = await one.post("/v1/chat/completions", json=chat(), headers={"x-request-id": "mine-1"})
+        assert answer.status_code == 429
+        assert (await one.get("/api/v1/requests/mine-1")).status_code == 403, "it shows other keys' requests"
+    told = (await admin.get("/api/v1/requests/mine-1")).json()
+    (story,) = told["requests"]
+    assert (story["outcome"], story["key"], story["model"]) == ("over_share", made["id"], "tiny")
+    (decision,) = told["decisions"]
+    assert decision["chosen"] is None
+    assert "no node of the cluster" in decision["refused"]
+    listed = (await admin.get("/api/v1/requests?last=1")).json()["requests"]
+    assert listed == told["requests"]
+    missing = await admin.get("/api/v1/requests/nobody")
+    assert missing.status_code == 404
+    assert "the newest 1000 are" in missing.json()["error"]["message"]
+    lines = (await admin.get("/api/v1/decisions")).content.splitlines()
+    assert read_line(lines[-1]).request_id == "mine-1"

@@ -1,0 +1,161 @@
+"""What the router believes of the nodes' prefix caches."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.affinity import BLOCK, MOST_LINKS, NOWHERE, Affinity, Chain, chain_of
+from wire.frames import Message, ToolCall
+from wire.identity import NodeId
+
+A, B = NodeId("a"), NodeId("b")
+HASH = b"prompt"
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str) -> Message:
+    return Message("assistant", text)
+
+
+def chain(*messages: Message, session: str = "", root: object = "tiny") -> Chain:
+    return chain_of(root, messages, session)
+
+
+def known(*prompts: tuple[NodeId, Chain, bytes]) -> Affinity:
+    index = Affinity()
+    for node, prompt, name in prompts:
+        index.read(prompt, node, name, 100, 0)
+    return index
+
+
+def test_the_next_turn_is_known_where_the_last_one_was_read():
+    first = chain(user("x" * 999))
+    index = known((A, first, HASH))
+    turn = chain(user("x" * 999), said("y" * 499), user("z" * 499))
+    assert index.shares(turn) == {A: 0.5}
+    assert index.shares(first) == {A: 1.0}
+
+
+def test_another_conversation_or_model_or_tool_is_known_nowhere():
+    index = known((A, chain(user("hello")), HASH))
+    assert index.shares(chain(user("hullo"))) is NOWHERE
+    assert index.shares(chain(user("hello"), root="other")) is NOWHERE
+    assert index.shares(chain(Message("system", "hello"))) is NOWHERE
+
+
+def test_a_shared_system_prompt_counts_as_far_as_it_goes():
+    system = Message("system", "s" * 899)
+    index = known((A, chain(system, user("one")), HASH))
+    share = index.shares(chain(system, user("t" * 99)))[A]
+    assert share == 0.9
+
+
+def test_a_long_document_is_known_up_to_the_block_where_the_question_differs():
+    document = "d" * (10 * BLOCK)
+    index = known((A, chain(user(document + "first question")), HASH))
+    share = index.shares(chain(user(document + "second question")))[A]
+    assert 0.89 < share < 1.0
+
+
+def test_calls_of_tools_belong_to_the_prompt():
+    call = Message("assistant", "", tool_calls=(ToolCall("1", "look", "{}"),))
+    other = Message("assistant", "", tool_calls=(ToolCall("1", "look", '{"a": 1}'),))
+    index = known((A, chain(user("q" * 9), call), HASH))
+    assert index.shares(chain(user("q" * 9), call))[A] == 1.0
+    assert index.shares(chain(user("q" * 9), other))[A] < 1.0
+
+
+def test_each_node_is_credited_with_the_deepest_that_it_has_read():
+    one, two = chain(user("x" * 99)), chain(user("x" * 99), said("y" * 99), user("z" * 99))
+    index = known((A, one, HASH), (B, two, HASH))
+    shares = index.shares(two)
+    assert shares == {A: 1 / 3, B: 1.0}
+
+
+def test_a_node_that_keeps_nothing_is_not_credited():
+    assert known((A, chain(user("hello")), b"")).shares(chain(user("hello"))) is NOWHERE
+
+
+def test_an_eviction_is_followed_once():
+    old, new = chain(user("old")), chain(user("new"))
+    index = known((A, old, b"old"), (A, new, b"new"))
+    index.heard(A, 1, 1, (b"old",))
+    assert index.shares(old) is NOWHERE
+    assert index.shares(new) == {A: 1.0}
+    index.read(old, A, b"old", 100, 0)
+    index.heard(A, 1, 1, (b"old",))
+    assert index.shares(old) == {A: 1.0}, "the report tells of the same eviction again"
+
+
+def test_more_evictions_than_are_told_by_name_forget_all_of_the_node():
+    index = known((A, chain(user("hello")), HASH), (B, chain(user("hello")), HASH))
+    index.heard(A, 1, 0, ())
+    index.heard(A, 1, 5, (b"x", b"y"))
+    assert index.shares(chain(user("hello"))) == {B: 1.0}
+
+
+def test_a_new_engine_knows_nothing():
+    index = known((A, chain(user("hello")), HASH))
+    index.heard(A, 1, 0, ())
+    assert index.shares(chain(user("hello"))) == {A: 1.0}
+    index.heard(A, 2, 0, ())
+    assert index.shares(chain(user("hello"))) is NOWHERE
+    index.read(chain(user("hello")), A, HASH, 10, 0)
+    assert index.shares(chain(user("hello"))) == {A: 1.0}
+
+
+def test_a_named_session_is_believed_where_the_text_tells_nothing():
+    index = Affinity()
+    index.read(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)
+    other = chain(user("quite other text, as long" * 50), session="s")
+    assert 0.4 < index.shares(other)[A] <= 1.0
+    assert index.shares(chain(user("quite other text, as long" * 50), session="t")) is NOWHERE
+
+
+def test_a_name_that_is_used_for_everything_loses_its_credit():
+    index = Affinity()
+    for number in range(8):
+        index.read(chain(user(f"{number} " * 99), session="app"), A, bytes([number]), 100, 0)
+    assert index.shares(chain(user("and another" * 20), session="app")) is NOWHERE
+
+
+def test_a_name_whose_answers_came_from_the_cache_keeps_it():
+    index = Affinity()
+    for number in range(8):
+        index.read(chain(user(f"{number} " * 99), session="s"), A, bytes([number]), 100, 90)
+    assert index.shares(chain(user("9 " * 99), session="s"))[A] > 0.8
+
+
+def test_the_index_is_bounded():
+    index = Affinity(entries=10)
+    for number in range(100):
+        index.read(chain(user(f"text {number}"), session=str(number)), A, b"%d" % number, 10, 0)
+    assert len(index) <= 30
+    assert index.shares(chain(user("text 99"))) == {A: 1.0}
+    assert index.shares(chain(user("text 1"))) is NOWHERE
+
+
+def test_a_removed_node_leaves_nothing_behind():
+    index = known((A, chain(user("hello"), session="s"), HASH), (B, chain(user("hello")), HASH))
+    index.forget(A)
+    assert index.shares(chain(user("hello"), session="s")) == {B: 1.0}
+    index.forget(B)
+    assert len(index) == 0
+
+
+@given(st.lists(st.text(max_size=3 * BLOCK), min_size=1, max_size=100))
+def test_a_chain_is_short_and_grows(texts: list[str]):
+    links = chain(*map(user, texts)).links
+    sizes = [size for _, size in links]
+    assert len(links) <= MOST_LINKS
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == chain(*map(user, texts)).size
+
+
+@given(st.lists(st.text(min_size=1, max_size=50), min_size=1, max_size=10), st.integers(1, 9))
+def test_a_beginning_is_never_credited_with_more_than_it_has(texts: list[str], cut: int):
+    prompt, begin = chain(*map(user, texts)), chain(*map(user, texts[:cut]))
+    share = known((A, begin, HASH)).shares(prompt)[A]
+    assert share == begin.size / prompt.size

@@ -1,0 +1,117 @@
+"""The breaker: only real faults open it, only a probe closes it, and it never stays open for ever."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.breaker import FAULTS, LONG, LONGEST, SHORTEST, TOGETHER, WITHIN, Breakers
+
+NODE = "a"
+
+
+def failing(times: int = FAULTS, begin: float = 0.0) -> tuple[Breakers[str], float]:
+    breakers: Breakers[str] = Breakers()
+    now = begin
+    for request in range(times):
+        breakers.tried(NODE, request, now)
+        breakers.fault(NODE, request, now)
+        now += 2 * TOGETHER
+    return breakers, now - 2 * TOGETHER
+
+
+def test_faults_in_a_row_open_it_for_a_while():
+    breakers, now = failing(FAULTS - 1)
+    assert breakers.barred(now) == []
+    breakers, now = failing()
+    assert breakers.barred(now + SHORTEST - 0.1) == [NODE]
+    assert breakers.barred(now + SHORTEST) == []
+    assert breakers.opened == 1
+
+
+def test_a_dead_engine_fails_all_that_it_had_at_once():
+    breakers: Breakers[str] = Breakers()
+    for request in range(100):
+        breakers.fault(NODE, request, 5.0 + request * TOGETHER / 200)
+    assert breakers.barred(6.0) == []
+
+
+def test_a_good_answer_or_a_time_of_peace_begins_anew():
+    breakers, now = failing(FAULTS - 1)
+    breakers.good(NODE, 77)
+    breakers.fault(NODE, 78, now + 10)
+    assert breakers.barred(now + 10) == []
+    breakers, now = failing(FAULTS - 1)
+    breakers.fault(NODE, 78, now + WITHIN + 1)
+    assert breakers.barred(now + WITHIN + 1) == []
+
+
+def test_one_probe_at_a_time_closes_it_or_opens_it_for_longer():
+    breakers, now = failing()
+    now += SHORTEST
+    assert breakers.barred(now) == []
+    breakers.tried(NODE, 50, now)
+    assert breakers.barred(now) == [NODE]
+    breakers.fault(NODE, 2, now)
+    breakers.good(NODE, 1)
+    assert breakers.barred(now) == [NODE], "what was begun before says nothing"
+    breakers.fault(NODE, 50, now)
+    assert breakers.barred(now + 2 * SHORTEST - 0.1) == [NODE]
+    now += 2 * SHORTEST
+    breakers.tried(NODE, 51, now)
+    breakers.good(NODE, 51)
+    breakers.fault(NODE, 52, now)
+    assert breakers.barred(now) == []
+
+
+def test_a_probe_that_shows_nothing_leaves_it_to_the_next_and_a_long_one_is_well():
+    breakers, now = failing()
+    now += SHORTEST
+    breakers.tried(NODE, 50, now)
+    breakers.let_go(NODE, 50)
+    assert breakers.barred(now) == []
+    breakers.tried(NODE, 51, now)
+    assert breakers.barred(now + LONG - 0.1) == [NODE]
+    assert breakers.barred(now + LONG) == []
+
+
+EVENTS = st.tuples(st.sampled_from(("tried", "fault", "good", "let_go")), st.integers(0, 5), st.floats(0, 20))
+
+
+@given(st.lists(EVENTS, max_size=80))
+def test_it_never_bars_for_ever_and_never_without_faults(events: list[tuple[str, int, float]]):
+    breakers: Breakers[str] = Breakers()
+    now, faults = 0.0, 0
+    for kind, request, later in events:
+        now += later
+        barred = breakers.barred(now)
+        if kind == "tried":
+            if barred:
+                continue
+            breakers.tried(NODE, request, now)
+        elif kind == "fault":
+            faults += 1
+            breakers.fault(NODE, request, now)
+        elif kind == "good":
+            breakers.good(NODE, request)
+        else:
+            breakers.let_go(NODE, request)
+        assert not breakers.barred(now) or faults >= FAULTS
+        assert breakers.barred(now + LONGEST + LONG) == []
+    breakers.forget(NODE)
+    assert breakers.barred(now) == []
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(("tried", "good", "let_go")), st.integers(0, 5), st.floats(0, 20)), max_size=50)
+)
+def test_refusals_cancels_and_answers_never_open_it(events: list[tuple[str, int, float]]):
+    breakers: Breakers[str] = Breakers()
+    now = 0.0
+    for kind, request, later in events:
+        now += later
+        if kind == "tried":
+            breakers.tried(NODE, request, now)
+        elif kind == "good":
+            breakers.good(NODE, request)
+        else:
+            breakers.let_go(NODE, request)
+        assert breakers.barred(now) == []

@@ -1,0 +1,134 @@
+"""What a key may take."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.placement import Demand
+from router.quotas import NO_LIMITS, KeyLimits, Quotas, estimate
+from wire.refusals import Code, Refused
+
+ASK = Demand("qwen3-8b", prompt_tokens=100, max_tokens=50)
+
+
+def quotas(**limits: object) -> Quotas:
+    made = KeyLimits(**limits)  # pyright: ignore[reportArgumentType]
+    return Quotas({"k": made}.get)
+
+
+def taken(one: Quotas, now: float = 0.0, ask: Demand = ASK) -> int:
+    charged = one.take("k", ask, now)
+    assert isinstance(charged, int), charged
+    return charged
+
+
+def refused(one: Quotas, now: float = 0.0, ask: Demand = ASK) -> Refused:
+    answer = one.take("k", ask, now)
+    assert isinstance(answer, Refused)
+    return answer
+
+
+def test_a_key_without_limits_is_never_refused():
+    one = Quotas()
+    assert all(one.take("any", ASK, 0.0) == 0 for _ in range(1000))
+
+
+def test_only_the_models_that_match():
+    one = quotas(models=("qwen*", "tiny"))
+    taken(one)
+    answer = refused(one, ask=Demand("llama"))
+    assert (answer.code, answer.status) == (Code.NOT_ALLOWED, 403)
+    assert "'llama'" in answer.message
+    assert "qwen*, tiny" in answer.message
+
+
+def test_requests_a_minute():
+    one = quotas(requests_per_minute=3)
+    for _ in range(3):
+        taken(one, 10.0)
+    answer = refused(one, 10.0)
+    assert (answer.code, answer.status, answer.retry_after) == (Code.RATE_LIMITED, 429, pytest.approx(20.0))
+    assert "3 requests a minute" in answer.message
+    refused(one, 29.0)
+    taken(one, 30.0)
+    refused(one, 30.0)
+
+
+def test_tokens_a_minute_are_charged_by_estimate_and_settled_by_what_was_used():
+    one = quotas(tokens_per_minute=300)
+    charged = taken(one)
+    assert charged == estimate(ASK) == 150
+    taken(one)
+    assert refused(one).retry_after == pytest.approx(30.0)
+    one.settle("k", charged, 110, 0.0)
+    assert refused(one).retry_after == pytest.approx(22.0)
+    one.settle("k", charged, 0, 0.0)
+    assert taken(one) == 150
+
+
+def test_more_than_a_minute_can_hold_waits_for_a_full_bucket_and_leaves_a_debt():
+    one = quotas(tokens_per_minute=60)
+    assert taken(one) == 150
+    assert refused(one, 60.0).retry_after == pytest.approx(90.0)
+    taken(one, 151.0)
+
+
+def test_requests_at_once():
+    one = quotas(concurrency=2)
+    charges = [taken(one), taken(one)]
+    assert refused(one).code is Code.RATE_LIMITED
+    one.settle("k", charges[0], 0, 1.0)
+    taken(one, 1.0)
+
+
+def test_a_refused_request_takes_nothing():
+    one = quotas(concurrency=1, requests_per_minute=2, tokens_per_minute=1000)
+    charged = taken(one)
+    for _ in range(10):
+        refused(one)
+    one.settle("k", charged, 0, 0.0)
+    taken(one)
+
+
+def test_a_clock_that_goes_back_gives_nothing():
+    one = quotas(requests_per_minute=1)
+    taken(one, 100.0)
+    assert refused(one, 50.0).retry_after == pytest.approx(60.0)
+
+
+def test_new_limits_count_at_once():
+    limits = {"k": KeyLimits(requests_per_minute=1)}
+    one = Quotas(limits.get)
+    taken(one)
+    refused(one)
+    limits["k"] = KeyLimits(requests_per_minute=5)
+    taken(one)
+    limits["k"] = NO_LIMITS
+    for _ in range(9):
+        taken(one)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 400), st.booleans()), max_size=60))
+def test_no_key_outruns_its_rate(steps: list[tuple[float, int, bool]]):
+    one, now, used, running = quotas(tokens_per_minute=600), 0.0, 0, list[int]()
+    for gap, tokens, ends in steps:
+        now += gap
+        charged = one.take("k", ASK, now)
+        if isinstance(charged, int):
+            running.append(charged)
+        if ends and running:
+            spent = min(tokens, running[-1])
+            one.settle("k", running.pop(), spent, now)
+            used += spent
+    used += sum(running)
+    assert used <= 600 + 600 * now / 60 + 1
+    assert one.running("k") == len(running)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"requests_per_minute": 0}, {"models": "qwen"}, {"priority": "urgent"}, {"waiting": -1}, {"rpm": 3}]
+)
+def test_wrong_limits_are_named(wrong: dict[str, object]):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, KeyLimits)
