@@ -49,7 +49,7 @@ from machine.journal import open_journal
 from machine.private import private_folder, write_private
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
-from router.keys import KeyRing, new_key
+from router.keys import KeyRing, new_key, nobody_known
 from router.quotas import Quotas
 from wire.advert import Advert, cluster_hint
 
@@ -129,7 +129,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     version = installed("macpool")
 
     tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(state)
-    ring = KeyRing(pepper)
+    ring = _ring(options, pepper)
     admin = Admin(store, tokens, ring, pepper, time.time)
     admin.load()
     enrolled: list[Callable[[MemberRow], None]] = []
@@ -212,6 +212,19 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         "trust": f"cluster trust-ca {base} --fingerprint {tls.fingerprint}" if isinstance(tls, Endpoint) else None,
     }
     return {**answer, "api_key": key} if key else answer
+
+
+def _ring(options: Options, pepper: bytes) -> KeyRing:
+    """Make the key ring. Programs without a key are let in where only this machine reaches us, and only when said."""
+    ring, host = KeyRing(pepper), options.listen[0]
+    if options.settings.http.anonymous:
+        if not is_loopback(host):
+            raise AuthorityError(
+                f"http.anonymous is for this machine alone, but {host} can be reached from others: listen on "
+                "127.0.0.1, or make keys"
+            )
+        ring.anonymous = nobody_known(time.time())
+    return ring
 
 
 def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:

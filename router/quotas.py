@@ -97,8 +97,7 @@ class Quotas:
         if limits is None:
             return 0
         if not limits.allows(demand.model):
-            return Refused(Code.NOT_ALLOWED, f"this API key may not use the model {demand.model[:200]!r}, only "
-                           f"{', '.join(limits.models)}")  # fmt: skip
+            return not_allowed(demand.model, limits)
         meter = self._meter(key, limits, now)
         if limits.concurrency is not None and meter.running >= limits.concurrency:
             text = f"this API key may have {limits.concurrency} requests at once: wait for an answer"
@@ -136,6 +135,12 @@ class Quotas:
         """Give how many requests of a key with limits are here."""
         meter = self._meters.get(key)
         return 0 if meter is None else meter.running
+
+
+def not_allowed(model: str, limits: KeyLimits) -> Refused:
+    """Give the refusal of a model that a key may not use."""
+    text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
+    return Refused(Code.NOT_ALLOWED, text)
 
 
 def estimate(demand: Demand) -> int:
