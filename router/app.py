@@ -10,6 +10,8 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from msgspec.structs import replace
+
 from router import answering, counting
 from router.dialects import anthropic, models, ollama_models
 from router.dialects.anthropic import ANTHROPIC, Messages
@@ -23,7 +25,7 @@ from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
 from router.events import Send
 from router.exchange import Exchange, Receive, Scope
-from router.keys import ApiKey, KeyRing, credential
+from router.keys import SESSION, ApiKey, KeyRing, credential, session_of
 from router.problems import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.settings import RouterSettings
 
@@ -132,6 +134,9 @@ class FrontDoor:
             await exchange.refuse(asked)
             return
         jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
+        session = session_of(exchange.header(SESSION))
+        if session:
+            jobs = tuple(replace(job, session=session) for job in jobs)
         await answering.generate(exchange, self._dispatcher, asked, jobs)
 
     # the rest

@@ -56,7 +56,7 @@ from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from router.usage import Usage
 from router.view import ClusterView, NodeView, seen_as
-from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Refusal
+from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
@@ -822,8 +822,9 @@ class Dispatcher:
 
 
 def _chain(job: Job) -> Chain:
-    root = (job.demand.model, job.tools, job.template)
-    return chain_of(root, job.messages, f"{job.key} {job.session}" if job.session else "")
+    root = (job.demand.model, job.tools, job.template, job.ids)
+    messages = (Message("", job.text),) if job.text else job.messages
+    return chain_of(root, messages, f"{job.key} {job.session}" if job.session else "")
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:

@@ -19,6 +19,8 @@ _PREFIX = b"mp_"
 _SECRET_BYTES = 32
 _LONGEST = 256
 MOST_PROVEN = 1024
+SESSION = b"x-session-id"
+LONGEST_SESSION = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +134,8 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         elif name == b"x-api-key":
             other = value.strip()
     return other
+
+
+def session_of(value: bytes | None) -> str:
+    """Read the header that names a conversation; empty where there is none, or it is too long to be a name."""
+    return "" if value is None or len(value) > LONGEST_SESSION else value.decode("latin-1").strip()

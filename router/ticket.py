@@ -45,9 +45,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     template: str = ""
     include_usage: bool = False
-    session: str = ""
     text: str = ""
     ids: tuple[int, ...] = ()
+    session: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):

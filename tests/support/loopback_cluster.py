@@ -57,7 +57,7 @@ def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: obje
 class LoopbackNode:
     """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted; `play` gives
     what is said to a Generate instead of the text: deltas, each in a frame of its own, and the reason of every choice;
-    `stop` is said to have ended them, and `thought` of the tokens to have been reasoning.
+    `stop` is said to have ended them, and `thought` of the tokens to have been reasoning; `keeps` what it has read.
     """
 
     name: str
@@ -71,6 +71,7 @@ class LoopbackNode:
     play: Callable[[Generate], tuple[Sequence[Delta], str]] | None = None
     stop: str = ""
     thought: int = 0
+    keeps: bool = False
     state: str = "ready"
     engine: str = "ready"
     up: bool = True
@@ -155,7 +156,7 @@ class LoopbackCluster:
         if refused is not None:
             self.say(node, Refusal(asked.request, refused, tokens))
             return
-        self.say(node, Admitted(asked.request, tokens))
+        self.say(node, Admitted(asked.request, tokens, 0, b"kept" if node.keeps else b""))
         if node.mute:
             return
         steps, reason = _steps(node, asked)

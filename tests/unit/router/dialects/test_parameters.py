@@ -95,7 +95,7 @@ WITH: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 2}, "repeat_penalty": {"repeat_penalty": 2},
     "num_predict": {"num_predict": 5}, "stream_options": STREAM | {"stream_options": {"include_usage": True}},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2}, "echo": {"echo": True},
-    "instructions": {"instructions": "x"},
+    "instructions": {"instructions": "x"}, "user": {"user": "x"}, "prompt_cache_key": {"prompt_cache_key": "x"},
     "parallel_tool_calls": {"parallel_tool_calls": False}, "reasoning_effort": {"reasoning_effort": "low"},
     "chat_template_kwargs": {"chat_template_kwargs": {"task": "x"}}, "reasoning": {"reasoning": {"effort": "low"}},
     "system": {"system": "x"}, "thinking": {"thinking": {"type": "disabled"}}, "think": {"think": True},
