@@ -567,7 +567,8 @@ class Api:
 
 def _told(story: Story) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(story)
-    return {**told, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
+    steps = [{"at": at, "what": what, "node": node} for at, what, node in story.steps]
+    return {**told, "steps": steps, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
 
 
 def _subject(given: Mapping[str, Any], answer: Any) -> str:

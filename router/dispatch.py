@@ -23,7 +23,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -60,6 +59,8 @@ from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Gener
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
+WORTH_KNOWING = 1024
+"""Bytes of a prompt from which it matters where its beginning was read: less is read anew in a blink."""
 LARGE = 32
 """Nodes above which arrays find the best one sooner."""
 MOST_IN_A_ROW = 4
@@ -115,7 +116,6 @@ class Dispatcher:
         self.quotas = quotas or Quotas()
         self.usage = Usage()
         self._columns: Columns | None = None
-        self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.history = History()
         self.orders = Orders(send, lambda: numbers()[0])
@@ -170,7 +170,6 @@ class Dispatcher:
             from router.columns import Columns
 
             self._columns = Columns(self.ledger)
-            self._rule = self._columns.place
         if self._columns is not None:
             self._columns.follow(view)
 
@@ -336,7 +335,7 @@ class Dispatcher:
         ticket = kind(job, self._count, self._clock())
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
-        if len(self.view.nodes) > 1:
+        if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
             ticket.chain = chain = _chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
@@ -456,8 +455,12 @@ class Dispatcher:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
 
     def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
-        return self._rule(self._seen(view), demand, now=self._clock(), draw=self._draw, policy=self._policy,
-                          corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
+        seen, now, trials = self._seen(view), self._clock(), ticket.trials()
+        if self._columns is not None:
+            return self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
+                                       corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+        return place(seen, demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
+                     corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
 
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Keep a decision, to be explained later."""
@@ -480,7 +483,7 @@ class Dispatcher:
         ticket.in_a_row += 1
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
-        known = ticket.known()
+        known = ticket.known() if ticket.attempts > 1 else ()
         if known:
             self.counters.resumes += 1
         elif chosen.model is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from router.affinity import NOWHERE, Chain
-from router.history import Step
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
 from router.resume import MOST_KNOWN
@@ -116,13 +115,13 @@ class Ticket:
         self.begun = False
         self.held = 0
         self.charged: int | None = None
-        self.steps: list[Step] = []
+        self.steps: list[tuple[float, str, str]] = []
 
     def mark(self, now: float, what: str, node: str = "") -> None:
         """Remember a step of its way, `now` in monotonic seconds; the first and the last of too many."""
         if len(self.steps) >= MOST_STEPS:
             del self.steps[MOST_STEPS // 2]
-        self.steps.append(Step(now - self.arrived, what, node))
+        self.steps.append((now - self.arrived, what, node))
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""

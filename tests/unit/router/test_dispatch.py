@@ -752,6 +752,13 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
 # where a prompt was read before
 
 
+async def test_a_short_prompt_goes_anywhere(two: Cluster):
+    ticket = two.submit()
+    assert ticket.chain is None
+    two.finish()
+    assert len(two.dispatcher.affinity) == 0
+
+
 def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
     messages = tuple(Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
     job = Job(Demand("tiny", 100_000), "k", "r", messages, Params(), 0, True, session=session)
