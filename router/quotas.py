@@ -80,7 +80,7 @@ class _Meter:
 
 
 class Quotas:
-    """The meters of all keys, for one without limits may be given some while its requests run. `limits_of` gives a key's
+    """The meters of all keys: one without limits may be given some while its requests run. `limits_of` gives a key's
     limits by its id, None where it has none."""
 
     def __init__(self, limits_of: Callable[[str], KeyLimits | None] = lambda _: None) -> None:

@@ -77,8 +77,8 @@ class Ticket:
     __slots__ = (
         "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
         "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
-        "node_name", "number", "opened", "outcome", "params", "queued_at", "read", "refused", "request", "sink", "steps",
-        "waiter", "warm",
+        "node_name", "number", "opened", "outcome", "params", "queued_at", "read", "refused", "request", "sink",
+        "steps", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -113,7 +113,7 @@ class Ticket:
         self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
         self.fingerprint = ""
         # what it took, whoever ends it: the prompt's tokens and those of them that a cache had, ids not remembered
-        self.read = (0, 0)
+        self.read: tuple[int, int] = (0, 0)
         self.forgotten = 0
         # its reader
         self.opened = False
