@@ -57,6 +57,8 @@ log = structlog.get_logger("coordinator.run")
 
 MOST_FILES = 8192
 """Open files and connections that this process allows itself."""
+HANDSHAKE_SECONDS = 10.0
+"""For a TLS handshake, from the connection on."""
 DAY = 86400.0
 RENEW_SECONDS = 60.0
 """Between two looks at our own certificates: this machine may have got another address."""
@@ -81,7 +83,23 @@ class Options:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the composition root decides when to stop."""
+    """uvicorn without its own signal handling: the composition root decides when to stop. And with a deadline for
+    handshakes, for until one is done no protocol of ours sees the connection."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        config = self.config
+        protocol_class = partial(
+            config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        patience = None if config.ssl is None else HANDSHAKE_SECONDS
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(protocol_class, sock=one, ssl=config.ssl, ssl_handshake_timeout=patience,
+                                     backlog=config.backlog)
+            for one in sockets or ()
+        ]  # fmt: skip
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -689,6 +689,7 @@ class Dispatcher:
         self.ledger.admitted(frame.request)
         ticket.deadline = None
         ticket.demand = _counted(ticket.demand, frame.prompt_tokens)
+        ticket.read = max(0, frame.prompt_tokens), max(0, frame.cached_tokens)
         if ticket.chain is not None and ticket.node is not None:
             self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, frame.prompt_tokens, frame.cached_tokens)
 
@@ -750,20 +751,18 @@ class Dispatcher:
         ticket.end(outcome)
 
     def _account(self, ticket: Ticket, outcome: Outcome) -> None:
-        """Count what a request used for its key, and give its quota back what it did not use."""
+        """Count what a request used for its key, and give its quota back what it did not use. One that ended early used
+        what was read and written until then: leaving is no way around a limit."""
         if ticket.charged is None:
             return
         used = self.usage.of(ticket.job.key, ticket.job.demand.model)
         used.requests += 1
-        tokens = 0
-        if isinstance(outcome, Finished):
-            used.prompt_tokens += outcome.prompt_tokens
-            used.cached_tokens += outcome.cached_tokens
-            used.completion_tokens += outcome.completion_tokens
-            tokens = outcome.prompt_tokens + outcome.completion_tokens
-        else:
-            used.failed += 1
-        self.quotas.settle(ticket.job.key, ticket.charged, tokens, self._clock())
+        used.failed += not isinstance(outcome, Finished)
+        prompt, cached, written = _took(ticket, outcome)
+        used.prompt_tokens += prompt
+        used.cached_tokens += cached
+        used.completion_tokens += written
+        self.quotas.settle(ticket.job.key, ticket.charged, prompt + written, self._clock())
 
     def _too_much(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):
@@ -776,7 +775,7 @@ class Dispatcher:
         """End a stream whose reader does not read."""
         self.counters.slow_clients += 1
         self._cancel(ticket)
-        ticket.discard()
+        ticket.drop()
         self._end(ticket, SLOW)
 
     # time
@@ -834,6 +833,13 @@ def _counted(demand: Demand, tokens: int) -> Demand:
     return replace(demand, prompt_tokens=max(0, tokens))
 
 
+def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
+    """Give the prompt's tokens, those of them that were cached, and the tokens that were written."""
+    if isinstance(outcome, Finished):
+        return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+    return (*ticket.read, ticket.wrote)
+
+
 def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
     job = ticket.job
     steps = tuple(ticket.steps)
@@ -842,7 +848,7 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
                      outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
                      outcome.timings)  # fmt: skip
     return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 outcome.message, steps, ticket.demand.prompt_tokens)  # fmt: skip
+                 outcome.message, steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
 
 
 def _label(outcome: Outcome) -> str:

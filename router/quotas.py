@@ -80,7 +80,8 @@ class _Meter:
 
 
 class Quotas:
-    """The meters of all keys that have limits. `limits_of` gives a key's limits by its id, None where it has none."""
+    """The meters of all keys: one without limits may be given some while its requests run. `limits_of` gives a key's
+    limits by its id, None where it has none."""
 
     def __init__(self, limits_of: Callable[[str], KeyLimits | None] = lambda _: None) -> None:
         self._limits_of = limits_of
@@ -95,6 +96,7 @@ class Quotas:
         over, and until when."""
         limits = self._limits_of(key)
         if limits is None:
+            self._meters.setdefault(key, _Meter()).running += 1
             return 0
         if not limits.allows(demand.model):
             return not_allowed(demand.model, limits)
@@ -132,7 +134,7 @@ class Quotas:
         return meter
 
     def running(self, key: str) -> int:
-        """Give how many requests of a key with limits are here."""
+        """Give how many requests of a key are here."""
         meter = self._meters.get(key)
         return 0 if meter is None else meter.running
 

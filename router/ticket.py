@@ -75,8 +75,9 @@ class Ticket:
 
     __slots__ = (
         "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
-        "fingerprint", "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name",
-        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "steps", "waiter", "warm",
+        "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
+        "node_name", "number", "opened", "outcome", "params", "queued_at", "read", "refused", "request", "sink",
+        "steps", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -110,6 +111,9 @@ class Ticket:
         self.params = job.params
         self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
         self.fingerprint = ""
+        # what it took, whoever ends it: the prompt's tokens and those of them that a cache had, ids not remembered
+        self.read: tuple[int, int] = (0, 0)
+        self.forgotten = 0
         # its reader
         self.opened = False
         self.begun = False
@@ -135,6 +139,11 @@ class Ticket:
         return max(map(len, self.heard), default=0)
 
     @property
+    def wrote(self) -> int:
+        """Tokens of all choices that were heard."""
+        return self.forgotten + sum(map(len, self.heard))
+
+    @property
     def resumable(self) -> bool:
         """Whether another node that has the same model could go on with the answer."""
         return bool(self.fingerprint) and self.written > 0
@@ -148,19 +157,25 @@ class Ticket:
         try:
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.heard = []
+            self.spoil(delta)
+
+    def spoil(self, delta: Delta | None = None) -> None:
+        """Remember no ids any more, only how many there were."""
+        self.forgotten = self.wrote + (0 if delta is None else len(delta.ids))
+        self.heard = []
 
     def bound(self) -> None:
         """Remember no more than was asked for: a node that says more is not to be believed anyway."""
         if self.written > (self.params.max_tokens or MOST_KNOWN):
-            self.heard = []
+            self.spoil()
 
     def add(self, delta: Delta) -> bool:
         """Take one delta from the node; True when `flush` must follow after the last of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Forget what was said; nothing of it has gone out."""
+        """Forget what was said; nothing of it has gone out, and it begins anew."""
+        self.forgotten = 0
         self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
@@ -210,7 +225,7 @@ class StreamTicket(Ticket):
         try:  # as `hears` does, without the call: every token of a stream passes here
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.heard = []
+            self.spoil(delta)
         pending = self.pending
         pending.append(delta)
         if self.blocked:
@@ -236,6 +251,10 @@ class StreamTicket(Ticket):
     def discard(self) -> None:
         """Forget what was said and not taken."""
         super().discard()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what waits for a reader who does not read; it was written all the same."""
         self.pending = []
         self.held = 0
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import uvicorn
 
+from coordinator.deadline import DeadlineProtocol
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
 from router.app import App, FrontDoor, nothing_else
@@ -98,8 +99,8 @@ class LoopbackNode:
 
 
 class LoopbackCluster:
-    """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class
-    instead of uvicorn's."""
+    """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class,
+    which answers what it can itself, instead of through the ASGI application alone."""
 
     front: ClassVar[bool] = True
 
@@ -110,7 +111,7 @@ class LoopbackCluster:
         self.nodes = {node.id: node for node in nodes}
         self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers)
         self.keys = KeyRing(PEPPER)
-        self.app = FrontDoor(self.dispatcher, self.keys, self.settings, control)
+        self.app: App = FrontDoor(self.dispatcher, self.keys, self.settings, control)
         self.key = self.make_key("infer")
         self.base_url = ""
         self._number = 0
@@ -209,7 +210,7 @@ class LoopbackCluster:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        http = "httptools"
+        http: type[DeadlineProtocol] = DeadlineProtocol
         if self.front:
             door = Door(self.dispatcher, self.keys, self.settings, Guard(self.app))
             http = protocol(door)
