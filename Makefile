@@ -14,9 +14,12 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
+# A machine that is busy with something else can make a test of time fail that is sound. What fails is tried once more by
+# itself, and named; what fails twice is wrong.
+AGAIN = { [ $$? -eq 1 ] && echo "failed at first, once more by themselves:" && $(PYTEST) --last-failed --last-failed-no-failures none
 test: $(READY) lint types
-	$(PYTEST) -n 2 -m "not hosts" tests
-	$(PYTEST) -m hosts tests
+	$(PYTEST) -n 2 -m "not hosts" tests || $(AGAIN) -m "not hosts" tests; }
+	$(PYTEST) -m hosts tests || $(AGAIN) -m hosts tests; }
 
 quick: $(READY) lint types unit
 

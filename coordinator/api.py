@@ -6,29 +6,33 @@ scope does not exist: `_route` is the only way to add one.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Annotated, Any, Protocol, cast
+from http import HTTPStatus
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.loads import Done, Loads
 from coordinator.registry import Registry, measured, standing
 from coordinator.store import AUDIT_KEPT
-from router.dialects.openapi import openapi_schemas
+from router.dialects.openapi import ALWAYS, openapi_schemas, told
+from router.dialects.strict_json import read_object
 from router.history import STORIES_KEPT, History, Story
 from router.keys import KeyRing, credential
 from router.placement import Demand, NoPlacement, Placement, explain
-from router.problems import NO_KEY, WRONG_KEY, Problem, failed, invalid, missing_scope, not_found
+from router.problems import NO_KEY, WRONG_KEY, Problem, failed, invalid, missing_scope, not_found, wrong_method
 from router.problems import from_refused as problem_of
 from router.quotas import KeyLimits
 from router.ticket import Failure
@@ -39,6 +43,10 @@ from wire.refusals import Refused
 
 LONGEST_LOG = 2**30
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
+"""A text that moves no terminal's cursor."""
+LONGEST_LIFE = 10 * 365 * 86400.0
+"""Seconds that a key may live at most; one without an end lives until it is revoked."""
 DAY = r"^(\d{4}-\d{2}-\d{2})?$"
 _actor: ContextVar[str] = ContextVar("actor", default="")
 """The key of the request that is being answered."""
@@ -55,15 +63,15 @@ class NewToken(Body):
 
     ttl_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 3600.0
     uses: Annotated[int, Field(ge=1, le=1000)] = 1
-    name: Annotated[str, Field(max_length=100)] = ""
+    name: Annotated[str, Field(max_length=100, pattern=PLAIN)] = ""
 
 
 class NewKey(Body):
     """An API key to make."""
 
-    name: Annotated[str, Field(min_length=1, max_length=100)]
-    scopes: Annotated[list[str], Field(min_length=1, max_length=3)] = ["infer"]
-    ttl_seconds: Annotated[float | None, Field(gt=0)] = None
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
+    scopes: Annotated[list[Literal["infer", "metrics", "admin"]], Field(min_length=1, max_length=3)] = ["infer"]
+    ttl_seconds: Annotated[float | None, Field(gt=0, le=LONGEST_LIFE)] = None
     limits: dict[str, Any] = {}
 
 
@@ -156,6 +164,30 @@ def respond(problem: Problem, request: Request) -> Response:
     return Response(body, problem.status, headers, "application/json")
 
 
+class StrictRequest(Request):
+    """A request whose body is read as strictly as on the routes that generate."""
+
+    async def json(self) -> Any:
+        """Give the JSON object, or the 400."""
+        found = read_object(await self.body())
+        if isinstance(found, Problem):
+            raise HTTPException(found.status, found.message)
+        return found
+
+
+class StrictRoute(APIRoute):
+    """A route that reads its body so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI."""
+        plain = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await plain(StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
 class Api:
     """The routes and what they act on."""
 
@@ -184,8 +216,11 @@ class Api:
             description="The pool's endpoint and its administration.",
             docs_url=None,
             redoc_url=None,
+            redirect_slashes=False,
             openapi_url="/api/v1/openapi.json",
         )
+        self.app.router.route_class = StrictRoute
+        self._answers: dict[tuple[str, str], dict[str, Any]] = {}
         self._install()
         self._document()
 
@@ -228,12 +263,14 @@ class Api:
             ("DELETE", "/joins/{code}", "admin", self.reject),
         ):
             self._route(method, path, scope, handler)
+        self._answers["/api/v1/ca.pem", "get"] = _answers("/ca.pem", "GET", "ca")
         app.add_api_route(
             "/api/v1/ca.pem", self.ca, summary=(self.ca.__doc__ or "").strip(), response_model=None,
             openapi_extra={"security": []},
         )  # fmt: skip
 
     def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
+        self._answers["/api/v1" + path, method.lower()] = _answers(path, method, handler.__name__)
         self.app.add_api_route(
             "/api/v1" + path,
             handler if method == "GET" or scope != "admin" else self._audited(handler),
@@ -284,6 +321,10 @@ class Api:
 
         def whole() -> dict[str, Any]:
             document = plain()
+            for (path, method), answers in self._answers.items():
+                document["paths"][path][method]["responses"] = answers
+            for unused in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(unused, None)
             document["paths"].update(self._paths)
             document["components"]["schemas"].update(openapi_schemas())
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -492,10 +533,11 @@ class Api:
 
     async def create_key(self, body: NewKey) -> dict[str, Any]:
         """Make an API key. The answer is the only time that it is shown."""
-        try:
-            answer = self._admin.create_key(body.name, body.scopes, body.ttl_seconds, _limits(body.limits))
-        except ValueError as error:
-            raise ProblemError(invalid(str(error), "scopes")) from None
+        if body.name == LOCAL:
+            raise ProblemError(
+                invalid(f"name: {LOCAL!r} stands for the owner of this machine in the audit log", "name")
+            )
+        answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _limits(body.limits))
         await self._admin.store.flush()
         return answer
 
@@ -565,9 +607,38 @@ class Api:
         raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))
 
 
+def _methods(request: Request) -> list[str]:
+    """Give the methods of all routes at a path; the framework names those of the first alone."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return sorted(method for route in routes if route.matches(request.scope)[0] is not Match.NONE
+                  for method in route.methods or ())  # fmt: skip
+
+
+_ORDERED = (404, 409, 429, 500, 502, 503, 504)
+_MORE: dict[str, tuple[int, ...]] = {
+    "logs": (503,), "load": _ORDERED, "unload": _ORDERED, "profile": _ORDERED, "approve": (429,), "reject": (429,),
+    "ca": (404,),
+}  # fmt: skip
+"""Statuses of single routes, by the name of what answers."""
+_TEXTS = {"logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file"}
+"""What is not JSON, and what it is."""
+
+
+def _answers(path: str, method: str, name: str) -> dict[str, Any]:
+    """Describe what a route answers with."""
+    answer: dict[str, Any] = {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "integer"}}}
+    good = (
+        {_TEXTS[name]: {"schema": {"type": "string"}}} if name in _TEXTS else {"application/json": {"schema": answer}}
+    )
+    bad = {*ALWAYS, *_MORE.get(name, ()), *((404,) if "{" in path else ()), *(() if method == "GET" else (408, 413))}
+    described = {str(status): told("/api/v1/", status) for status in sorted(bad)}
+    return {"200": {"description": "done" if method != "GET" else "the answer", "content": good}, **described}
+
+
 def _told(story: Story) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(story)
-    return {**told, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
+    steps = [{"at": at, "what": what, "node": node} for at, what, node in story.steps]
+    return {**told, "steps": steps, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
 
 
 def _subject(given: Mapping[str, Any], answer: Any) -> str:
@@ -610,6 +681,10 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  registered for this type
-    if error.status_code == 404:
+    if error.status_code == HTTPStatus.NOT_FOUND:
         return respond(not_found(request.url.path), request)
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return respond(wrong_method(request.method, ", ".join(_methods(request))), request)
+    if error.status_code == HTTPStatus.BAD_REQUEST:
+        return respond(invalid(str(error.detail)), request)
     return respond(Problem(error.status_code, "http_error", str(error.detail)), request)

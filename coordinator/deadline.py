@@ -8,7 +8,8 @@ themselves (`router.app`).
 """
 
 import asyncio
-from typing import Any
+from http import HTTPStatus
+from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,15 +19,20 @@ from router.problems import Problem
 
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 32 * 1024
+MOST_CONNECTIONS = 4096
+VERSIONS = frozenset({"1.0", "1.1"})
 BODY_SECONDS = 10.0
 BODY_BYTES = 64 * 1024
 
 TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
+CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
 MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """One HTTP connection."""
+    """One HTTP connection. `most` may be open at a time, so that files are left for the links of the nodes."""
+
+    most: ClassVar[int] = MOST_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,6 +45,8 @@ class DeadlineProtocol(HttpToolsProtocol):
         """Start the clock of the first head."""
         super().connection_made(transport)
         self._arm()
+        if len(self.connections) > self.most:
+            self._turn_away(CROWDED)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -66,7 +74,9 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count."""
+        """Count. Only a path is a target here: whoever names a host beside the Host header means another server."""
+        if not self._parsed and not url.startswith(b"/"):
+            raise httptools.HttpParserError("the target is no path")
         self._count(len(url))
         super().on_url(url)
 
@@ -76,7 +86,9 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the clock: the head is here."""
+        """Stop the clock: the head is here. The parser takes versions that nobody speaks."""
+        if cast("Any", self.parser).get_http_version() not in VERSIONS:
+            raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are spoken here")
         self._disarm()
         self._begun, self._in_body, self._ahead, self._unparsed = True, True, False, 0
         super().on_headers_complete()
@@ -94,9 +106,12 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer in the shape of all other errors, and close."""
-        problem = TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else MALFORMED
+        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else MALFORMED)
+
+    def _turn_away(self, problem: Problem) -> None:
         body = problem.body("")
-        head = f"HTTP/1.1 {problem.status} Bad Request\r\ncontent-type: application/json\r\n"
+        head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
+        head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
@@ -120,7 +135,8 @@ class DeadlineProtocol(HttpToolsProtocol):
 
 
 class ShortBodies:
-    """An ASGI app before one whose requests are short: reads each body whole, within limits, before the app sees it."""
+    """An ASGI app before one whose requests are short: reads each body whole, within limits, before the app sees it.
+    One that is announced as too long is not waited for."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
@@ -132,7 +148,7 @@ class ShortBodies:
             return
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await _whole(receive)
+                body = None if _announced(scope) > BODY_BYTES else await _whole(receive)
         except TimeoutError:
             await answer(send, Problem(408, "request_timeout", f"the body did not arrive within {BODY_SECONDS:.0f} s"))
             return
@@ -145,6 +161,12 @@ class ShortBodies:
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, replay, send)
+
+
+def _announced(scope: Scope) -> int:
+    """Give the length that a head announces, 0 for one that announces none; the parser has seen that it is a number."""
+    return max((int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()),
+               default=0)  # fmt: skip
 
 
 async def _whole(receive: Receive) -> bytes | None:

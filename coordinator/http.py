@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
+from msgspec.structs import replace
+
 from coordinator.deadline import DeadlineProtocol
 from coordinator.guard import Guard
 from router.dialects import chat, chat_answer
 from router.dispatch import Dispatcher
 from router.events import Pump, problem_of
-from router.keys import KeyRing, credential
+from router.keys import SESSION, KeyRing, credential, session_of
 from router.problems import Header, Problem
 from router.settings import RouterSettings
 from router.ticket import Job, Outcome, StreamTicket, Ticket, WholeTicket
@@ -54,6 +56,7 @@ class Head:
     length: int | None = None
     key: bytes = b""
     request_id: str = ""
+    session: str = ""
 
 
 class Door:
@@ -95,7 +98,8 @@ class Door:
         if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
             return Head()
         told = found.get(b"x-request-id", b"").decode("latin-1")
-        return Head(int(length), key, told if valid_request_id(told) else "")
+        return Head(int(length), key, told if valid_request_id(told) else "",
+                    session_of(found.get(SESSION)))  # fmt: skip
 
     def job(self, head: Head, body: bytes) -> Job | None:
         """Give the request of a whole body; None when the app must answer."""
@@ -106,7 +110,8 @@ class Door:
         if isinstance(asked, Problem):
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
-        return asked.job(key.id, request_id, int(time.time()))
+        job = asked.job(key.id, request_id, int(time.time()))
+        return replace(job, session=head.session) if head.session else job
 
 
 class HotProtocol(DeadlineProtocol):

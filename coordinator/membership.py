@@ -395,7 +395,9 @@ def advance(pool: Pool, node: NodeId, event: Event, now: float) -> tuple[Pool, t
     after, actions = step(member, event, now)
     if node not in pool.members and not actions:
         actions = (Changed(node),)
-    return _doubt(replace(pool, members={**pool.members, node: after}), now), actions
+    changed = replace(pool, members={**pool.members, node: after})
+    same = (after.state, after.fell) == (member.state, member.fell) and node in pool.members
+    return (changed if same and pool.doubted is None else _doubt(changed, now)), actions
 
 
 def tick(pool: Pool, now: float) -> tuple[Pool, tuple[Action, ...]]:

@@ -255,7 +255,8 @@ class Registry:
                     log.info("node state", node=action.node, state=member.state, reason=member.reason)
         if actions or always:
             self._publish()
-        self._plan()
+        if actions or self._timer is None:  # a report only moves deadlines away, and a tick too early does nothing
+            self._plan()
 
     def _forget(self, node: NodeId) -> None:
         for kept in (self._reports, self._heard, self._versions, self._views):

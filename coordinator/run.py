@@ -49,7 +49,7 @@ from machine.journal import open_journal
 from machine.private import private_folder, write_private
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
-from router.keys import KeyRing, new_key
+from router.keys import KeyRing, new_key, nobody_known
 from router.quotas import Quotas
 from wire.advert import Advert, cluster_hint
 
@@ -57,6 +57,8 @@ log = structlog.get_logger("coordinator.run")
 
 MOST_FILES = 8192
 """Open files and connections that this process allows itself."""
+HANDSHAKE_SECONDS = 10.0
+"""For a TLS handshake, from the connection on."""
 DAY = 86400.0
 RENEW_SECONDS = 60.0
 """Between two looks at our own certificates: this machine may have got another address."""
@@ -81,7 +83,23 @@ class Options:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the composition root decides when to stop."""
+    """uvicorn without its own signal handling: the composition root decides when to stop. And with a deadline for
+    handshakes, for until one is done no protocol of ours sees the connection."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        config = self.config
+        protocol_class = partial(
+            config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        patience = None if config.ssl is None else HANDSHAKE_SECONDS
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(protocol_class, sock=one, ssl=config.ssl, ssl_handshake_timeout=patience,
+                                     backlog=config.backlog)
+            for one in sockets or ()
+        ]  # fmt: skip
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -129,7 +147,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     version = installed("macpool")
 
     tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(state)
-    ring = KeyRing(pepper)
+    ring = _ring(options, pepper)
     admin = Admin(store, tokens, ring, pepper, time.time)
     admin.load()
     enrolled: list[Callable[[MemberRow], None]] = []
@@ -212,6 +230,19 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         "trust": f"cluster trust-ca {base} --fingerprint {tls.fingerprint}" if isinstance(tls, Endpoint) else None,
     }
     return {**answer, "api_key": key} if key else answer
+
+
+def _ring(options: Options, pepper: bytes) -> KeyRing:
+    """Make the key ring. Programs without a key are let in where only this machine reaches us, and only when said."""
+    ring, host = KeyRing(pepper), options.listen[0]
+    if options.settings.http.anonymous:
+        if not is_loopback(host):
+            raise AuthorityError(
+                f"http.anonymous is for this machine alone, but {host} can be reached from others: listen on "
+                "127.0.0.1, or make keys"
+            )
+        ring.anonymous = nobody_known(time.time())
+    return ring
 
 
 def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:

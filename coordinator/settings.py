@@ -37,6 +37,9 @@ class HttpSettings(Section, frozen=True, kw_only=True):
         str, Meta(description="PEM file of a certificate with its chain, instead of one by our own authority.")
     ] = ""
     key: Annotated[str, Meta(description="PEM file of that certificate's private key.")] = ""
+    anonymous: Annotated[
+        bool, Meta(description="Let programs on this machine ask models without a key; only on a loopback address.")
+    ] = False
     hosts: Annotated[
         str, Meta(description="Host names, beside IP addresses and *.local, that requests may name; comma separated.")
     ] = ""

@@ -9,6 +9,9 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace as replace_view
+
+from msgspec.structs import replace
 
 from router import answering, counting
 from router.dialects import anthropic, models, ollama_models
@@ -23,9 +26,11 @@ from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
 from router.events import Send
 from router.exchange import Exchange, Receive, Scope
-from router.keys import ApiKey, KeyRing, credential
-from router.problems import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
+from router.keys import SESSION, ApiKey, KeyRing, credential, session_of
+from router.problems import NO_KEY, WRONG_KEY, Problem, from_refused, missing_scope, not_found, wrong_method
+from router.quotas import NO_LIMITS, not_allowed
 from router.settings import RouterSettings
+from router.view import ClusterView
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -110,11 +115,9 @@ class FrontDoor:
         if exchange.method not in methods:
             return wrong_method(exchange.method, ", ".join(methods))
         presented = credential(exchange.headers)
-        if presented is None:
-            return NO_KEY
-        key = self._keys.check(presented)
+        key = self._keys.anonymous if presented is None else self._keys.check(presented)
         if key is None:
-            return WRONG_KEY
+            return NO_KEY if presented is None else WRONG_KEY
         return key if key.allows(scope) else missing_scope(scope)
 
     # what models answer
@@ -132,6 +135,9 @@ class FrontDoor:
             await exchange.refuse(asked)
             return
         jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
+        session = session_of(exchange.header(SESSION))
+        if session:
+            jobs = tuple(replace(job, session=session) for job in jobs)
         await answering.generate(exchange, self._dispatcher, asked, jobs)
 
     # the rest
@@ -142,6 +148,8 @@ class FrontDoor:
         if body is None:
             return
         asked = body if isinstance(body, Problem) else anthropic.count(body, int(self._clock()))
+        if isinstance(key, ApiKey) and not isinstance(asked, Problem) and not key.may_use(asked.model):
+            asked = from_refused(not_allowed(asked.model, key.limits or NO_LIMITS))
         tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked)
         await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
 
@@ -161,14 +169,14 @@ class FrontDoor:
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
-        view = self._dispatcher.view
+        view = self._seen_by(key)
         one, listing = models.one, models.listing
         if exchange.style is ANTHROPIC:
             one, listing = models.anthropic_one, models.anthropic_listing
         await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
 
     async def _ollama(self, exchange: Exchange) -> None:
-        path, view = exchange.path, self._dispatcher.view
+        path = exchange.path
         post = path == "/api/show"
         known = path in _OLLAMA - ollama_models.REFUSED
         key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
@@ -177,16 +185,30 @@ class FrontDoor:
         elif not known:
             await exchange.refuse(ollama_models.refused(path))
         elif path == "/api/tags":
-            await exchange.tell(ollama_models.tags(view, self._started))
+            await exchange.tell(ollama_models.tags(self._seen_by(key), self._started))
         elif path == "/api/ps":
-            await exchange.tell(ollama_models.running(view))
+            await exchange.tell(ollama_models.running(self._seen_by(key)))
         elif path == "/api/version":
             await exchange.tell(ollama_models.version())
         else:
             body = await exchange.body(self._settings)
             if body is not None:
-                shown = body if isinstance(body, Problem) else ollama_models.show(view, body, self._started)
+                shown = (
+                    body if isinstance(body, Problem) else ollama_models.show(self._seen_by(key), body, self._started)
+                )
                 await exchange.tell(shown)
+
+    def _seen_by(self, key: ApiKey) -> ClusterView:
+        """Give the cluster as far as a key may use it."""
+        view, limits = self._dispatcher.view, key.limits
+        if limits is None or not (limits.models or limits.labels):
+            return view
+        labels = frozenset(limits.labels)
+        nodes = [node for node in view.nodes if labels <= node.labels]
+        return ClusterView(tuple(
+            replace_view(node, models={name: model for name, model in node.models.items() if limits.allows(name)})
+            for node in nodes
+        ))  # fmt: skip
 
     async def _health(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:

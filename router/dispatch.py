@@ -23,7 +23,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -60,6 +59,8 @@ from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Gener
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
 
+WORTH_KNOWING = 1024
+"""Bytes of a prompt from which it matters where its beginning was read: less is read anew in a blink."""
 LARGE = 32
 """Nodes above which arrays find the best one sooner."""
 MOST_IN_A_ROW = 4
@@ -115,7 +116,6 @@ class Dispatcher:
         self.quotas = quotas or Quotas()
         self.usage = Usage()
         self._columns: Columns | None = None
-        self._rule: Callable[..., Placement | NoPlacement] = partial(place, ledger=self.ledger)
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.history = History()
         self.orders = Orders(send, lambda: numbers()[0])
@@ -170,7 +170,6 @@ class Dispatcher:
             from router.columns import Columns
 
             self._columns = Columns(self.ledger)
-            self._rule = self._columns.place
         if self._columns is not None:
             self._columns.follow(view)
 
@@ -336,7 +335,7 @@ class Dispatcher:
         ticket = kind(job, self._count, self._clock())
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
-        if len(self.view.nodes) > 1:
+        if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
             ticket.chain = chain = _chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
@@ -456,8 +455,12 @@ class Dispatcher:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
 
     def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
-        return self._rule(self._seen(view), demand, now=self._clock(), draw=self._draw, policy=self._policy,
-                          corrections=self._corrections, trials=ticket.trials(), warm=ticket.warm)  # fmt: skip
+        seen, now, trials = self._seen(view), self._clock(), ticket.trials()
+        if self._columns is not None:
+            return self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
+                                       corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+        return place(seen, demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
+                     corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
 
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Keep a decision, to be explained later."""
@@ -480,7 +483,7 @@ class Dispatcher:
         ticket.in_a_row += 1
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
-        known = ticket.known()
+        known = ticket.known() if ticket.attempts > 1 else ()
         if known:
             self.counters.resumes += 1
         elif chosen.model is not None:
@@ -686,6 +689,7 @@ class Dispatcher:
         self.ledger.admitted(frame.request)
         ticket.deadline = None
         ticket.demand = _counted(ticket.demand, frame.prompt_tokens)
+        ticket.read = max(0, frame.prompt_tokens), max(0, frame.cached_tokens)
         if ticket.chain is not None and ticket.node is not None:
             self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, frame.prompt_tokens, frame.cached_tokens)
 
@@ -747,20 +751,18 @@ class Dispatcher:
         ticket.end(outcome)
 
     def _account(self, ticket: Ticket, outcome: Outcome) -> None:
-        """Count what a request used for its key, and give its quota back what it did not use."""
+        """Count what a request used for its key, and give its quota back what it did not use. One that ended early used
+        what was read and written until then: leaving is no way around a limit."""
         if ticket.charged is None:
             return
         used = self.usage.of(ticket.job.key, ticket.job.demand.model)
         used.requests += 1
-        tokens = 0
-        if isinstance(outcome, Finished):
-            used.prompt_tokens += outcome.prompt_tokens
-            used.cached_tokens += outcome.cached_tokens
-            used.completion_tokens += outcome.completion_tokens
-            tokens = outcome.prompt_tokens + outcome.completion_tokens
-        else:
-            used.failed += 1
-        self.quotas.settle(ticket.job.key, ticket.charged, tokens, self._clock())
+        used.failed += not isinstance(outcome, Finished)
+        prompt, cached, written = _took(ticket, outcome)
+        used.prompt_tokens += prompt
+        used.cached_tokens += cached
+        used.completion_tokens += written
+        self.quotas.settle(ticket.job.key, ticket.charged, prompt + written, self._clock())
 
     def _too_much(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):
@@ -773,7 +775,7 @@ class Dispatcher:
         """End a stream whose reader does not read."""
         self.counters.slow_clients += 1
         self._cancel(ticket)
-        ticket.discard()
+        ticket.drop()
         self._end(ticket, SLOW)
 
     # time
@@ -831,6 +833,13 @@ def _counted(demand: Demand, tokens: int) -> Demand:
     return replace(demand, prompt_tokens=max(0, tokens))
 
 
+def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
+    """Give the prompt's tokens, those of them that were cached, and the tokens that were written."""
+    if isinstance(outcome, Finished):
+        return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+    return (*ticket.read, ticket.wrote)
+
+
 def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
     job = ticket.job
     steps = tuple(ticket.steps)
@@ -839,7 +848,7 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
                      outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
                      outcome.timings)  # fmt: skip
     return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 outcome.message, steps, ticket.demand.prompt_tokens)  # fmt: skip
+                 outcome.message, steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
 
 
 def _label(outcome: Outcome) -> str:

@@ -38,16 +38,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return explain(self.candidates, self.chosen)
 
 
-class Step(msgspec.Struct, frozen=True, gc=False):
-    """Something that happened to a request, `at` seconds after it came."""
-
-    at: float
-    what: str
-    node: str = ""
-
-
 class Story(msgspec.Struct, frozen=True, gc=False):
-    """A request from its arrival (monotonic seconds) to its end, `seconds` later. `timings` are its last node's."""
+    """A request from its arrival (monotonic seconds) to its end, `seconds` later. `steps`: seconds after it came, what,
+    on which node. `timings` are its last node's."""
 
     request_id: str
     key: str
@@ -57,7 +50,7 @@ class Story(msgspec.Struct, frozen=True, gc=False):
     seconds: float
     outcome: str
     message: str
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[float, str, str], ...]
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0

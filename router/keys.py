@@ -19,6 +19,8 @@ _PREFIX = b"mp_"
 _SECRET_BYTES = 32
 _LONGEST = 256
 MOST_PROVEN = 1024
+SESSION = b"x-session-id"
+LONGEST_SESSION = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,15 @@ class ApiKey:
     def allows(self, scope: str) -> bool:
         """Say whether the key may do this; `admin` may do everything."""
         return scope in self.scopes or "admin" in self.scopes
+
+    def may_use(self, model: str) -> bool:
+        """Say whether the key may use a model."""
+        return self.limits is None or self.limits.allows(model)
+
+
+def nobody_known(now: float) -> ApiKey:
+    """Give the key of those who show none: it may ask models, and nothing else."""
+    return ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", now)
 
 
 def digest_of(pepper: bytes, key: bytes) -> bytes:
@@ -75,6 +86,8 @@ class KeyRing:
         self._nobody = secrets.token_bytes(32)
         self._salt = secrets.token_bytes(32)
         self._proven: dict[bytes, ApiKey] = {}
+        self.anonymous: ApiKey | None = None
+        """Who a caller is that shows no key of ours; None: nobody, and it gets nothing."""
 
     def put(self, key: ApiKey) -> None:
         """Let a key in, in place of one with the same id."""
@@ -101,6 +114,8 @@ class KeyRing:
         What was proven before is known again by a salted hash of its whole text, which costs a tenth of the HMAC.
         """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
+        if self.anonymous is not None and not text.startswith(_PREFIX):  # libraries insist on sending something
+            return self.anonymous
         if len(text) > _LONGEST:
             return None
         seen = hashlib.blake2b(text, key=self._salt, digest_size=32).digest()
@@ -132,3 +147,8 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         elif name == b"x-api-key":
             other = value.strip()
     return other
+
+
+def session_of(value: bytes | None) -> str:
+    """Read the header that names a conversation; empty where there is none, or it is too long to be a name."""
+    return "" if value is None or len(value) > LONGEST_SESSION else value.decode("latin-1").strip()

@@ -80,7 +80,8 @@ class _Meter:
 
 
 class Quotas:
-    """The meters of all keys that have limits. `limits_of` gives a key's limits by its id, None where it has none."""
+    """The meters of all keys: one without limits may be given some while its requests run. `limits_of` gives a key's
+    limits by its id, None where it has none."""
 
     def __init__(self, limits_of: Callable[[str], KeyLimits | None] = lambda _: None) -> None:
         self._limits_of = limits_of
@@ -95,10 +96,10 @@ class Quotas:
         over, and until when."""
         limits = self._limits_of(key)
         if limits is None:
+            self._meters.setdefault(key, _Meter()).running += 1
             return 0
         if not limits.allows(demand.model):
-            return Refused(Code.NOT_ALLOWED, f"this API key may not use the model {demand.model[:200]!r}, only "
-                           f"{', '.join(limits.models)}")  # fmt: skip
+            return not_allowed(demand.model, limits)
         meter = self._meter(key, limits, now)
         if limits.concurrency is not None and meter.running >= limits.concurrency:
             text = f"this API key may have {limits.concurrency} requests at once: wait for an answer"
@@ -133,9 +134,15 @@ class Quotas:
         return meter
 
     def running(self, key: str) -> int:
-        """Give how many requests of a key with limits are here."""
+        """Give how many requests of a key are here."""
         meter = self._meters.get(key)
         return 0 if meter is None else meter.running
+
+
+def not_allowed(model: str, limits: KeyLimits) -> Refused:
+    """Give the refusal of a model that a key may not use."""
+    text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
+    return Refused(Code.NOT_ALLOWED, text)
 
 
 def estimate(demand: Demand) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from router.affinity import NOWHERE, Chain
-from router.history import Step
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
 from router.resume import MOST_KNOWN
@@ -45,9 +44,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     template: str = ""
     include_usage: bool = False
-    session: str = ""
     text: str = ""
     ids: tuple[int, ...] = ()
+    session: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
@@ -76,8 +75,9 @@ class Ticket:
 
     __slots__ = (
         "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
-        "fingerprint", "first_at", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node", "node_name",
-        "number", "opened", "outcome", "params", "queued_at", "refused", "request", "sink", "steps", "waiter", "warm",
+        "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
+        "node_name", "number", "opened", "outcome", "params", "queued_at", "read", "refused", "request", "sink",
+        "steps", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float) -> None:
@@ -111,18 +111,21 @@ class Ticket:
         self.params = job.params
         self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
         self.fingerprint = ""
+        # what it took, whoever ends it: the prompt's tokens and those of them that a cache had, ids not remembered
+        self.read: tuple[int, int] = (0, 0)
+        self.forgotten = 0
         # its reader
         self.opened = False
         self.begun = False
         self.held = 0
         self.charged: int | None = None
-        self.steps: list[Step] = []
+        self.steps: list[tuple[float, str, str]] = []
 
     def mark(self, now: float, what: str, node: str = "") -> None:
         """Remember a step of its way, `now` in monotonic seconds; the first and the last of too many."""
         if len(self.steps) >= MOST_STEPS:
             del self.steps[MOST_STEPS // 2]
-        self.steps.append(Step(now - self.arrived, what, node))
+        self.steps.append((now - self.arrived, what, node))
 
     def trials(self) -> Trials:
         """Give what placement must know of earlier attempts."""
@@ -134,6 +137,11 @@ class Ticket:
     def written(self) -> int:
         """Tokens of the longest answer that were heard."""
         return max(map(len, self.heard), default=0)
+
+    @property
+    def wrote(self) -> int:
+        """Tokens of all choices that were heard."""
+        return self.forgotten + sum(map(len, self.heard))
 
     @property
     def resumable(self) -> bool:
@@ -149,19 +157,25 @@ class Ticket:
         try:
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.heard = []
+            self.spoil(delta)
+
+    def spoil(self, delta: Delta | None = None) -> None:
+        """Remember no ids any more, only how many there were."""
+        self.forgotten = self.wrote + (0 if delta is None else len(delta.ids))
+        self.heard = []
 
     def bound(self) -> None:
         """Remember no more than was asked for: a node that says more is not to be believed anyway."""
         if self.written > (self.params.max_tokens or MOST_KNOWN):
-            self.heard = []
+            self.spoil()
 
     def add(self, delta: Delta) -> bool:
         """Take one delta from the node; True when `flush` must follow after the last of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Forget what was said; nothing of it has gone out."""
+        """Forget what was said; nothing of it has gone out, and it begins anew."""
+        self.forgotten = 0
         self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
@@ -211,7 +225,7 @@ class StreamTicket(Ticket):
         try:  # as `hears` does, without the call: every token of a stream passes here
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.heard = []
+            self.spoil(delta)
         pending = self.pending
         pending.append(delta)
         if self.blocked:
@@ -237,6 +251,10 @@ class StreamTicket(Ticket):
     def discard(self) -> None:
         """Forget what was said and not taken."""
         super().discard()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what waits for a reader who does not read; it was written all the same."""
         self.pending = []
         self.held = 0
 

@@ -1,5 +1,6 @@
 """The generated pages of the manual equal what the code gives, and say something about everything."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,8 +16,13 @@ from node.engine.reuse import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE, TIERS
 from node.memory.reading import POLLS
 from node.settings import SECTIONS, MlxSettings, NodeSettings
+from router.placement import Demand, Placement, Policy, place
+from router.reservations import Ledger
+from router.view import ClusterView
+from tests.support.loopback_cluster import a_memory
+from tests.unit.router.test_placement import NOW, node
 from wire.refusals import Numbers, Refused
-from wire.report import Memory
+from wire.report import EngineState, Memory
 from wire.settings import describe
 from wire.units import GIB, MIB
 from wire.verdict import (
@@ -90,3 +96,23 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
         numbers.headroom or 0,
     ):
         assert f"{size / GIB:.1f}" in picture
+
+
+def test_the_policy_in_the_manual_is_one_that_the_router_takes(tmp_path: Path):
+    text = (HERE / "placement.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "thrifty.py").write_text(code)
+    spec = importlib.util.spec_from_file_location("thrifty", tmp_path / "thrifty.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    policy: Policy = module.Thrifty()
+    small, big = node("small", a_memory(2 * GIB, total=16 * GIB)), node("big", a_memory(64 * GIB, total=192 * GIB))
+    busy = node("small", a_memory(2 * GIB, total=16 * GIB), engine=EngineState("mlx", "ready", queued_tokens=9000))
+    full = node("small", a_memory(MIB, total=16 * GIB))
+    for nodes, expected in (((small, big), "small"), ((busy, big), "big"), ((full, big), "big")):
+        result = place(ClusterView(nodes), Demand("tiny", 0, 1000), Ledger(), now=NOW, draw=lambda: 0.5, policy=policy)
+        assert isinstance(result, Placement)
+        assert result.chosen.name == expected

@@ -49,6 +49,8 @@ def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Ref
     """Say why no state of the memory would let this request run; None when one might."""
     if request.model != model.name:
         return Refused(Code.NO_MODEL, f"this node serves {model.name}, not {request.model}")
+    if request.params.grammar is not None and "grammar" not in model.features:
+        return Refused(Code.UNSUPPORTED, f"{model.name} cannot keep an answer to a format here")
     if shape.choices < 1 or shape.limit < 1:
         return Refused(Code.INVALID, "n and max_tokens must be at least 1")
     if shape.choices > batch:

@@ -11,8 +11,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
+<<<<<<< HEAD
 from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Tokens, by_type
 from router.dialects.formats import FORMS, Formed, ToolChoice
+=======
+from router.dialects.fields import (
+    SESSION_NOTE,
+    TEXT_OR_PARTS,
+    Drawn,
+    FunctionName,
+    Name,
+    Named,
+    Strict,
+    Tokens,
+    by_type,
+)
+>>>>>>> main
 from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
@@ -21,8 +35,8 @@ BILL = "there is one class of service here, and no bill"
 CACHE = "a hint for a cache; ours finds common beginnings by itself"
 WHO = "says who asks; nothing depends on it here"
 HARMLESS: Mapping[str, str] = MappingProxyType({
-    "user": WHO, "safety_identifier": WHO, "metadata": "nothing is kept with an answer", "service_tier": BILL,
-    "prompt_cache_key": CACHE, "prompt_cache_retention": CACHE, "prompt_cache_options": CACHE,
+    "safety_identifier": WHO, "metadata": "nothing is kept with an answer", "service_tier": BILL,
+    "prompt_cache_retention": CACHE, "prompt_cache_options": CACHE,
 })  # fmt: skip
 """Fields that change nothing in the answer of a cluster like this, and why."""
 
@@ -40,6 +54,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
 """Fields that are not offered, with the values that ask for nothing."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType({
+    "prompt_cache_key": SESSION_NOTE,
+    "user": SESSION_NOTE,
     "tools": "functions; other types are refused by name",
     "tool_choice": "auto, none, required, or a function by its name",
     "parallel_tool_calls": "false ends an answer with its first call",

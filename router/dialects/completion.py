@@ -35,6 +35,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     include_usage: bool
     echo: bool
+    session: str = ""
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
         """See `router.dialects.dialect.Asked`."""
@@ -43,7 +44,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> Job:
         text, ids = (prompt, ()) if isinstance(prompt, str) else ("", prompt)
         return Job(demand_of_plain(self.model, text, ids, self.params), key, request_id, (), self.params, created,
-                   self.stream, include_usage=self.include_usage, text=text, ids=ids)  # fmt: skip
+                   self.stream, include_usage=self.include_usage, text=text, ids=ids, session=self.session)  # fmt: skip
 
     def _echoes(self) -> list[str]:
         """Give what stands before each choice."""
@@ -78,11 +79,17 @@ def _request(body: CompletionBody) -> CompletionRequest | Problem:
     include_usage = usage_wanted(body)
     if isinstance(include_usage, Problem):
         return include_usage
+<<<<<<< HEAD
     grammar = body.form()
     if isinstance(grammar, Problem):
         return grammar
     params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo))
+=======
+    params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs)
+    return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo),
+                             body.session)  # fmt: skip
+>>>>>>> main
 
 
 def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:

@@ -20,6 +20,8 @@ from wire.refusals import Code
 
 INT64 = 2**63 - 1
 
+SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
+
 
 class Strict(BaseModel):
     """Base of all parts: no unknown field, no value turned into another type."""
@@ -34,6 +36,7 @@ Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Hint = Annotated[str, Field(max_length=LONGEST_NAME)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
@@ -94,6 +97,13 @@ class Drawn(Strict):
     repetition_penalty: Repetition | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
     seed: Seed | None = None
+    prompt_cache_key: Hint | None = None
+    user: Hint | None = None
+
+    @property
+    def session(self) -> str:
+        """The conversation's name, if its client gave one."""
+        return self.prompt_cache_key or self.user or ""
 
 
 def params_of(

@@ -1,5 +1,6 @@
 """The OpenAPI description of the routes that are plain ASGI, for the control app to merge into its own."""
 
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,9 +13,15 @@ from router.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, Olla
 from router.dialects.ollama_models import REFUSED
 from router.dialects.responses_body import ResponsesBody
 
+_KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]
-_NAMED = (401, 403, 404, 405)
+_EARLY = frozenset({400, 403, 421, 431})
+"""Statuses that may be told before the route is known, and then in OpenAI's shape whatever the dialect."""
+ALWAYS = (400, 401, 403, 405, 421, 431)
+"""Statuses that every route with a key may answer with."""
+_NAMED = (*ALWAYS, 404)
+_POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
 _ERROR: dict[str, Any] = {
     "type": "object",
     "description": "An error in OpenAI's shape; `memory` holds the numbers of a memory verdict in bytes.",
@@ -34,15 +41,43 @@ _ERROR: dict[str, Any] = {
         }
     },
 }
-_REASONS = {
+_ANTHROPIC_ERROR: dict[str, Any] = {
+    "type": "object",
+    "description": "An error in Anthropic's shape.",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "code", "param"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}, "code": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+_OLLAMA_ERROR: dict[str, Any] = {
+    "type": "object",
+    "description": "An error in Ollama's shape.",
+    "required": ["error", "code", "param", "request_id"],
+    "properties": {"error": {"type": "string"}, "code": {"type": "string"}, "request_id": {"type": "string"}},
+}
+REASONS = {
     400: "the request cannot be answered as it is",
     401: "no key, or one that is not known",
-    403: "the key has no scope for this",
-    404: "no such model",
-    405: "another method",
+    403: "the key may not do this, or a page of another site asks",
+    404: "there is no such thing",
+    405: "another method; Allow names those that are there",
+    408: "the body did not arrive in time, or the client did not read",
+    409: "it is in use",
     413: "the body is too large",
-    429: "this key's share of the queue is used up",
-    503: "no node has room now",
+    421: "the host name is not one of ours",
+    429: "a limit of this key; Retry-After says until when",
+    431: "the head of the request is too large",
+    500: "it was begun and broke, or no node can load the model",
+    501: "not offered, and what to do instead",
+    502: "the node was lost, and no other could go on",
+    503: "not now; Retry-After says when",
+    504: "the node did not answer in time",
 }
 
 
@@ -64,23 +99,42 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
 """Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
 
 
+def told(path: str, status: int) -> dict[str, Any]:
+    """Describe an error of a route: why, and in which shapes."""
+    own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    if path.startswith("/api/") and not path.startswith("/api/v1/"):
+        own = "OllamaError"
+    refs = [{"$ref": _REF.format(model=name)} for name in dict.fromkeys((own, "Error"))]
+    schema = {"anyOf": refs} if status in _EARLY and len(refs) > 1 else refs[0]
+    return {"description": REASONS[status], "content": {"application/json": {"schema": schema}}}
+
+
 def openapi_paths() -> dict[str, Any]:
     """Give the path items; they refer to the schemas of `openapi_schemas`."""
     return {
-        **{path: {"post": _posted(*about)} for path, about in _BODIES.items()},
-        "/v1/models": {"get": _operation("list_models", "List the models that the cluster serves", "the models")},
+        **{path: {"post": _posted(path, *about)} for path, about in _BODIES.items()},
+        "/v1/models": {
+            "get": _operation("/v1/models", "list_models", "List the models that the cluster serves", "the models")
+        },
         "/v1/models/{model}": {
-            "get": _operation("get_model", "Show one model", "the model", _NAMED) | {"parameters": [_named("model")]},
+            "get": _operation("/v1/models", "get_model", "Show one model", "the model", _NAMED)
+            | {"parameters": [_named("model")]},
         },
         "/v1/responses/{response}": {
-            "get": _operation("get_response", "Show an answer that was kept for this key", "the answer", _NAMED)
+            "get": _operation(_KEPT, "get_response", "Show an answer that was kept for this key", "the answer", _NAMED)
             | {"parameters": [_named("response")]},
-            "delete": _operation("delete_response", "Forget an answer that was kept for this key", "it is gone", _NAMED)
+            "delete": _operation(
+                _KEPT, "delete_response", "Forget an answer that was kept for this key", "it is gone", _NAMED
+            )
             | {"parameters": [_named("response")]},
         },
-        "/api/tags": {"get": _operation("ollama_tags", "List the models in Ollama's shape", "the models")},
-        "/api/ps": {"get": _operation("ollama_ps", "List the loaded models in Ollama's shape", "the models")},
-        "/api/version": {"get": _operation("ollama_version", "Say like which Ollama it is spoken here", "a version")},
+        "/api/tags": {"get": _operation("/api/tags", "ollama_tags", "List the models in Ollama's shape", "the models")},
+        "/api/ps": {
+            "get": _operation("/api/ps", "ollama_ps", "List the loaded models in Ollama's shape", "the models")
+        },
+        "/api/version": {
+            "get": _operation("/api/version", "ollama_version", "Say like which Ollama it is spoken here", "a version")
+        },
         **{path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(REFUSED)},
         "/api/blobs/{digest}": {"post": _refused("/api/blobs") | {"parameters": [_named("digest")]}},
         "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
@@ -88,43 +142,42 @@ def openapi_paths() -> dict[str, Any]:
     }
 
 
-def _posted(body: type[BaseModel], name: str, summary: str, stream: str) -> dict[str, Any]:
+def _posted(path: str, body: type[BaseModel], name: str, summary: str, stream: str) -> dict[str, Any]:
     schema = {"application/json": {"schema": {"$ref": _REF.format(model=body.__name__)}}}
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
         answer[stream] = {"schema": {"type": "string"}}
-    operation = _operation(name, summary, "the answer", tuple(_REASONS), answer)
+    operation = _operation(path, name, summary, "the answer", _POSTED, answer)
     return operation | {"requestBody": {"required": True, "content": schema}}
 
 
 def openapi_schemas() -> dict[str, Any]:
     """Give the component schemas that the path items refer to."""
     _, found = models_json_schema([(about[0], "validation") for about in _BODIES.values()], ref_template=_REF)
-    return {**found.get("$defs", {}), "Error": _ERROR}
+    return {**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
 
 
 def _operation(
+    path: str,
     name: str,
     summary: str,
     good: str,
-    bad: tuple[int, ...] = (401, 403, 405),
+    bad: tuple[int, ...] = ALWAYS,
     content: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     answers: dict[str, Any] = {
         "200": {"description": good, "content": content or {"application/json": {"schema": {"type": "object"}}}}
     }
-    for status in bad:
-        error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-        answers[str(status)] = {"description": _REASONS[status], "content": error}
+    answers |= {str(status): told(path, status) for status in sorted(bad)}
     return {"operationId": name, "summary": summary, "tags": ["inference"], "security": _KEYS, "responses": answers,
             "x-scope": "infer"}  # fmt: skip
 
 
 def _refused(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
-    operation = _operation(name, "Refused: models are not changed, and nothing is embedded, over Ollama's API", "never")
+    why = "Refused: models are not changed, and nothing is embedded, over Ollama's API"
+    operation = _operation(path, name, why, "never", (*ALWAYS, 501))
     del operation["responses"]["200"]
-    operation["responses"]["501"] = {"description": "not offered, and what to do instead"}
     return operation
 
 
@@ -133,5 +186,8 @@ def _named(what: str) -> dict[str, Any]:
 
 
 def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
-    answers = {"200": {"description": "yes"}} | {str(status): {"description": "no, and why"} for status in bad}
+    state: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": ["status"]}}}
+    answers = {"200": {"description": "yes", "content": state}}
+    answers |= {str(status): {"description": "no, and why", "content": state} for status in bad}
+    answers |= {str(status): told("/", status) for status in ALWAYS if status != HTTPStatus.UNAUTHORIZED}
     return {"operationId": name, "summary": summary, "tags": ["health"], "security": [], "responses": answers}

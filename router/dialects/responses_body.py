@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from router.dialects.chat_body import CACHE, WHO
 from router.dialects.chat_body import HARMLESS as CHAT_HARMLESS
 from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Temperature, Tokens, TopP, by_type
 from router.dialects.formats import JsonObject, NamedFunction, Schema, TextFormat, Word, choice_kind
@@ -15,6 +16,7 @@ from router.dialects.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType({
     **{name: why for name, why in CHAT_HARMLESS.items() if name != "metadata"},
+    "user": WHO, "prompt_cache_key": CACHE,
     "max_tool_calls": "it counts calls of tools that run on the server, and none do",
     "client_metadata": "says who asks; nothing depends on it here",
 })  # fmt: skip

@@ -42,6 +42,8 @@ ANSWER_TOKENS = 32
 QUIET_STEPS = 200
 ROOMS = (32, 64, 128)
 ORACLE_SHARE, ORACLE_FROM = 0.85, 64
+STEADY_COUNT, STEADY_ROOM, STEADY_CLIENTS = 5000, 64, 2
+"""Prompts, MiB above rest, clients at once."""
 TORTURE_SECONDS = 180.0
 ITL_ROUNDS = 1
 LOGS_SHOWN = 2000
@@ -434,6 +436,22 @@ def bench_torture(folder: Path) -> list[Row]:
     return rows
 
 
+def bench_steady(folder: Path) -> list[Row]:
+    """Unique prompts, one after the other, with the memory held where each makes something older go."""
+    name, target = f"steady state: {STEADY_COUNT} unique prompts near the trip point", "0 refused, 0 over, 0 restarts"
+    if missing():
+        return [not_measured(name, target, missing())]
+    os.environ |= THREADS
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    torture.lay_out(folder)
+    rest, _ = asyncio.run(torture.alone(folder))
+    seen = asyncio.run(torture.steady(folder, rest + STEADY_ROOM * MIB, STEADY_COUNT, STEADY_CLIENTS))
+    ends = seen.outcomes()
+    ok = ends == {"done": STEADY_COUNT} and not seen.over and not seen.restarts and seen.evicted > STEADY_COUNT / 2
+    words = f"{ends}, {seen.over} of {seen.samples} samples over, {seen.restarts} restarts, {seen.evicted} evictions"
+    return [Row(name, target, words, ok, commit())]
+
+
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "decode": bench_decode,
     "server": bench_server,
@@ -443,5 +461,9 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "prefix": bench_prefix,
     "estimate": bench_estimate,
     "torture": bench_torture,
+<<<<<<< HEAD
     "grammar": bench_grammar,
+=======
+    "steady": bench_steady,
+>>>>>>> main
 }

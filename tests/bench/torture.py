@@ -94,6 +94,7 @@ class Seen:
     over: int = 0
     highest: int = 0
     restarts: int = 0
+    evicted: int = 0
     counts: Counts = field(default_factory=Counts)
 
     def outcomes(self) -> dict[str, int]:
@@ -350,6 +351,35 @@ def verdict(seen: Seen, peaks: dict[Kind, int], room: int) -> tuple[bool, float,
         f"{counts.preemptions} preemptions, {counts.sheds} sheds, {counts.overs} forwards over"
     )
     return broken == 0, share, words
+
+
+# steady state
+
+
+async def steady(folder: Path, cap: int, count: int, clients: int) -> Seen:
+    """Ask for `count` unique prompts of a moderate kind, so many at once, once: a refusal is not asked again. What is
+    kept of them fills the memory up to the point where something must go for each."""
+    seen, kind, begun = Seen(), KINDS[0], time.monotonic()
+    numbers = iter(range(count))
+
+    async def client(node: Node) -> None:
+        for number in numbers:
+            end = await node.generate(kind, 10_000_000 + number)
+            code = "done" if isinstance(end, Finished) else str(getattr(getattr(end, "refused", end), "code", end))
+            seen.asked.append(Asked(kind, 0.0, ended=time.monotonic() - begun, outcome=code))
+
+    async with started(folder, {"cap": cap, "margin": MARGIN}) as node:
+        watch = asyncio.create_task(_watch(node, seen, cap))
+        try:
+            await asyncio.gather(*(client(node) for _ in range(clients)))
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        seen.restarts = node.supervisor.state.restarts
+        report = node.supervisor.report
+        if report is not None:
+            seen.counts, seen.evicted = report.counts, report.cache.evictions
+    return seen
 
 
 # the oracle

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator
 
 import httpx
+import ollama
 import pytest
 
 from tests.contract.test_anthropic import generated, play, spoken
@@ -199,3 +200,23 @@ async def test_nobody_is_served_without_a_key(cluster: LoopbackCluster):
             answer = await client.request(method, path, json=ASK, headers={"authorization": ""})
             assert answer.status_code == 401
             assert isinstance(answer.json()["error"], str)
+
+
+async def test_its_own_library(cluster: LoopbackCluster):
+    client = ollama.AsyncClient(
+        host=cluster.base_url, headers={"authorization": f"Bearer {cluster.key}"}, trust_env=False
+    )
+    whole = await client.chat(model="tiny", messages=ASK["messages"], options={"num_predict": 9, "seed": 3})
+    assert (whole.message.content, whole.done_reason, whole.eval_count) == (ALL, "stop", len(TEXT))
+    assert generated(cluster).params == Params(max_tokens=9, seed=3)
+    pieces = [piece async for piece in await client.chat(model="tiny", messages=ASK["messages"], stream=True)]
+    assert "".join(piece.message.content or "" for piece in pieces) == ALL
+    assert (await client.generate(model="tiny", prompt="hello")).response == ALL
+    assert [model.model for model in (await client.list()).models] == ["tiny"]
+    assert (await client.show("tiny")).modelinfo is not None
+    assert [model.model for model in (await client.ps()).models] == ["tiny"]
+    with pytest.raises(ollama.ResponseError, match="no node serves") as missing:
+        await client.chat(model="nobody", messages=ASK["messages"])
+    assert missing.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="not offered"):
+        await client.pull("tiny")

@@ -634,3 +634,19 @@ def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool)
     assert ("drain", "local") in acts
     assert acts.count(("joined", "node")) == 2
     cluster_pool.cli("nodes", "uncordon", where)
+
+
+def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Pool) -> None:
+    facts = cluster_pool.up("http.anonymous=true")
+    cluster_pool.join("studio")
+    api = api_of(cluster_pool, "ollama")
+    assert api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3).choices[0].message.content
+    assert httpx.get(facts["base_url"] + "/models", trust_env=False).status_code == 200
+    assert httpx.get(facts["base_url"].removesuffix("/v1") + "/api/v1/nodes", trust_env=False).status_code == 401
+    assert [row["key"] for row in cluster_pool.cli("key", "usage")["usage"]] == ["anonymous"]
+    refused = cluster_pool.run(
+        "up", "--listen", "0.0.0.0:0", "--cluster-listen", "127.0.0.1:0", "--no-local-node", "--set",
+        "http.anonymous=true", "--state", str(cluster_pool.folder / "other"),
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "can be reached from others" in refused.stderr

@@ -12,7 +12,9 @@ from coordinator.admin import Admin, load_pepper
 from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
+from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
+from coordinator.guard import Guard
 from coordinator.loads import Loads
 from coordinator.ratelimit import RateLimit
 from coordinator.registry import Registry
@@ -23,6 +25,7 @@ from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing
 from router.quotas import Quotas
+from tests.support.loopback_cluster import PEPPER, LoopbackCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,11 @@ class Application:
 
 
 @asynccontextmanager
-async def application(folder: Path, limit: RateLimit | None = None) -> AsyncGenerator[Application]:
-    """Give the application over a new cluster in `folder`."""
+async def application(
+    folder: Path, limit: RateLimit | None = None, over: LoopbackCluster | None = None
+) -> AsyncGenerator[Application]:
+    """Give the application over a new cluster in `folder`; `over` loopback nodes, which then serve it whole, as
+    `coordinator.run` does."""
     with ExitStack() as stack:
         store = Store(folder)
         stack.callback(store.close)
@@ -52,6 +58,8 @@ async def application(folder: Path, limit: RateLimit | None = None) -> AsyncGene
         store.found(authority.cluster, "home")
         tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(folder)
         ring = KeyRing(pepper)
+        if over is not None:
+            ring, pepper = over.keys, PEPPER
         admin = Admin(store, tokens, ring, pepper, time.time)
         cluster = Cluster("home", authority, tokens, store, approvals, time.time, lambda _: None)
         enrolment = Enrolment(cluster, limit)
@@ -63,11 +71,14 @@ async def application(folder: Path, limit: RateLimit | None = None) -> AsyncGene
             registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (number := next(count), number),
             quotas=Quotas(ring.limits),
         )  # fmt: skip
+        if over is not None:
+            dispatcher = over.dispatcher
+            dispatcher.quotas = Quotas(ring.limits)
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
         api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
-        yield Application(
-            FrontDoor(dispatcher, ring, settings.router, control=api.app), api, admin, authority, store, registry,
-            dispatcher,
-        )  # fmt: skip
+        door = FrontDoor(dispatcher, ring, over.settings if over else settings.router, control=ShortBodies(api.app))
+        if over is not None:
+            over.app = Guard(door)
+        yield Application(door, api, admin, authority, store, registry, dispatcher)

@@ -8,6 +8,7 @@ Stays up until Ctrl-C; with DEMO_ONCE=1 it checks the answer and exits 0.
 import os
 import sys
 import tempfile
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,10 @@ import httpx
 from openai import OpenAI
 
 from tests import models
-from tests.support.processes import pool
+from tests.support.processes import Pool, pool
 
 NODES = 2
+STREAMS = 12
 
 
 def show(title: str, text: str) -> None:
@@ -63,6 +65,32 @@ def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tu
     return sum(right for right, _ in results), Counter(node for _, node in results)
 
 
+def without_power(demo: Pool, client: OpenAI, model: str, answers: list[dict[str, str]]) -> tuple[int, int, str]:
+    """Stream answers and kill a node under them; give how many were verbatim, how many it was writing, and its name."""
+    begun = threading.Semaphore(0)
+
+    def ask(one: dict[str, str]) -> tuple[bool, str]:
+        raw = client.chat.completions.with_raw_response.create(
+            model=model, messages=[{"role": "user", "content": one["prompt"]}], stream=True
+        )
+        text = ""
+        for chunk in raw.parse():
+            if not text:
+                begun.release()
+            text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+        return text == one["answer"], raw.headers["x-macpool-node"]
+
+    with ThreadPoolExecutor(len(answers)) as threads:
+        asked = [threads.submit(ask, one) for one in answers]
+        for _ in answers:
+            begun.acquire()
+        name, victim = max(demo.nodes.items(), key=lambda node: demo.node(node[0])["in_flight"])
+        writing = demo.node(name)["in_flight"]
+        victim.kill()
+        results = [one.result() for one in asked]
+    return sum(right for right, _ in results), writing, name
+
+
 def main() -> int:
     """Run the demo."""
     once = os.environ.get("DEMO_ONCE") == "1"
@@ -86,6 +114,12 @@ def main() -> int:
             show("$ " + title, done.stdout + done.stderr)
             if done.returncode:
                 return done.returncode
+        long = known()[:STREAMS]
+        survived, writing, name = without_power(demo, client, model, long)
+        show(f"{name} loses its power while it writes {writing} of {len(long)} answers",
+             f"{survived} of {len(long)} answers word for word: what it was writing went on on the other")  # fmt: skip
+        if survived != len(long):
+            return 1
         if text != first["answer"] or right != len(others) or len(by_node) != NODES:
             print("\nthe answers are not what the model knows by heart, or not from both nodes", flush=True)
             return 1

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import uvicorn
 
+from coordinator.deadline import DeadlineProtocol
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
 from router.app import App, FrontDoor, nothing_else
@@ -57,7 +58,7 @@ def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: obje
 class LoopbackNode:
     """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted; `play` gives
     what is said to a Generate instead of the text: deltas, each in a frame of its own, and the reason of every choice;
-    `stop` is said to have ended them, and `thought` of the tokens to have been reasoning.
+    `stop` is said to have ended them, and `thought` of the tokens to have been reasoning; `keeps` what it has read.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LoopbackNode:
     play: Callable[[Generate], tuple[Sequence[Delta], str]] | None = None
     stop: str = ""
     thought: int = 0
+    keeps: bool = False
     state: str = "ready"
     engine: str = "ready"
     up: bool = True
@@ -97,8 +99,8 @@ class LoopbackNode:
 
 
 class LoopbackCluster:
-    """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class
-    instead of uvicorn's."""
+    """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class,
+    which answers what it can itself, instead of through the ASGI application alone."""
 
     front: ClassVar[bool] = True
 
@@ -109,7 +111,7 @@ class LoopbackCluster:
         self.nodes = {node.id: node for node in nodes}
         self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers)
         self.keys = KeyRing(PEPPER)
-        self.app = FrontDoor(self.dispatcher, self.keys, self.settings, control)
+        self.app: App = FrontDoor(self.dispatcher, self.keys, self.settings, control)
         self.key = self.make_key("infer")
         self.base_url = ""
         self._number = 0
@@ -155,7 +157,7 @@ class LoopbackCluster:
         if refused is not None:
             self.say(node, Refusal(asked.request, refused, tokens))
             return
-        self.say(node, Admitted(asked.request, tokens))
+        self.say(node, Admitted(asked.request, tokens, 0, b"kept" if node.keeps else b""))
         if node.mute:
             return
         steps, reason = _steps(node, asked)
@@ -208,7 +210,7 @@ class LoopbackCluster:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        http = "httptools"
+        http: type[DeadlineProtocol] = DeadlineProtocol
         if self.front:
             door = Door(self.dispatcher, self.keys, self.settings, Guard(self.app))
             http = protocol(door)

@@ -9,12 +9,17 @@ import pytest
 
 from coordinator.store import MemberRow
 from router.history import read_line
+from router.keys import nobody_known
 from router.placement import Demand
 from router.ticket import Job
+from router.view import ClusterView, NodeView
 from tests.support.application import Application, application
+from tests.support.loopback_cluster import a_model
 from wire.frames import Message, Params
 from wire.identity import NodeId
 from wire.report import Hardware
+
+A, B = NodeId("a"), NodeId("b")
 
 
 @pytest.fixture
@@ -159,3 +164,38 @@ async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx
     assert "the newest 1000 are" in missing.json()["error"]["message"]
     lines = (await admin.get("/api/v1/decisions")).content.splitlines()
     assert read_line(lines[-1]).request_id == "mine-1"
+
+
+async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.AsyncClient):
+    models = tuple(a_model(name, context=4096) for name in ("qwen3", "llama"))
+    built.dispatcher.set_view(ClusterView((
+        NodeView(A, "a", "ready", models={model.name: model for model in models}),
+        NodeView(B, "b", "ready", models={"other": a_model("other")}, labels=frozenset({"lab"})),
+    )))  # fmt: skip
+    some, lab = await make(admin, models=["qwen*"]), await make(admin, labels=["lab"])
+    for key, expected in ((some, ["qwen3"]), (lab, ["other"])):
+        async with client(built, key["key"]) as one:
+            assert [model["id"] for model in (await one.get("/v1/models")).json()["data"]] == expected
+            assert [model["name"] for model in (await one.get("/api/tags")).json()["models"]] == expected
+            theirs = await one.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+            assert [model["id"] for model in theirs.json()["data"]] == expected
+            assert (await one.get("/v1/models/llama")).status_code == 404
+    async with client(built, some["key"]) as one:
+        count = await one.post("/v1/messages/count_tokens", json=chat("llama"))
+        assert count.status_code == 403
+        assert "may not use the model 'llama'" in count.json()["error"]["message"]
+
+
+# without a key
+
+
+async def test_without_a_key_nothing_is_answered_unless_it_was_allowed(built: Application):
+    async with client(built, "sk-anything") as junk:
+        assert (await junk.get("/v1/models")).status_code == 401
+        built.admin.ring.anonymous = nobody_known(0.0)
+        assert (await junk.get("/v1/models")).status_code == 200
+        assert (await junk.get("/v1/models", headers={"authorization": ""})).status_code == 200
+        assert (await junk.get("/api/v1/nodes")).status_code == 403
+        assert (await junk.post("/api/v1/keys", json={"name": "mine"})).status_code == 403
+        wrong = await junk.get("/v1/models", headers={"authorization": "Bearer mp_abcdefgh_wrong"})
+        assert wrong.status_code == 401, "a key of ours that is wrong stays wrong"

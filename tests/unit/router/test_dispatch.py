@@ -752,6 +752,13 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
 # where a prompt was read before
 
 
+async def test_a_short_prompt_goes_anywhere(two: Cluster):
+    ticket = two.submit()
+    assert ticket.chain is None
+    two.finish()
+    assert len(two.dispatcher.affinity) == 0
+
+
 def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
     messages = tuple(Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
     job = Job(Demand("tiny", 100_000), "k", "r", messages, Params(), 0, True, session=session)
@@ -809,6 +816,57 @@ async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
     used = two.dispatcher.usage.drain()["k", "tiny"]
     assert (used.requests, used.failed, used.prompt_tokens, used.completion_tokens) == (3, 2, 25, 3)
     two.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("end", ["left", "slow", "lost", "engine", "stopped"])
+async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, end: str, stream: bool):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    ticket = one.submit(stream=stream, max_tokens=500)
+    one.say(lambda number: Admitted(number, 200, 50))
+    for _ in range(30):
+        one.speak()
+    if end == "left":
+        one.dispatcher.close(ticket)
+    elif end == "slow" and isinstance(ticket, StreamTicket):
+        one.dispatcher._stuck(ticket)
+    elif end == "lost":
+        one.dispatcher.node_gone(A, "the link ended")
+    elif end == "engine":
+        one.say(lambda number: Failed(number, "bad_row", "it broke"))
+    else:
+        one.dispatcher.shutdown()
+    assert ticket.outcome is not None
+    used = one.dispatcher.usage.drain()["k", "tiny"]
+    assert (used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (
+        1, 1, 200, 50, 30
+    )  # fmt: skip
+    story = one.dispatcher.history.stories[-1]
+    assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens) == (200, 50, 30)
+    over = one.submit(max_tokens=1000)
+    assert isinstance(over.outcome, Refused)
+    assert over.outcome.retry_after == pytest.approx(60 * 230 / 1000)
+    assert one.dispatcher.quotas.running("k") == 0
+
+
+async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
+    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(max_tokens=4), 0, True)
+    ticket = one.dispatcher.submit(job)
+    one.say(lambda number: Admitted(number, 20))
+    for _ in range(6):
+        one.speak()
+    ticket.bound()
+    one.speak()
+    one.speak(choice=7)
+    one.dispatcher.close(ticket)
+    assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == 8
+
+
+async def test_who_leaves_before_anything_was_done_pays_nothing(one: Cluster):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.dispatcher.close(one.submit(max_tokens=900))
+    assert one.dispatcher.usage.drain()["k", "tiny"].prompt_tokens == 0
+    assert one.submit(max_tokens=1000).outcome is None
 
 
 async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two: Cluster):

@@ -109,6 +109,19 @@ def test_new_limits_count_at_once():
         taken(one)
 
 
+def test_a_request_that_came_before_its_key_had_limits_takes_nothing_from_those_that_came_after():
+    limits: dict[str, KeyLimits] = {}
+    one = Quotas(limits.get)
+    early = taken(one)
+    limits["k"] = KeyLimits(concurrency=2)
+    taken(one)
+    refused(one)
+    one.settle("k", early, 0, 0.0)
+    taken(one)
+    refused(one)
+    assert one.running("k") == 2
+
+
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 400), st.booleans()), max_size=60))
 def test_no_key_outruns_its_rate(steps: list[tuple[float, int, bool]]):
     one, now, used, running = quotas(tokens_per_minute=600), 0.0, 0, list[int]()

@@ -15,6 +15,7 @@ from node.engine.calling import DEEPEST, FORMS, Calling, Unfit, in_words
 from node.engine.door import Door
 from node.engine.formatted import Calls, Thought
 from node.engine.grammar import KEPT, LONGEST, Grammars, write
+from node.engine.preflight import Shape, impossible
 from node.engine.tokenizer import Prompt, Tokenizer, load
 from node.engine.vetting import TOO_LONG, Vetting
 from node.library import Library
@@ -22,6 +23,7 @@ from node.settings import ModelSettings
 from tests import models
 from wire.frames import Generate, Grammar, Message, Params
 from wire.refusals import Code
+from wire.report import Model
 
 SECONDS = 0.5
 """What a refusal may take here, on a machine that does other things as well; the benchmark says 0.1."""
@@ -273,3 +275,12 @@ def test_what_is_too_long_is_not_read(tokenizer: Tokenizer, grammars: Grammars):
     grammars.compile(tokenizer, Grammar("json_object"), long, PROMPT, one=False)
     with pytest.raises(Unfit, match=str(LONGEST)):
         grammars.compile(tokenizer, Grammar(calls="required"), long, PROMPT, one=False)
+
+
+def test_an_engine_without_grammars_refuses_them():
+    shape, asked = Shape(4, 8, 8, 1), request(Grammar("json_object"))
+    found = impossible(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
+    assert found is not None
+    assert found.code is Code.UNSUPPORTED
+    offering = Model(asked.model, "f", True, 1, 1, context=100, features=("grammar",))
+    assert impossible(asked, shape, offering, 4) is None

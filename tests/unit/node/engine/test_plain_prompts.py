@@ -115,6 +115,13 @@ def test_with_one_call_the_answer_ends_with_it():
     assert made.finish("stop") == ((), "tool_calls")
 
 
+def test_of_several_calls_in_one_block_the_first_is_the_one():
+    look = LOOK.removeprefix("<call>").removesuffix("</call>")
+    step = one_call([f"<call>[{look}, {look}]</call>"]).feed(0)
+    assert [channel for channel, _ in step.pieces] == [Channel.TOOL_CALL]
+    assert step.stopped
+
+
 def test_the_scripted_engine_takes_raw_prompts_and_counts():
     bench = Bench()
     assert bench.engine.take(Count(1, bench.settings.model, HELLO, 0), 0.0) == [

@@ -100,6 +100,7 @@ WITH: dict[str, dict[str, Any]] = {
     "guided_regex": {"guided_regex": "a"}, "guided_choice": {"guided_choice": ["a"]}, "format": {"format": "json"},
     "guided_grammar": {"guided_grammar": "start: A"},
     "guided_whitespace_pattern": {"guided_json": {}, "guided_whitespace_pattern": "_"},
+    "user": {"user": "x"}, "prompt_cache_key": {"prompt_cache_key": "x"},
     "parallel_tool_calls": {"parallel_tool_calls": False}, "reasoning_effort": {"reasoning_effort": "low"},
     "chat_template_kwargs": {"chat_template_kwargs": {"task": "x"}}, "reasoning": {"reasoning": {"effort": "low"}},
     "system": {"system": "x"}, "thinking": {"thinking": {"type": "disabled"}}, "think": {"think": True},

@@ -1,0 +1,93 @@
+"""The OpenAPI document against the whole application on loopback nodes: whatever is asked, good or bad, the answer is
+one that the document describes (status, content type, body), and never a fault of ours."""
+
+from collections.abc import Iterator
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from coordinator.guard import Guard
+from tests.support import whole_pool
+from tests.support.whole_pool import OPERATIONS, Served
+
+HELD = [status_code_conformance, content_type_conformance, response_schema_conformance]
+OURS = {501, 503}
+"""Answers above 499 that are no fault: not offered, and no room or nobody there."""
+EXAMPLES = 4
+"""Of each kind for every operation; the seconds of the suite are bounded, not the imagination."""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with whole_pool.served(queue_seconds=0.2, body_seconds=5.0) as one:
+        yield one
+
+
+def test_every_operation_is_tried(served: Served):
+    described = {f"{m.upper()} {path}" for path, item in served.document["paths"].items() for m in item}
+    assert described == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("kind", list(GenerationMode), ids=lambda kind: str(kind.value))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_answer_is_one_that_is_described(served: Served, operation: str, kind: GenerationMode):
+    method, path = operation.split(" ", 1)
+    found = schemathesis.openapi.from_dict(served.document)[path][method]
+    if kind is GenerationMode.NEGATIVE and not found.definition.raw.keys() & {"parameters", "requestBody"}:
+        return  # nothing can be wrong with a request that says nothing
+    session = requests.Session()
+    session.trust_env = False
+    headers = {"authorization": f"Bearer {served.keys['admin']}"}
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.data())
+    def ask(data: st.DataObject) -> None:
+        case = data.draw(found.as_strategy(generation_mode=kind))
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and data.draw(st.booleans()):
+            case.body["model"] = "tiny"  # which is there
+        answer = case.call(base_url=served.url, session=session, headers=headers, timeout=20)
+        assert answer.status_code < 500 or answer.status_code in OURS, answer.text
+        case.validate_response(answer, checks=HELD)
+
+    with session:
+        ask()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/api/v1/keys", "/v1/models/x"])
+@pytest.mark.parametrize("wrong", ["host", "key", "origin", "method", "length"])
+def test_what_is_refused_before_it_is_read_is_described(served: Served, path: str, wrong: str):
+    get = path == "/v1/models/x"
+    method = ("GET" if get else "POST") if wrong != "method" else "PATCH"
+    headers = {"authorization": f"Bearer {served.keys['admin']}", "content-type": "application/json"} | {
+        "host": {"host": "evil.example"}, "key": {"authorization": "Bearer x"}, "origin": {"origin": "null"},
+        "method": {}, "length": {"content-length": "99999999"},
+    }[wrong]  # fmt: skip
+    if get and wrong in ("origin", "length"):
+        return  # reading is not guarded by the page that asks, and has no body
+    with requests.Session() as session:
+        session.trust_env = False
+        prepared = requests.Request(method, served.url + path, headers, data=b"{}").prepare()
+        prepared.headers["content-length"] = headers.get("content-length", "2")
+        answer = session.send(prepared, timeout=20)
+    assert answer.status_code == {"host": 421, "key": 401, "origin": 403, "method": 405, "length": 413}[wrong]
+    assert answer.elapsed.total_seconds() < 5, "nothing is waited for"
+    described = "/v1/models/{model}" if get else path
+    operation = schemathesis.openapi.from_dict(served.document)[described]["GET" if get else "POST"]
+    case = operation.Case(path_parameters={"model": "x"} if get else {}, method=operation.method)
+    case.validate_response(answer, checks=HELD)
+    if wrong == "method":
+        assert answer.headers["allow"] == {"/v1/models/x": "GET, HEAD", "/api/v1/keys": "GET, POST"}.get(path, "POST")
+
+
+def test_the_guard_in_the_way_is_the_one_of_the_product(served: Served):
+    assert isinstance(served.cluster.app, Guard)

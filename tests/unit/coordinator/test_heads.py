@@ -1,0 +1,63 @@
+"""The two readers of a request's head: whatever the quick one takes, the careful one understands in the same way."""
+
+from typing import Any
+
+import httptools
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from coordinator.guard import Guard
+from coordinator.http import START, Door
+from router.app import nothing_else
+from router.keys import credential
+from router.settings import RouterSettings
+from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode
+
+NAMES = st.sampled_from(["host", "Host", "content-length", "Content-Length", "authorization", "x-api-key", "origin",
+                         "transfer-encoding", "connection", "expect", "x-request-id", "sec-fetch-site", "upgrade",
+                         "x-session-id", " host", "host ", "", "x\0", "x:y"])  # fmt: skip
+VALUES = st.sampled_from([
+    "127.0.0.1", "localhost", "evil.example", "5", "05", "-5", "5 5", "+5", "5\r", "\t5", "chunked", "keep-alive", "close",
+    "Bearer k", "null", "http://127.0.0.1", "same-origin", "a\0b", "a\nb: c", "\xff", "",
+])  # fmt: skip
+COLONS = st.sampled_from([": ", ":", " : ", ":\t", "="])
+LINES = st.lists(st.tuples(NAMES, COLONS, VALUES).map("".join), max_size=6)
+GOOD = ["host: 127.0.0.1", "content-length: 5", "authorization: Bearer k"]
+
+
+class Read:
+    """What httptools tells of a head."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.whole = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.whole = True
+
+
+@settings(max_examples=300)
+@given(LINES, st.permutations(GOOD))
+@example(["transfer-encoding: chunked"], GOOD)
+@example(["content-length: 6"], GOOD)
+@example(["\tfolded: yes"], GOOD)
+@example(["origin: http://evil.example"], GOOD)
+def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lines: list[str], good: list[str]):
+    raw = START + "\r\n".join([*good, *lines]).encode("latin-1") + b"\r\n\r\n"
+    cluster = LoopbackCluster(LoopbackNode("a"))
+    guard = Guard(nothing_else)
+    head: Any = Door(cluster.dispatcher, cluster.keys, RouterSettings(), guard).head(raw[:-4])
+    if head.length is None:
+        return
+    read = Read()
+    httptools.HttpRequestParser(read).feed_data(raw)
+    assert read.whole, "the careful reader waits for more"
+    found = dict(read.headers)
+    assert len(found) == len(read.headers)
+    assert int(found[b"content-length"]) == head.length
+    assert b"transfer-encoding" not in found
+    assert credential(read.headers) == head.key
+    assert guard.judge("POST", read.headers) is None
