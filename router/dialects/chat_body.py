@@ -11,14 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-<<<<<<< HEAD
-from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Tokens, by_type
-from router.dialects.formats import FORMS, Formed, ToolChoice
-=======
 from router.dialects.fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
-    Drawn,
     FunctionName,
     Name,
     Named,
@@ -26,7 +21,7 @@ from router.dialects.fields import (
     Tokens,
     by_type,
 )
->>>>>>> main
+from router.dialects.formats import FORMS, Formed, ToolChoice
 from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort

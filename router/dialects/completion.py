@@ -79,17 +79,12 @@ def _request(body: CompletionBody) -> CompletionRequest | Problem:
     include_usage = usage_wanted(body)
     if isinstance(include_usage, Problem):
         return include_usage
-<<<<<<< HEAD
     grammar = body.form()
     if isinstance(grammar, Problem):
         return grammar
     params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
-    return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo))
-=======
-    params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs)
     return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo),
                              body.session)  # fmt: skip
->>>>>>> main
 
 
 def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:

@@ -6,25 +6,17 @@ from typing import Annotated, cast
 
 from pydantic import Discriminator, Field, Tag
 
-<<<<<<< HEAD
-from router.dialects.chat_body import WHO
-from router.dialects.fields import Named, Tokens
+from router.dialects.fields import SESSION_NOTE, Named, Tokens
 from router.dialects.formats import FORMS, Formed
-=======
-from router.dialects.fields import SESSION_NOTE, Drawn, Named, Tokens
->>>>>>> main
 from router.dialects.limits import MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 
 HARMLESS: Mapping[str, str] = MappingProxyType({})
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
 INSTEAD: Mapping[str, str] = MappingProxyType({
-<<<<<<< HEAD
     **FORMS,
-=======
     "prompt_cache_key": SESSION_NOTE,
     "user": SESSION_NOTE,
->>>>>>> main
     "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
     "best_of": "only where it is n: all answers are given back, none is chosen",
     "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "

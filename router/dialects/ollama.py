@@ -39,11 +39,7 @@ class OllamaRequest(Request, frozen=True, gc=False):
     def job(self, key: str, request_id: str, created: int) -> Job:
         """See `Request`."""
         return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
-<<<<<<< HEAD
-                   self.template, True, text=self.text)  # fmt: skip
-=======
                    self.template, include_usage=True, text=self.text)  # fmt: skip
->>>>>>> main
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
         """See `router.dialects.dialect.Asked`."""

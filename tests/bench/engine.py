@@ -461,9 +461,6 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "prefix": bench_prefix,
     "estimate": bench_estimate,
     "torture": bench_torture,
-<<<<<<< HEAD
     "grammar": bench_grammar,
-=======
     "steady": bench_steady,
->>>>>>> main
 }
