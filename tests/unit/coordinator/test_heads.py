@@ -17,7 +17,8 @@ NAMES = st.sampled_from(["host", "Host", "content-length", "Content-Length", "au
                          "transfer-encoding", "connection", "expect", "x-request-id", "sec-fetch-site", "upgrade",
                          "x-session-id", " host", "host ", "", "x\0", "x:y"])  # fmt: skip
 VALUES = st.sampled_from([
-    "127.0.0.1", "localhost", "evil.example", "5", "05", "-5", "5 5", "+5", "5\r", "\t5", "chunked", "keep-alive", "close",
+    "127.0.0.1", "localhost", "evil.example", "5", "05", "-5", "5 5", "+5", "5\r", "\t5", "chunked", "keep-alive",
+    "close",
     "Bearer k", "null", "http://127.0.0.1", "same-origin", "a\0b", "a\nb: c", "\xff", "",
 ])  # fmt: skip
 COLONS = st.sampled_from([": ", ":", " : ", ":\t", "="])

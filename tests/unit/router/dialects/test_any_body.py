@@ -1,6 +1,7 @@
 """Every parser of a body, with bodies nobody has thought of: it never raises, and what it lets through is bounded."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -82,12 +83,22 @@ def test_no_text_makes_the_reader_raise(body: bytes):
     assert isinstance(found, dict) or found.status == 400
 
 
+def odd(value: object) -> bool:
+    """Whether it holds a number that JSON has not, or half a surrogate."""
+    if isinstance(value, dict):
+        return any(odd(part) for item in value.items() for part in item)  # pyright: ignore
+    if isinstance(value, list):
+        return any(odd(item) for item in value)  # pyright: ignore
+    if isinstance(value, str):
+        return any("\ud800" <= letter <= "\udfff" for letter in value)
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5))
 def test_what_is_read_is_what_was_written(body: dict[str, object]):
     text = json.dumps(body)
     found = read_object(text.encode())
-    if "NaN" in text or "Infinity" in text or isinstance(found, Problem):
+    if odd(body):
         assert isinstance(found, Problem)
-        assert "NaN" in text or "Infinity" in text or "ud8" in text.lower() or "\\ud" in text
     else:
         assert found == json.loads(text)
