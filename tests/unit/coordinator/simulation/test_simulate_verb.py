@@ -3,13 +3,13 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from coordinator.cli.simulate import simulate
+from coordinator.cli import cluster
 
 STORY = str(Path(__file__).parents[3] / "sim" / "stories" / "line.toml")
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(simulate, words)
+    return CliRunner().invoke(cluster, ["simulate", *words])
 
 
 def test_the_table_has_a_line_for_everybody():
