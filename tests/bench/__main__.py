@@ -1,7 +1,7 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
 `python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, parts,
-simulation; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture.
+simulation; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture, steady, grammar.
 """
 
 import asyncio
