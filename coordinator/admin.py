@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from router.usage import Usage, Used
 
 LOCAL = "local"
 """Name of the key that the owner of the state folder uses; it lives as long as the coordinator and is in no list."""
+
+USAGE_DAYS = 400
+"""Days for which it is kept who used what."""
 
 
 def load_pepper(state: Path) -> bytes:
@@ -106,10 +109,11 @@ class Admin:
         return {"schema": 1, "acts": [asdict(one) for one in list(self.store.audit)[-last:]]}
 
     def count(self, usage: Usage) -> None:
-        """Write what was used since the last time into the database."""
-        day = datetime.fromtimestamp(self.clock(), UTC).date().isoformat()
+        """Write what was used since the last time into the database, and drop what is older than USAGE_DAYS."""
+        today = datetime.fromtimestamp(self.clock(), UTC).date()
         for (key, model), used in usage.drain().items():
-            self.store.count(key, model, day, used)
+            self.store.count(key, model, today.isoformat(), used)
+        self.store.forget_usage((today - timedelta(days=USAGE_DAYS)).isoformat())
 
     def usage(self, key: str | None = None, since: str = "") -> dict[str, Any]:
         """Sum up what each key used of each model since a day; of one key if it is given."""

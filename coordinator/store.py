@@ -278,9 +278,11 @@ class Store:
 
     def forget_usage(self, before: str) -> None:
         """Drop the days before this one."""
-        for one in [one for one in self._usage if one[2] < before]:
+        old = [one for one in self._usage if one[2] < before]
+        for one in old:
             del self._usage[one]
-        self._put("DELETE FROM usage WHERE day < ?", before)
+        if old:
+            self._put("DELETE FROM usage WHERE day < ?", before)
 
     def note(self, at: float, actor: str, action: str, subject: str) -> None:
         """Write an act into the audit log; the oldest above AUDIT_KEPT are dropped."""

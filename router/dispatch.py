@@ -755,7 +755,7 @@ class Dispatcher:
         what was read and written until then: leaving is no way around a limit."""
         if ticket.charged is None:
             return
-        used = self.usage.of(ticket.job.key, ticket.job.demand.model)
+        used = self.usage.of(ticket.job.key, self._model_of(ticket))
         used.requests += 1
         used.failed += not isinstance(outcome, Finished)
         prompt, cached, written = _took(ticket, outcome)
@@ -763,6 +763,13 @@ class Dispatcher:
         used.cached_tokens += cached
         used.completion_tokens += written
         self.quotas.settle(ticket.job.key, ticket.charged, prompt + written, self._clock())
+
+    def _model_of(self, ticket: Ticket) -> str:
+        """Name the model that a request is counted for: none where no member has heard of it, for a name that a client
+        makes up must not make a row in the database."""
+        model = ticket.job.demand.model
+        known = ticket.attempts or any(model in node.models for node in self.view.nodes)
+        return model if known else ""
 
     def _too_much(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):

@@ -44,6 +44,8 @@ def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, on
         click.echo(f"the authority of {base} has the fingerprint\n  {found}")
         click.confirm("Does the coordinator's `cluster up` show the same?", abort=True)
     bundle = keep(session.state, pem, found)
+    if remove:
+        bundle.unlink()
     with tempfile.NamedTemporaryFile("w", suffix=".crt") as file:
         file.write(pem)
         file.flush()

@@ -12,6 +12,7 @@ from router.history import read_line
 from router.keys import nobody_known
 from router.placement import Demand
 from router.ticket import Job
+from router.usage import Used
 from router.view import ClusterView, NodeView
 from tests.support.application import Application, application
 from tests.support.loopback_cluster import a_model
@@ -115,8 +116,26 @@ async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, a
 async def test_a_request_that_failed_is_counted_as_such(built: Application):
     job = Job(Demand("tiny", 10), "k", "r", (Message("user", "hi"),), Params(), 0, stream=False)
     built.dispatcher.close(built.dispatcher.submit(job))
-    used = built.dispatcher.usage.of("k", "tiny")
+    used = built.dispatcher.usage.of("k", "")
     assert (used.requests, used.failed) == (1, 1)
+
+
+async def test_names_that_clients_make_up_make_no_rows(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, waiting=0)
+    async with client(built, made["key"]) as one:
+        for number in range(20):
+            assert (await one.post("/v1/chat/completions", json=chat(f"made-up-{number}"))).status_code == 429
+    (row,) = (await admin.get("/api/v1/keys/usage")).json()["usage"]
+    assert (row["model"], row["requests"], row["failed"]) == ("", 20, 20)
+
+
+async def test_old_usage_is_dropped(built: Application):
+    built.store.count("k", "tiny", "2020-01-01", Used(1))
+    used = built.dispatcher.usage.of("k", "tiny")
+    used.requests = 1
+    built.admin.count(built.dispatcher.usage)
+    assert [row.used.requests for row in built.store.usage] == [1]
+    assert [row.day for row in built.store.usage] > ["2020-01-01"]
 
 
 async def test_every_administrative_act_is_written_down_with_who_did_it(built: Application, admin: httpx.AsyncClient):
