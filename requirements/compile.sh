@@ -7,4 +7,4 @@ flags="--universal --generate-hashes --python-version 3.11 --no-header --no-emit
 # shellcheck disable=SC2086
 "$UV" pip compile $flags pyproject.toml --extra node --extra video -o requirements/run.txt
 # shellcheck disable=SC2086
-"$UV" pip compile $flags pyproject.toml --group dev --extra node -c requirements/run.txt -o requirements/dev.txt
+"$UV" pip compile $flags pyproject.toml --group dev --extra node --extra video -c requirements/run.txt -o requirements/dev.txt
