@@ -37,7 +37,17 @@ from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
-from wire.verdict import Fits, alone_bytes, can_ever_fit, headroom, judge, most_bytes, occupied, request_need
+from wire.verdict import (
+    Fits,
+    alone_bytes,
+    can_ever_fit,
+    headroom,
+    judge,
+    most_bytes,
+    occupied,
+    reading_bytes,
+    request_need,
+)
 
 FULL_MARKS = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
@@ -242,7 +252,7 @@ def consider(
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
     tokens = request.tokens_on(model)
     output = request.output_on(model, tokens)
-    need = request_need(model, tokens, output, request.choices)
+    need = max(request_need(model, tokens, output, request.choices), reading_bytes(request.prompt_bytes))
     weights = 0 if model.loaded else model.weights
     if node.reads(model):
         need, weights = need - weights, 0

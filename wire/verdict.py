@@ -1,10 +1,10 @@
 """The only memory arithmetic of the project: may this much more be written here, now?
 
 Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, what a forward
-takes for a moment, the need of a request, the load test of a model, the level that the enforcer acts on. The engine's
-gate, its preflight, its decode join, model loading, the video lease and the router's placement all call `judge` on the
-same fields, so what the router says "fits" the node's gate agrees with on the same reading (a property test holds the
-two together).
+takes for a moment and the reading of a prompt, the need of a request, the load test of a model, the level that the
+enforcer acts on. The engine's gate, its preflight, its decode join, model loading, the video lease and the router's
+placement all call `judge` on the same fields, so what the router says "fits" the node's gate agrees with on the same
+reading (a property test holds the two together).
 Does not cover: readings (`node/memory`), where a cap comes from (`node/memory/cap`), what to do at a level.
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
@@ -40,6 +40,14 @@ USUAL_LENGTH = 2048
 """Tokens of a row by which `max_batch` is counted."""
 LOGITS_BYTES = 16 * MIB
 """What the logits of a prompt's last forward may take: with more tokens the last one has a forward of its own."""
+
+
+READ_TOKEN = 320
+"""Bytes that a token takes while a prompt is put into tokens, at most; so does a byte of text, which may be one."""
+READ_LOAD, READ_GUIDE = 36, 16
+"""Bytes that a tokenizer takes to load, and its tables for grammars, for each byte of its files, at most."""
+READ_FREE = MIB
+"""What reading one prompt may take unasked: well within any margin."""
 
 
 def default_margin(cap: int) -> int:
@@ -235,6 +243,13 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
     rows = join_bytes(model.groups, length, kv) + (choices - 1) * row_bytes(kv, length)
     transient = request_transient(model, prompt_tokens, output_tokens, choices)
     return rows + transient + (0 if model.loaded else model.weights)
+
+
+def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False) -> int:
+    """Give what it takes for a moment to put `text` bytes into tokens, with a tokenizer whose files have so many bytes
+    and that first has to be loaded, or needs its tables for grammars; 0 where that is too little to ask for."""
+    taken = READ_TOKEN * text + files * (READ_LOAD * loads + READ_GUIDE * guides)
+    return taken if taken > READ_FREE else 0
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:

@@ -1,7 +1,7 @@
 """The engine process: `python -m node.engine.child --socket FD`, started by node/supervise and by nobody else.
 
-Threads: the main one reads the socket, answers pings, puts prompts into tokens and watches for the socket's end; one
-writes; one owns the engine. The
+Threads: the main one reads the socket, answers pings, puts short prompts into tokens and watches for the socket's end;
+one writes; one owns the engine; one puts long prompts into tokens. The
 settings come first over the socket (`u32 length | JSON`), so they are in no command line; then frames as on the link.
 
 The life line is the socket: at its end, because the agent stopped, crashed or was killed, the reader leaves by
@@ -139,7 +139,7 @@ def serve(line: socket.socket, recorder: Recorder) -> int:
         return EXIT_SETTINGS
     writer = Writer(line)
     loop = Loop(engine, writer.send)
-    for name, work in (("inference", loop.run), ("writer", writer.run)):
+    for name, work in (("inference", loop.run), ("writer", writer.run), ("prompts", loop.read)):
         threading.Thread(target=_guarded(work), name=name, daemon=True).start()
     try:
         read_frames(line, engine, loop, writer)

@@ -1,9 +1,10 @@
-"""The I/O thread's part of the text engine: a request's text into tokens, or a refusal that nothing can change.
+"""A request's text into tokens, or a refusal that nothing can change: on the I/O thread, or on that of long prompts.
 
-No MLX here. What is refused is the request's own fault or its model's: everybody else goes on. Whether there is room is
-the inference thread's question.
+No MLX here. One prompt is read at a time. What is refused is the request's own fault or its model's: everybody else
+goes on. Whether there is room is the inference thread's question.
 """
 
+import threading
 from pathlib import Path
 
 import structlog
@@ -13,10 +14,12 @@ from node.engine.found import Found
 from node.engine.grammar import Grammar, Grammars
 from node.engine.pipeline import TextPipeline
 from node.engine.prompt import Prepared
-from node.engine.tokenizer import Prompt, TemplateFailed, Tokenizer, TokenizerError, load
+from node.engine.tokenizer import FILES, Prompt, TemplateFailed, Tokenizer, TokenizerError, load
+from node.engine.unread import text_bytes
 from node.library import Library
-from wire.frames import Count, Finished, Frame, Generate, Params, Refusal
+from wire.frames import Count, Finished, Generate, Params, Refusal
 from wire.refusals import Code, Refused
+from wire.verdict import reading_bytes
 
 log = structlog.get_logger("engine.door")
 
@@ -28,18 +31,33 @@ class Door:
         self._library = library
         self._tokenizers: dict[str, Tokenizer] = {}
         self._grammars = Grammars()
+        self._one = threading.Lock()
+
+    def need(self, frame: Generate | Count) -> int:
+        """Give the bytes that it takes for a moment to put this prompt into tokens; 0: it may be done unasked."""
+        found = self._library.look(frame.model)
+        if found is None or found.cause:
+            return 0
+        tokenizer = self._tokenizers.get(_key(found))
+        guided = isinstance(frame, Generate) and frame.params.grammar is not None
+        return reading_bytes(
+            text_bytes(frame), _files(Path(found.folder)), loads=tokenizer is None,
+            guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
+        )  # fmt: skip
 
     def prepare(self, request: Generate) -> Prepared:
-        """Put a request into tokens. Never raises: this thread is the engine's life line."""
+        """Put a request into tokens. Never raises: on the thread that is the engine's life line, and on one that it
+        waits for."""
         try:
-            return self._prepared(request)
+            with self._one:
+                return self._prepared(request)
         except Exception as error:
             log.exception("door", request=request.request)
             return _refused(
                 request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}: {error}"[:300]
             )
 
-    def count(self, asked: Count) -> Frame:
+    def count(self, asked: Count) -> Finished | Refusal:
         """Say of how many tokens a prompt is. Never raises either."""
         prepared = self.prepare(
             Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created, tools=asked.tools,
@@ -94,11 +112,20 @@ class Door:
             raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
 
     def _tokenizer(self, found: Found) -> Tokenizer:
-        key = f"{found.folder}:{found.fingerprint}"
-        tokenizer = self._tokenizers.get(key)
+        tokenizer = self._tokenizers.get(_key(found))
         if tokenizer is None:
-            tokenizer = self._tokenizers[key] = load(Path(found.folder))
+            tokenizer = self._tokenizers[_key(found)] = load(Path(found.folder))
         return tokenizer
+
+
+def _key(found: Found) -> str:
+    return f"{found.folder}:{found.fingerprint}"
+
+
+def _files(folder: Path) -> int:
+    """Give the bytes of a tokenizer's files; 0 where none can be read, which loading it will say."""
+    sizes = (path.stat().st_size for name in FILES if (path := folder / name).is_file())
+    return sum(sizes)
 
 
 def _refused(request: Generate, code: Code, message: str) -> Prepared:

@@ -58,6 +58,10 @@ class Grammars:
         plain = written if calling is None else write(asked, tools, calling.in_words(), one=one)
         return Grammar(self._matcher(guide, written, plain), guide, outline)
 
+    def knows(self, tokenizer: "Tokenizer") -> bool:
+        """Whether this tokenizer's tables are made."""
+        return id(tokenizer) in self._guides
+
     def _guide(self, tokenizer: "Tokenizer") -> "Guide":
         guide = self._guides.get(id(tokenizer))
         if guide is None:

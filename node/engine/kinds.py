@@ -1,19 +1,21 @@
 """The kinds of engine, and what each of them must give: frames in, frames out, and a gate.
 
-Two threads drive an engine. The I/O thread calls `prepare`, which may take long over a text but touches no memory that
-the other owns; all else is called by the inference thread.
+Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory that the other owns; all else is
+called by the inference thread. A third does what `take` lets it: it reads the prompts that are too long to be read
+unasked (`unread`).
 
 A kind is named by its module, not imported, so that the agent can list kinds without loading any model library. Every
 kind provides `build` and asks its gate before every prefill and every join; a test builds each and tries.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from node.engine.prompt import Prepared
+from node.engine.unread import Read, Unread
 from wire.frames import EngineReport, Frame
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class UnknownKindError(ValueError):
     """No engine kind has this name, or what it needs is not installed; the text says what to do."""
 
 
-Work = Frame | Prepared
+Work = Frame | Prepared | Unread | Read
 
 
 class Doing(IntEnum):
@@ -80,8 +82,8 @@ class Engine(Protocol):
         answered comes here too, and None is its usual answer: there is nothing to take."""
         ...
 
-    def take(self, work: Work, now: float) -> Sequence[Frame]:
-        """Take in one piece of work and give what is answered at once."""
+    def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
+        """Take in one piece of work and give what is answered at once, and what may be read now."""
         ...
 
     def step(self, now: float) -> Sequence[Frame]:

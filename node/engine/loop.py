@@ -1,4 +1,5 @@
-"""The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`.
+"""The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`. Beside it the
+thread that reads long prompts once the engine has found room for that.
 
 One turn: drain the inbox, one decode step of every row, at most one gated prefill, publish. When nothing is due it
 waits on a condition and does not wake. Since when it is busy, and for how long it expects to be, is published before
@@ -8,11 +9,13 @@ every native call, so that the I/O thread can answer for it: dead, busy and hung
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
 
 import structlog
 
 from node.engine.kinds import Engine, Work
+from node.engine.unread import Unread
 from wire.frames import EngineReport, Frame, Limits
 
 PUBLISH_EVERY = 0.1
@@ -35,6 +38,7 @@ class Loop:
         self._publish_at: float | None = 0.0
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
+        self._unread: SimpleQueue[Unread] = SimpleQueue()
 
     def put(self, work: Work) -> None:
         """Hand in prepared work from another thread."""
@@ -63,6 +67,11 @@ class Loop:
             self._busy_since = time.monotonic()
             self._turn(work)
             self._busy_since = None
+
+    def read(self) -> None:
+        """Put long prompts into tokens, one after the other, for ever: for a thread of its own."""
+        while True:
+            self.put(self._unread.get().read())
 
     def _next(self) -> Sequence[Work]:
         """Wait until a frame is here or something is due."""
@@ -96,9 +105,12 @@ class Loop:
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
-    def _answer(self, frames: Sequence[Frame]) -> None:
+    def _answer(self, frames: Collection[Frame | Unread]) -> None:
         for frame in frames:
-            self._send(frame)
+            if isinstance(frame, Unread):
+                self._unread.put(frame)
+            else:
+                self._send(frame)
 
     def _publish(self, now: float) -> None:
         """Send a snapshot, unless the last one said the same."""

@@ -11,7 +11,8 @@ exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing m
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -36,6 +37,7 @@ from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
 from node.engine.sweeps import Sweeps
+from node.engine.unread import Read, Unread, too_long
 from node.engine_environment import PROFILES
 from node.library import Library
 from node.memory.sensor import open_machine
@@ -121,6 +123,7 @@ class TextEngine:
         self._canary = Canary(settings.memory.canary, self._memory)
         self._shelf.spares += [self._canary, self._sweeps]
         self._pending: dict[int, tuple[Prepared, float]] = {}
+        self._unread: dict[int, tuple[int, Resident | None]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._wired_for = self._enforced = 0
         self._cancelled: dict[int, None] = {}
@@ -134,11 +137,10 @@ class TextEngine:
     # what the threads ask
 
     def prepare(self, frame: Frame) -> Work | None:
-        """On the I/O thread: put a prompt into tokens, or count it; at a sign of life, look for new models."""
-        if isinstance(frame, Generate):
-            return self._door.prepare(frame)
-        if isinstance(frame, Count):
-            return self._door.count(frame)
+        """On the I/O thread: put a short prompt into tokens, or count it; at a sign of life, look for new models."""
+        if isinstance(frame, Generate | Count):
+            need = self._door.need(frame)
+            return Unread(frame, need, partial(self._read, frame)) if need else self._read(frame).work
         if isinstance(frame, Load | Profile):
             self._library.look(frame.model)
         if isinstance(frame, Ping):
@@ -149,9 +151,14 @@ class TextEngine:
         """Say which native call is under way."""
         return self._forwards.call
 
-    def take(self, work: Work, now: float) -> list[Frame]:
-        """Take in one piece of work and give what is answered at once."""
+    def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
+        """Take in one piece of work and give what is answered at once, and what may be read now."""
         match work:
+            case Unread():
+                return self._weigh(work)
+            case Read():
+                self._put_by(work.request)
+                return self.take(work.work, now)
             case Prepared():
                 return self._generate(work, now)
             case Cancel():
@@ -211,7 +218,7 @@ class TextEngine:
         shelf = self._shelf
         counts = replace(self._forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
         return EngineReport(
-            memory, models, running, waiting + len(self._pending), queued, self._acked,
+            memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
             counts, self._reuse.state(), self.gate.held,
             self._enforced, shelf.returns.unreturned,
         )  # fmt: skip
@@ -260,6 +267,39 @@ class TextEngine:
         return self._generation.said()
 
     # requests
+
+    def _read(self, frame: Generate | Count) -> Read:
+        """Put a prompt into tokens, or only count them."""
+        counts = isinstance(frame, Count)
+        return Read(frame.request, self._door.count(frame) if counts else self._door.prepare(frame))
+
+    def _weigh(self, unread: Unread) -> Collection[Frame | Unread]:
+        """Let a long prompt be read if there is room for that, and promise it. Its model does not leave meanwhile."""
+        number = unread.frame.request
+        if number in self._cancelled:
+            del self._cancelled[number]
+            return []
+        if self._generation.holds(number) or number in self._pending or number in self._unread:
+            return []
+        refused = self.gate.closed() or too_long(unread.frame, unread.need, self._memory())
+        if refused is not None:
+            return [Refusal(number, refused)]
+        resident = self._shelf.residents.get(unread.frame.model)
+        self._unread[number] = (0, resident)
+        if resident is not None:
+            resident.users += 1
+        refused = self._forwards.ask(Site.PREFLIGHT, unread.need)
+        if refused is not None:
+            self._put_by(number)
+            return [Refusal(number, refused)]
+        self._unread[number] = (unread.need, resident)
+        return [unread]
+
+    def _put_by(self, number: int) -> None:
+        """End the promise for a prompt that was being read."""
+        _, resident = self._unread.pop(number, (0, None))
+        if resident is not None:
+            resident.users -= 1
 
     def _generate(self, prepared: Prepared, now: float) -> list[Frame]:
         request = prepared.request
@@ -472,8 +512,9 @@ class TextEngine:
         return rows + self._shelf.read + self._reuse.nbytes
 
     def _reserved(self) -> int:
-        """Sum up what is promised: rows, weights on their way, and the rows that wait for these."""
+        """Sum up what is promised: rows, weights on their way, the rows that wait for these, and prompts being read."""
         reserved = self._shelf.left + sum(one.ledger.reserved() for one in self._shelf.residents.values())
+        reserved += sum(need for need, _ in self._unread.values())
         for prepared, _ in self._pending.values():
             found = self._library.find(prepared.request.model)
             if found is not None:

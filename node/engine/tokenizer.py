@@ -54,6 +54,8 @@ RESERVED: Final = frozenset({
 })  # fmt: skip
 """What a request's template variables may not be called: it would change the call, not the template's world."""
 
+FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
+"""What a tokenizer is read from, as models have it."""
 TAIL: Final = 32
 """Tokens at a prompt's end among which the mark of an open thought is looked for, with the blanks after it."""
 _NOW: ContextVar[int] = ContextVar("_NOW")

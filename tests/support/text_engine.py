@@ -5,8 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from node.engine.kinds import Work
 from node.engine.recorder import Recorder
 from node.engine.text import TextEngine
+from node.engine.unread import Unread
 from node.library import Library
 from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
 from wire.frames import (
@@ -68,10 +70,18 @@ class Driver:
             self.take(limits)
 
     def take(self, frame: Frame) -> None:
-        """Hand in a frame as the two threads would."""
+        """Hand in a frame as the threads would."""
         work = self.engine.prepare(frame)
         if work is not None:
-            self._keep(self.engine.take(work, time.monotonic()))
+            self.put(work)
+
+    def put(self, work: Work) -> None:
+        """Hand in what was prepared; what may be read is read at once."""
+        for said in self.engine.take(work, time.monotonic()):
+            if isinstance(said, Unread):
+                self.put(said.read())
+            else:
+                self._keep([said])
 
     def ask(self, content: str = "Hello!", params: Params = GREEDY, **fields: object) -> int:
         """Hand in a request; give its number."""

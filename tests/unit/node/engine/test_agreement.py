@@ -16,6 +16,7 @@ from wire.identity import NodeId
 from wire.refusals import Code
 from wire.report import EngineState
 from wire.units import KIB, MIB
+from wire.verdict import reading_bytes
 
 ENDLESS = Params(temperature=0.0, max_tokens=400, stop=("\0",))
 
@@ -31,8 +32,10 @@ def reported(driver: Driver) -> ClusterView:
     return ClusterView((view,))
 
 
-def placed(driver: Driver, tokens: int, params: Params) -> Placement | NoPlacement:
-    demand = Demand(driver.default, prompt_tokens=tokens, max_tokens=params.max_tokens, choices=params.n)
+def placed(driver: Driver, content: str, params: Params) -> Placement | NoPlacement:
+    demand = Demand(
+        driver.default, len(content), tokens_of(driver, content), max_tokens=params.max_tokens, choices=params.n
+    )
     return place(reported(driver), demand, Ledger(), now=100.0, draw=lambda: 0.0)
 
 
@@ -40,8 +43,9 @@ def tokens_of(driver: Driver, content: str) -> int:
     """Count a prompt as the engine does."""
     from wire.frames import Generate
 
-    prepared = driver.engine.prepare(Generate(10**6, 0, "r", driver.default, (Message("user", content),), Params(), 0))
-    return len(prepared.ids)  # type: ignore[union-attr]
+    asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), Params(), 0)
+    prepared = driver.engine._door.prepare(asked)
+    return len(prepared.ids)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
     driver.engine.gate.hold(Limits(2**33, report.memory.current + room, 0, "dynamic"))
     params = Params(temperature=0.0, max_tokens=30, n=choices)
     content = "fresh " * words
-    verdict = placed(driver, tokens_of(driver, content), params)
+    verdict = placed(driver, content, params)
     if isinstance(verdict, Placement):
         number = driver.ask(content, params, expected=verdict.chosen.output_tokens)
         assert isinstance(driver.said[number][0], Admitted), driver.said[number][0]
@@ -90,7 +94,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, room: int, words: int, 
     params = Params(temperature=0.0, max_tokens=30, n=choices)
     content = "word " * words
     tokens = tokens_of(driver, content)
-    verdict = placed(driver, tokens, params)
+    verdict = placed(driver, content, params)
     expected = verdict.chosen.output_tokens if isinstance(verdict, Placement) else 30
     number = driver.ask(content, params, expected=expected)
     answer = driver.said[number][0]
@@ -102,6 +106,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, room: int, words: int, 
         assert answer.refused.code is verdict.refused.code is Code.NO_ROOM
         assert answer.refused.numbers is not None
         assert verdict.refused.numbers is not None
-        assert answer.refused.numbers.estimate == verdict.refused.numbers.estimate, "the same arithmetic"
+        asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # a long prompt may fail to be read
+        assert answer.refused.numbers.estimate in asked, "the same arithmetic"
     for one in (*running, number):
         driver.cancel(one)

@@ -1,0 +1,68 @@
+"""Prompts that are not in tokens yet, and what it takes to put them there.
+
+A tokenizer writes records of its own beside the tokens: measured up to 301 bytes a token, and no token is shorter than
+a byte of text. Loading one takes up to 34 times its files, the tables for grammars 14 times. No estimate of a forward
+sees these bytes. So a prompt for which `verdict.reading_bytes` counts any is judged on the inference thread before it
+is read, as a forward would be, and they are promised until it is in tokens. A thread of its own reads it meanwhile:
+pings are answered and others decode.
+
+    I/O thread            inference thread              thread of prompts
+    need > 0: Unread ────► judged, promised ───────────► read
+                            └ Refusal                      │
+                           admitted, the promise ends ◄────┘ Read
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from node.engine.prompt import Prepared
+from wire.frames import Count, Finished, Generate, Refusal
+from wire.refusals import Code, Numbers, Refused
+from wire.report import Memory
+from wire.units import show_size
+from wire.verdict import most_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A prompt as it came. `need`: bytes that reading it takes for a moment; `read` puts it into tokens, on any thread
+    but one at a time, and never raises."""
+
+    frame: Generate | Count
+    need: int
+    read: Callable[[], "Read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What became of an unread prompt; the promise for it ends here."""
+
+    request: int
+    work: Prepared | Finished | Refusal
+
+
+def text_bytes(frame: Generate | Count) -> int:
+    """Give the bytes of a request's text, a given token id counted as one."""
+    texts = [frame.tools]
+    for message in frame.messages:
+        texts += (message.content, message.name, message.reasoning)
+        texts += (part for call in message.tool_calls for part in (call.name, call.arguments))
+    if isinstance(frame, Generate):
+        texts.append(frame.text)
+    ids = len(frame.ids) if isinstance(frame, Generate) else 0
+    return ids + sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+
+
+def too_long(frame: Generate | Count, need: int, memory: Memory) -> Refused | None:
+    """Say with all numbers that this prompt could not be read here even if nothing else ran; None when it could."""
+    holds = max(0, most_bytes(memory))
+    if not memory.guard or need <= holds:
+        return None
+    numbers = Numbers(
+        need + memory.margin, memory.cap, memory.current, memory.reserved, need, memory.margin, memory.cap,
+        memory.headroom, memory.bound_by,
+    )  # fmt: skip
+    return Refused(Code.TOO_LARGE, (
+        f"{text_bytes(frame)} bytes of text need up to {show_size(need)} to become tokens, this node can hold "
+        f"{show_size(holds)}: shorten the prompt"
+    ), numbers)  # fmt: skip
