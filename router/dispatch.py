@@ -214,8 +214,9 @@ class Dispatcher:
                 ticket.lost.add(node)
             self._fell(ticket, fall, Failure("node_lost", f"{ticket.node_name} let go of it: {frame.message}"))
             return
-        ticket.refused[node] = self._heard_at(node)  # its last report still calls the engine ready
-        self._fell(ticket, fall, Failure("engine_crashed", frame.message))
+        ticket.refused[node] = self._heard_at(node)  # its last report still calls the engine ready, or shows the room
+        code = frame.code if fall is Fall.MEMORY else "engine_crashed"
+        self._fell(ticket, fall, Failure(code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Follow the end of a node's link: what was there goes on elsewhere."""
@@ -275,7 +276,7 @@ class Dispatcher:
         """Go on elsewhere with a request that its node let fall, if that is allowed and possible; else end it."""
         ticket.mark(self._clock(), f"dropped: {why.message}", ticket.node_name)
         self._leave_node(ticket)
-        if fall is Fall.NODE:
+        if fall in (Fall.NODE, Fall.MEMORY):
             ticket.losses += 1
         else:
             ticket.crashes += 1

@@ -5,6 +5,7 @@
     its engine died with it in the forward            ends: it may be the cause, and is never placed again
     its engine died, and it only waited or decoded    goes on elsewhere, once; nothing survives a second crash
     its node was lost, fell silent, leaves or drains  goes on elsewhere, MOST_LOSSES times
+    its node has no memory left to go on with it      goes on elsewhere, or there when there is room: counted as a loss
 
 "Goes on" means: another node with the same model (`fingerprint`) is given the ids that were heard so far and writes the
 rest (`wire.frames.Generate.resume`). What nobody has read a word of may also begin anew, on any model of that name.
@@ -27,8 +28,8 @@ LOST = "engine_lost"
 """A node's word for requests that its engine had when it died, but that were not in the forward."""
 STOPS, LINK_LOST = "node_stopping", "link_lost"
 """A node's words for requests that it had when it stopped, and that came over an older link of its own."""
-SHORT_OF_MEMORY = frozenset({"no_headroom", "memory_pressure"})
-"""Failures that are no fault of the engine."""
+SHORT_OF_MEMORY = ("no_headroom", "memory_pressure")
+"""A node's words for requests that it gave up so that the others, and the machine, go on."""
 
 
 class Fall(Enum):
@@ -37,16 +38,23 @@ class Fall(Enum):
     FORWARD = "its engine crashed in the forward of it"
     ENGINE = "its engine died beside it"
     NODE = "its node went"
+    MEMORY = "its node had no room to go on with it"
+
+
+_FALLS = {
+    CRASHED: Fall.FORWARD, LOST: Fall.ENGINE, STOPS: Fall.NODE, LINK_LOST: Fall.NODE,
+    **dict.fromkeys(SHORT_OF_MEMORY, Fall.MEMORY),
+}  # fmt: skip
 
 
 def fall_of(code: str) -> Fall | None:
     """Read a node's word for a broken request; None: it is broken for good, whoever asks again."""
-    return {CRASHED: Fall.FORWARD, LOST: Fall.ENGINE, STOPS: Fall.NODE, LINK_LOST: Fall.NODE}.get(code)
+    return _FALLS.get(code)
 
 
 def is_fault(code: str) -> bool:
     """Say whether a node's word for a broken request speaks against its engine."""
-    return fall_of(code) is not Fall.NODE and code not in SHORT_OF_MEMORY
+    return fall_of(code) not in (Fall.NODE, Fall.MEMORY)
 
 
 def survives(fall: Fall, losses: int, crashes: int) -> bool:

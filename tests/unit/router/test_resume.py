@@ -43,6 +43,10 @@ def engine_lost(cluster: Cluster) -> None:
     cluster.say(lambda number: Failed(number, "engine_lost", "it ended by SIGKILL"))
 
 
+def short_of_memory(cluster: Cluster) -> None:
+    cluster.say(lambda number: Failed(number, "no_headroom", "needs 2 GiB, headroom is 1 GiB"))
+
+
 def generate(cluster: Cluster) -> Generate:
     return cluster.generates()[-1][1]
 
@@ -58,7 +62,9 @@ def test_the_rules():
     assert fall_of("engine_crashed") is Fall.FORWARD
     assert fall_of("engine_lost") is Fall.ENGINE
     assert fall_of("node_stopping") is Fall.NODE
-    assert fall_of("no_headroom") is None
+    assert fall_of("no_headroom") is fall_of("memory_pressure") is Fall.MEMORY
+    assert fall_of("engine_error") is None
+    assert [survives(Fall.MEMORY, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
     assert not survives(Fall.FORWARD, 0, 1)
     assert [survives(Fall.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
     assert [survives(Fall.NODE, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
@@ -71,7 +77,7 @@ def test_the_rules():
 # what goes on
 
 
-@pytest.mark.parametrize("fall", [lose, engine_lost])
+@pytest.mark.parametrize("fall", [lose, engine_lost, short_of_memory])
 @pytest.mark.parametrize("read", [True, False])
 async def test_a_stream_goes_on_from_what_was_heard(two: Cluster, fall: Callable[[Cluster], None], read: bool):
     ticket = two.submit()
@@ -268,6 +274,35 @@ async def test_it_waits_before_all_newcomers_and_goes_on_when_there_is_room(two:
     roomy(two, where)
     await turn()
     assert resumes(two) == [(), ((1,),)]
+
+
+async def test_an_answer_whose_node_ran_out_of_room_goes_on_there_when_there_is_some(two: Cluster):
+    """The only Mac with this model: its other requests end, and the begun one is not lost."""
+    begun = two.submit()
+    where = begun.node
+    say(two, 1)
+    taken(begun)
+    full(two, A, B)
+    two.say(lambda number: Failed(number, "memory_pressure", "it stood over its cap"))
+    assert begun.entry is not None
+    assert begun.outcome is None
+    assert where is not None
+    roomy(two, where)
+    await turn()
+    assert generate(two).resume == ((1,),)
+    assert two.last()[0] == where
+    two.finish()
+
+
+async def test_an_answer_that_never_has_room_ends_with_the_node_s_own_reason(two: Cluster):
+    ticket = two.submit()
+    for token in range(MOST_LOSSES + 1):
+        say(two, token)
+        taken(ticket)
+        two.report()
+        two.say(lambda number: Failed(number, "no_headroom", "needs 2 GiB, headroom is 1 GiB"))
+    assert ticket.outcome == Failure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
+    assert two.dispatcher.breakers.barred(two.now) == []
 
 
 async def test_a_full_line_does_not_refuse_what_was_begun():
