@@ -5,7 +5,7 @@ from router.dialects.anthropic_body import COUNT, MESSAGES, CountBody, MessagesB
 from router.dialects.anthropic_messages import messages_of
 from router.dialects.demand import demand_of
 from router.dialects.dialect import Reader, Style
-from router.dialects.formats import with_calls
+from router.dialects.formats import of_schema, with_calls
 from router.dialects.request import Request
 from router.dialects.template import variables
 from router.dialects.tools import function, written
@@ -106,14 +106,18 @@ def _thinks(thinking: Thinking | None) -> bool | None:
 
 
 def _grammar(body: CountBody) -> Grammar | Problem | None:
-    """Give what is asked of calls: that there is one, and which."""
+    """Give what the answer has to be like, and what is asked of calls: that there is one, and which."""
+    asked = body.output_config.format if body.output_config is not None else None
+    form = None if asked is None else of_schema(asked.schema_, "output_config.format.schema")
+    if isinstance(form, Problem):
+        return form
     choice, tools = body.tool_choice, body.tools or ()
     if choice is not None and (choice.type == "tool") != bool(choice.name):
         return invalid("tool_choice has a name where its type is tool, and only there", "tool_choice.name")
     word = _WORDS.get("auto" if choice is None else choice.type, "auto")
     strict = any(tool.strict for tool in tools)
     named = (choice.name or "") if choice is not None else ""
-    return with_calls(None, (tool.name for tool in tools), word=word, named=named, strict=strict)
+    return with_calls(form, (tool.name for tool in tools), word=word, named=named, strict=strict)
 
 
 _WORDS = {"any": "required", "tool": "required", "none": "none"}

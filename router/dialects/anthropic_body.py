@@ -42,8 +42,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "display omitted leaves thinking blocks out",
     "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
     "tools": "custom ones; a tool of the server is refused by its type",
-    "output_config": "effort is the template's reasoning_effort; a format is refused yet",
-    "format": "answers in a format are not offered yet",
+    "output_config": "effort is the template's reasoning_effort; the answer keeps to the JSON schema of format",
 })  # fmt: skip
 
 
@@ -151,11 +150,18 @@ class Thinking(Strict):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class JsonFormat(Strict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
 class OutputConfig(Strict):
-    """How much effort an answer is worth."""
+    """How much effort an answer is worth, and what it is like."""
 
     effort: Effort | None = None
-    format: None = None
+    format: JsonFormat | None = None
 
 
 class CountBody(Strict):

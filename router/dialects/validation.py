@@ -17,7 +17,7 @@ from wire.refusals import Code
 _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_LATER = frozenset({"function_call", "audio", "format", "include_obfuscation", "images"})
+_LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
 _LONGEST = 64
 
 

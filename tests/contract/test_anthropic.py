@@ -170,6 +170,16 @@ async def test_every_part_of_a_conversation_reaches_the_node(cluster: LoopbackCl
     assert params.one_call is True
 
 
+async def test_a_format_reaches_the_node(cluster: LoopbackCluster):
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    async with library(cluster) as client:
+        await client.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}})
+    grammar = generated(cluster).params.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+    assert json.loads(grammar.value) == schema
+
+
 async def test_an_answer_that_the_client_began_is_gone_on_with(cluster: LoopbackCluster):
     async with library(cluster) as client:
         await client.messages.create(**(ASK | {"messages": [*HELLO, {"role": "assistant", "content": "It is ("}]}))
@@ -288,7 +298,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]}]},
      "messages[0].content[0].content[0].type", "image"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "web_search_20250305"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format", "format"),
     ({"container": "c"}, "container", "container"), ({"mcp_servers": [{}]}, "mcp_servers", "mcp_servers"),
     ({"speed": "fast"}, "speed", "speed"), ({"diagnostics": {}}, "diagnostics", "diagnostics"),
     ({"inference_geo": "eu"}, "inference_geo", "inference_geo"),
@@ -312,6 +321,8 @@ async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, 
      "messages[0].content[0].type"),
     ({"system": 5}, "system"), ({"stop_sequences": "x"}, "stop_sequences"), ({"temperature": 3}, "temperature"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"), ({"thinking": {"type": "x"}}, "thinking.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "regex", "schema": {}}}}, "output_config.format.type"),
     ({"tool_choice": {"type": "auto"}}, "tool_choice"), ({"whatever": 1}, "whatever"), ({"stream": "yes"}, "stream"),
 ])  # fmt: skip
 async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fields: dict, param: str):

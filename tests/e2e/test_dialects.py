@@ -162,7 +162,7 @@ class User(BaseModel):
     age: int = Field(ge=0, le=150)
 
 
-def test_an_answer_is_parsed_into_a_model(client: OpenAI):
+def test_an_answer_is_parsed_into_a_model(client: OpenAI, claude: anthropic.Anthropic):
     said: Any = [{"role": "user", "content": "Say hello in French."}]
     answer = client.chat.completions.parse(
         model=NAME, messages=said, response_format=User, temperature=0, max_tokens=200
@@ -174,6 +174,10 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI):
         model=NAME, input="Say hello in Greek.", text_format=User, temperature=0, max_output_tokens=200
     )
     assert isinstance(response.output_parsed, User)
+    message = claude.messages.parse(
+        model=NAME, messages=said, output_format=User, max_tokens=200, extra_body={"temperature": 0}
+    )
+    assert isinstance(message.parsed_output, User)
 
 
 def test_a_call_is_made_because_it_is_required(client: OpenAI, claude: anthropic.Anthropic):
