@@ -25,8 +25,11 @@ from starlette.routing import Match, Route
 from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.loads import Done, Loads
+from coordinator.qr import squares
 from coordinator.registry import Registry, measured, standing
 from coordinator.store import AUDIT_KEPT
+from coordinator.web.live import Live
+from coordinator.web.visitors import CODE_SECONDS, PAGE, Visitors
 from router.dialects.openapi import ALWAYS, openapi_schemas, told
 from router.dialects.strict_json import read_object
 from router.history import STORIES_KEPT, History, Story
@@ -35,13 +38,18 @@ from router.placement import Demand, NoPlacement, Placement, explain
 from router.problems import NO_KEY, WRONG_KEY, Problem, failed, invalid, missing_scope, not_found, wrong_method
 from router.problems import from_refused as problem_of
 from router.quotas import KeyLimits
-from router.ticket import Failure
+from router.ticket import Failure, Ticket
 from router.usage import Usage
 from router.view import NodeView
 from wire.identity import PROTOCOL, NodeId, valid_model
 from wire.refusals import Refused
 
 LONGEST_LOG = 2**30
+STORIES_SHOWN = 50
+"""Requests that the page shows, under way and ended."""
+SILENT = 3.0
+"""Seconds after which the page says how long a node is silent."""
+EVENTS = "text/event-stream"
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """A text that moves no terminal's cursor."""
@@ -49,7 +57,9 @@ LONGEST_LIFE = 10 * 365 * 86400.0
 """Seconds that a key may live at most; one without an end lives until it is revoked."""
 DAY = r"^(\d{4}-\d{2}-\d{2})?$"
 _actor: ContextVar[str] = ContextVar("actor", default="")
-"""The key of the request that is being answered."""
+"""The key of the request that is being answered, as the audit log names it."""
+_key: ContextVar[str] = ContextVar("key", default="")
+"""The id of that key."""
 
 
 class Body(BaseModel):
@@ -108,6 +118,12 @@ class OneModel(Body):
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
 
 
+class Visit(Body):
+    """The code of a link that `cluster open` gave."""
+
+    code: Annotated[str, Field(min_length=1, max_length=100)]
+
+
 class Traffic(Protocol):
     """What the API reads of the dispatcher."""
 
@@ -120,6 +136,10 @@ class Traffic(Protocol):
 
     def waiting(self) -> int:
         """Requests that wait for a node."""
+        ...
+
+    def under_way(self) -> list[Ticket]:
+        """Requests that are here, the oldest first."""
         ...
 
     def now(self) -> float:
@@ -147,6 +167,8 @@ class Facts:
     cluster: str
     started: float
     ca_pem: str = ""
+    settings: tuple[dict[str, object], ...] = ()
+    """Every setting in force: key, value, origin, description."""
 
 
 class ProblemError(Exception):
@@ -201,6 +223,7 @@ class Api:
         loads: Loads,
         facts: Facts,
         paths: Mapping[str, Any],
+        visitors: Visitors,
     ) -> None:
         self._registry = registry
         self._admin = admin
@@ -210,6 +233,8 @@ class Api:
         self._loads = loads
         self._facts = facts
         self._paths = paths
+        self._visitors = visitors
+        self._live = Live(self._sections)
         self.app = FastAPI(
             title="Macpool",
             version=facts.version,
@@ -248,6 +273,10 @@ class Api:
             ("GET", "/requests", "metrics", self.requests),
             ("GET", "/requests/{request_id}", "metrics", self.request),
             ("GET", "/decisions", "admin", self.decisions),
+            ("GET", "/live", "metrics", self.live),
+            ("GET", "/settings", "admin", self.settings),
+            ("POST", "/page/links", "admin", self.invite),
+            ("DELETE", "/page/visit", "admin", self.leave),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
             ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
@@ -263,11 +292,12 @@ class Api:
             ("DELETE", "/joins/{code}", "admin", self.reject),
         ):
             self._route(method, path, scope, handler)
-        self._answers["/api/v1/ca.pem", "get"] = _answers("/ca.pem", "GET", "ca")
-        app.add_api_route(
-            "/api/v1/ca.pem", self.ca, summary=(self.ca.__doc__ or "").strip(), response_model=None,
-            openapi_extra={"security": []},
-        )  # fmt: skip
+        for method, path, handler in (("GET", "/ca.pem", self.ca), ("POST", "/page/visits", self.enter)):
+            self._answers["/api/v1" + path, method.lower()] = _answers(path, method, handler.__name__)
+            app.add_api_route(
+                "/api/v1" + path, handler, methods=[method], summary=(handler.__doc__ or "").splitlines()[0],
+                response_model=None, openapi_extra={"security": []},
+            )  # fmt: skip
 
     def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
         self._answers["/api/v1" + path, method.lower()] = _answers(path, method, handler.__name__)
@@ -308,7 +338,8 @@ class Api:
                 raise ProblemError(WRONG_KEY)
             if not key.allows(scope):
                 raise ProblemError(missing_scope(scope))
-            _actor.set(key.name if key.name == LOCAL else key.id)
+            _actor.set(key.name if key.name in (LOCAL, PAGE) else key.id)
+            _key.set(key.id)
 
         return check
 
@@ -336,6 +367,9 @@ class Api:
 
     async def status(self) -> dict[str, Any]:
         """Say how the pool is and what needs a person."""
+        return self._status()
+
+    def _status(self) -> dict[str, Any]:
         facts = self._facts
         return {
             "schema": 1,
@@ -419,6 +453,9 @@ class Api:
 
     async def models(self) -> dict[str, Any]:
         """List the models and what each node says of them: loaded, loading, known, or failed; sizes in bytes."""
+        return {"schema": 1, "models": self._models()}
+
+    def _models(self) -> list[dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for node in self._registry.view().nodes:
             for model in node.models.values():
@@ -427,7 +464,7 @@ class Api:
                 )
                 place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
                 row["nodes"].append({**place, "measured": measured(model)})
-        return {"schema": 1, "models": [found[name] for name in sorted(found)]}
+        return [found[name] for name in sorted(found)]
 
     async def load(self, body: OneModel) -> dict[str, Any]:
         """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""
@@ -500,6 +537,62 @@ class Api:
         """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
         return StreamingResponse(self._traffic.history.lines(), media_type="application/jsonl")
 
+    # -- the page -------------------------------------------------------------------------------
+
+    async def invite(self) -> dict[str, Any]:
+        """Make a link that opens the page once, within two minutes, as an administrator."""
+        url = f"{self._facts.base_url.removesuffix('/v1')}/#in={self._visitors.invite()}"
+        return {"schema": 1, "url": url, "seconds": CODE_SECONDS}
+
+    async def enter(self, body: Visit) -> dict[str, Any]:
+        """Change the code of such a link for a key, which the page keeps."""
+        entered = self._visitors.enter(body.code)
+        if entered is None:
+            raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
+        self._admin.store.note(time.time(), PAGE, "entered", "")
+        return {"schema": 1, "key": entered[0], "expires": entered[1]}
+
+    async def leave(self) -> dict[str, Any]:
+        """End the visit whose key this is."""
+        if not self._visitors.leave(_key.get()):
+            raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
+        return {"schema": 1}
+
+    async def settings(self) -> dict[str, Any]:
+        """List the coordinator's settings: value, where it comes from, what it means."""
+        return {"schema": 1, "settings": list(self._facts.settings)}
+
+    async def live(self, request: Request, follow: bool = False) -> Response:
+        """Give what the page shows as server-sent events, a section each; with `follow` again whenever one changes.
+
+        At most twice a second, and for as long as the key is good."""
+        if self._live.full:
+            raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
+        presented = credential(request.scope["headers"]) or b""
+
+        def welcome() -> bool:
+            key = self._ring.check(presented)
+            return key is not None and key.allows("metrics")
+
+        return StreamingResponse(
+            self._live.stream(welcome, follow=follow), media_type=EVENTS,
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )  # fmt: skip
+
+    def _sections(self) -> dict[str, object]:
+        """Give what the page shows, in sections that change by themselves."""
+        status = {name: value for name, value in self._status().items() if name != "uptime_seconds"}
+        names = {row.id: row.name for row in self._ring.list()}
+        stories = list(self._traffic.history.stories)[-STORIES_SHOWN:]
+        return {
+            "status": status,
+            "nodes": [_steady(self._describe(node)) for node in self._registry.pool.members],
+            "models": self._models(),
+            "requests": [_under_way(ticket, names) for ticket in self._traffic.under_way()[:STORIES_SHOWN]],
+            "ended": [{**_told(story), "key": names.get(story.key, story.key)} for story in stories],
+            "joins": self._waiting(),
+        }
+
     def _find(self, node: str) -> NodeId:
         found = self._registry.find(node)
         if found is None:
@@ -518,7 +611,8 @@ class Api:
         """Make a join token. The answer is the only time its secret is shown."""
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
-        return {**answer, "join": f"cluster join {self._facts.cluster_url} --token {answer['token']}"}
+        join = f"cluster join {self._facts.cluster_url} --token {answer['token']}"
+        return {**answer, "join": join, "qr": squares(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
         """Make a join token useless at once."""
@@ -533,9 +627,9 @@ class Api:
 
     async def create_key(self, body: NewKey) -> dict[str, Any]:
         """Make an API key. The answer is the only time that it is shown."""
-        if body.name == LOCAL:
+        if body.name in (LOCAL, PAGE):
             raise ProblemError(
-                invalid(f"name: {LOCAL!r} stands for the owner of this machine in the audit log", "name")
+                invalid(f"name: {body.name!r} stands for the owner of this machine in the audit log", "name")
             )
         answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _limits(body.limits))
         await self._admin.store.flush()
@@ -580,11 +674,11 @@ class Api:
 
     async def joins(self) -> dict[str, Any]:
         """List the machines that wait for a person to approve their code. The codes are not in the answer."""
+        return {"schema": 1, "joins": self._waiting()}
+
+    def _waiting(self) -> list[dict[str, Any]]:
         waiting = self._approvals.list(asyncio.get_running_loop().time())
-        return {
-            "schema": 1,
-            "joins": [{"name": w.name, "address": w.address, "chip": w.hardware.chip} for w in waiting],
-        }
+        return [{"name": w.name, "address": w.address, "chip": w.hardware.chip} for w in waiting]
 
     async def approve(self, code: str) -> dict[str, Any]:
         """Let the machine in that shows this code."""
@@ -617,22 +711,39 @@ def _methods(request: Request) -> list[str]:
 _ORDERED = (404, 409, 429, 500, 502, 503, 504)
 _MORE: dict[str, tuple[int, ...]] = {
     "logs": (503,), "load": _ORDERED, "unload": _ORDERED, "profile": _ORDERED, "approve": (429,), "reject": (429,),
-    "ca": (404,),
+    "ca": (404,), "enter": (401,), "leave": (404,), "live": (503,),
 }  # fmt: skip
 """Statuses of single routes, by the name of what answers."""
-_TEXTS = {"logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file"}
+_TEXTS = {"logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file",
+          "live": EVENTS}  # fmt: skip
 """What is not JSON, and what it is."""
 
 
 def _answers(path: str, method: str, name: str) -> dict[str, Any]:
     """Describe what a route answers with."""
     answer: dict[str, Any] = {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "integer"}}}
-    good = (
-        {_TEXTS[name]: {"schema": {"type": "string"}}} if name in _TEXTS else {"application/json": {"schema": answer}}
-    )
+    text = {"type": "object"} if _TEXTS.get(name) == EVENTS else {"type": "string"}
+    good = {_TEXTS[name]: {"schema": text}} if name in _TEXTS else {"application/json": {"schema": answer}}
     bad = {*ALWAYS, *_MORE.get(name, ()), *((404,) if "{" in path else ()), *(() if method == "GET" else (408, 413))}
     described = {str(status): told("/api/v1/", status) for status in sorted(bad)}
     return {"200": {"description": "done" if method != "GET" else "the answer", "content": good}, **described}
+
+
+def _steady(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a node's row what changes with every look and means nothing: silence counts from three seconds."""
+    heard = row["heard_seconds"]
+    return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
+
+
+def _under_way(ticket: Ticket, names: Mapping[str, str]) -> dict[str, Any]:
+    """Describe a request that is here; not a word of what it says."""
+    phase = "queued" if ticket.node is None else "prefill" if ticket.first_at is None else "decode"
+    return {
+        "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
+        "node": ticket.node_name, "phase": phase, "prompt_tokens": ticket.read[0], "cached_tokens": ticket.read[1],
+        "completion_tokens": ticket.wrote, "attempts": ticket.attempts, "stream": ticket.job.stream,
+        "arrived": ticket.arrived,
+    }  # fmt: skip
 
 
 def _told(story: Story) -> dict[str, Any]:

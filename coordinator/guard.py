@@ -22,7 +22,7 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 async def answer(send: Send, problem: Problem) -> None:
     """Send a problem as the whole answer."""
     body = problem.body("")
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *problem.headers()]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -44,6 +44,8 @@ from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
+from coordinator.web.page import Page
+from coordinator.web.visitors import Visitors
 from machine.announce import Announcement, addresses
 from machine.journal import open_journal
 from machine.private import private_folder, write_private
@@ -80,6 +82,8 @@ class Options:
     local_node: bool
     node_arguments: tuple[str, ...]
     settings: CoordinatorSettings
+    origins: tuple[dict[str, object], ...] = ()
+    """The same settings one by one: key, value, origin, description."""
 
 
 class Server(uvicorn.Server):
@@ -184,10 +188,12 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
     trusted = tls.ca_pem if isinstance(tls, Endpoint) else ""
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic(),
-                  trusted)  # fmt: skip
+                  trusted, options.origins)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
-    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
+    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(),
+              Visitors(ring, pepper, time.time))  # fmt: skip
+    control = Page(ShortBodies(api.app))
+    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=control), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
     await stack.enter_async_context(_http(app, door, sockets, context))

@@ -262,6 +262,10 @@ class Dispatcher:
                 del self._emptying[node]
         return self.ledger.in_flight(node)
 
+    def under_way(self) -> list[Ticket]:
+        """List the requests that are here, the oldest first."""
+        return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
+
     def move(self, node: NodeId) -> int:
         """Take the requests off a node that still lives, so that nobody notices that it goes: they go on elsewhere from
         where they are. Give how many stay, because nobody else has room for them now; they run on, and may be moved

@@ -117,6 +117,18 @@ def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collectio
     return Resolved(_convert(kind, merged, origins), origins)
 
 
+def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:
+    """Give every setting in force: key, value, where it comes from, and what it means."""
+    rows: list[dict[str, object]] = []
+    for one in describe(type(resolved.value)):
+        value: object = resolved.value
+        for step in one.key.split("."):
+            value = getattr(value, step)
+        origin = resolved.origins.get(one.key, "default")
+        rows.append({"key": one.key, "value": value, "origin": origin, "description": one.description})
+    return tuple(rows)
+
+
 def _listed(value: object, default: object) -> object:
     """Read `a,b` as a list where one is meant: the environment and --set know texts only."""
     if isinstance(default, tuple) and isinstance(value, str):

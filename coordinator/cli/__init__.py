@@ -22,6 +22,7 @@ COMMANDS = {
     "explain": ("coordinator.cli.use:explain", "Show what became of a request, and why it went where it went."),
     "replay": ("coordinator.cli.use:replay", "Take recorded decisions again by another policy."),
     "chat": ("coordinator.cli.use:chat", "Ask a model something."),
+    "open": ("coordinator.cli.use:open_page", "Open the pool's page in a browser."),
     "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),
     "token": ("coordinator.cli.access:token", "Make, list and revoke join tokens."),
     "key": ("coordinator.cli.access:key", "Make, list, limit and revoke API keys; show what they used."),

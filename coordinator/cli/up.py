@@ -66,7 +66,7 @@ def up(
     from coordinator.run import Options, serve
     from coordinator.settings import OTHERS, CoordinatorSettings
     from coordinator.store import StoreError
-    from wire.settings import SettingsError, from_environment, from_pairs, from_tree, resolve
+    from wire.settings import SettingsError, explained, from_environment, from_pairs, from_tree, resolve
 
     folder = state or default_state()
     try:
@@ -76,7 +76,7 @@ def up(
             ("environment", from_environment(os.environ)),
             ("--set", flags),
         ]
-        settings = resolve(CoordinatorSettings, layers, OTHERS).value
+        resolved = resolve(CoordinatorSettings, layers, OTHERS)
     except SettingsError as error:
         raise Problem(2, str(error)) from None
     forwarded = [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
@@ -87,7 +87,8 @@ def up(
 
     import uvloop
 
-    options = Options(folder, listen, cluster_listen, not no_local_node, tuple(arguments), settings)
+    options = Options(folder, listen, cluster_listen, not no_local_node, tuple(arguments), resolved.value,
+                      explained(resolved))  # fmt: skip
 
     def ready(facts: dict[str, Any]) -> None:
         if output == "json":

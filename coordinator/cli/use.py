@@ -44,6 +44,17 @@ def _print_placement(answer: dict[str, Any]) -> None:
         click.echo(f"would go to {answer['name']}")
 
 
+@click.command("open")
+@click.option("--print", "only_print", is_flag=True, help="Print the link and start no browser.")
+@options
+def open_page(session: Session, only_print: bool) -> None:
+    """Open the pool's page in a browser, by a link that works once and for two minutes."""
+    answer = session.call("POST", "/api/v1/page/links", {})
+    session.show(answer, lambda made: click.echo(made["url"]))
+    if not only_print and sys.stdout.isatty():
+        click.launch(answer["url"])
+
+
 @click.command()
 @click.argument("request_id", metavar="[ID]", required=False)
 @click.option("--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Without an ID: how many.")

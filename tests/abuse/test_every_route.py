@@ -59,7 +59,7 @@ CHECKLIST: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Each item of the checklist, and the tests that show it."""
 
-OPEN = {"GET /health", "GET /livez", "GET /api/v1/ca.pem"}
+OPEN = {"GET /health", "GET /livez", "GET /api/v1/ca.pem", "POST /api/v1/page/visits"}
 GUARDED = [operation for operation in OPERATIONS if operation not in OPEN]
 CHANGING = [operation for operation in OPERATIONS if not operation.startswith("GET ")]
 WITH_BODY = [
@@ -67,7 +67,7 @@ WITH_BODY = [
     "POST /v1/responses", "POST /api/chat", "POST /api/generate", "POST /api/show", "POST /api/v1/nodes/{node}/drain",
     "PUT /api/v1/nodes/{node}/labels", "POST /api/v1/models/load", "POST /api/v1/models/unload",
     "POST /api/v1/models/profile", "POST /api/v1/place", "POST /api/v1/tokens", "POST /api/v1/keys",
-    "PUT /api/v1/keys/{key}/limits",
+    "PUT /api/v1/keys/{key}/limits", "POST /api/v1/page/visits",
 ]  # fmt: skip
 HELLO = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, dict[str, Any]] = {

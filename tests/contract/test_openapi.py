@@ -55,6 +55,8 @@ def test_every_answer_is_one_that_is_described(served: Served, operation: str, k
         case = data.draw(found.as_strategy(generation_mode=kind))
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and data.draw(st.booleans()):
             case.body["model"] = "tiny"  # which is there
+        if kind is GenerationMode.POSITIVE and case.query:
+            case.query.pop("follow", None)  # such an answer has no end
         answer = case.call(base_url=served.url, session=session, headers=headers, timeout=20)
         assert answer.status_code < 500 or answer.status_code in OURS, answer.text
         case.validate_response(answer, checks=HELD)

@@ -21,6 +21,8 @@ from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store
 from coordinator.tokens import Tokens
+from coordinator.web.page import Page
+from coordinator.web.visitors import Visitors
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing
@@ -77,8 +79,11 @@ async def application(
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
-        door = FrontDoor(dispatcher, ring, over.settings if over else settings.router, control=ShortBodies(api.app))
+        visitors = Visitors(ring, pepper, time.time)
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), visitors)
+        door = FrontDoor(
+            dispatcher, ring, over.settings if over else settings.router, control=Page(ShortBodies(api.app))
+        )
         if over is not None:
             over.app = Guard(door)
         yield Application(door, api, admin, authority, store, registry, dispatcher)

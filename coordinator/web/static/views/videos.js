@@ -1,0 +1,39 @@
+// Video jobs: what waits and for what, how far each is, and a player for what is done.
+import { html, useEffect, useState } from "/ui/vendor/preact.js";
+import { Nothing, Wrong, ask, call, useAction, useAsked, when } from "/ui/pool.js";
+
+function Player({ id }) {
+  const [url, setUrl] = useState("");
+  const [load, { busy, error }] = useAction(async () => {
+    const clip = await (await ask("GET", `/v1/videos/${encodeURIComponent(id)}/content`)).blob();
+    setUrl(URL.createObjectURL(clip));
+  });
+  useEffect(() => () => { if (url) URL.revokeObjectURL(url); }, [url]);
+  return url ? html`<video src=${url} controls loop muted autoplay></video>`
+    : html`<button disabled=${busy} onClick=${load}>Play</button><${Wrong} text=${error} />`;
+}
+
+function Job({ job, reload }) {
+  const [end, { busy, error }] = useAction(async (method, path) => { await call(method, path); reload(); });
+  const path = `/v1/videos/${encodeURIComponent(job.id)}`;
+  const open = job.status === "queued" || job.status === "in_progress";
+  return html`<section class="card" aria-label=${job.id}><div class="row spread"><h3>${job.model}</h3><span class=${`badge ${job.status === "failed" ? "bad" : "good"}`}>${job.status}</span></div>
+    <p class="says">${job.prompt ?? ""}</p>
+    <p class="small quiet">${job.size}, ${job.seconds} s, ${when(job.created_at)}${job.phase ? `: ${job.phase}` : ""}</p>
+    ${open ? html`<progress max="100" value=${job.progress} aria-label=${`Progress of ${job.id}`}></progress>` : null}
+    <${Wrong} text=${job.error?.message || error} />
+    ${job.status === "completed" ? html`<${Player} id=${job.id} />` : null}
+    <p class="row">${open ? html`<button disabled=${busy} onClick=${() => end("POST", `${path}/cancel`)}>Cancel</button>` : html`<button disabled=${busy} onClick=${() => end("DELETE", path)}>Delete</button>`}</p></section>`;
+}
+
+export function Videos() {
+  const [told, error, reload] = useAsked("/v1/videos?limit=50&order=desc");
+  const open = told?.data.some((job) => job.status === "queued" || job.status === "in_progress");
+  useEffect(() => {
+    const timer = setInterval(reload, open ? 1000 : 5000);
+    return () => clearInterval(timer);
+  }, [open]);
+  if (!told) return html`<${Wrong} text=${error} />`;
+  if (!told.data.length) return html`<${Nothing}>There are no video jobs.<//>`;
+  return html`<div class="cards">${told.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
+}

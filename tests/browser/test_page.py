@@ -1,0 +1,244 @@
+"""The page in a real browser, over a real coordinator and its nodes."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from openai import OpenAI
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from tests.support.processes import Pool, pool, until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync")  # fmt: skip
+VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
+HOSTILE = "<img src=x onerror=document.title='gone'>"
+WAIT = 15_000
+expect.set_options(timeout=WAIT)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with pool(tmp_path_factory.mktemp("page")) as made:
+        made.up()
+        for name in ("studio", "mini", "laptop"):
+            made.join(name)
+        client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, http_client=httpx.Client(trust_env=False))
+        client.chat.completions.create(
+            model="scripted-1", messages=[{"role": "user", "content": "hi"}], max_tokens=4,
+            extra_headers={"x-request-id": "told-1"},
+        )  # fmt: skip
+        made.cli("key", "create", HOSTILE)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as made:
+        assert CHROMIUM is not None
+        running = made.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    made = browser.new_context()
+    made.set_default_timeout(WAIT)
+    yield made
+    made.close()
+
+
+def link(home: Pool) -> str:
+    return home.cli("open", "--print")["url"]
+
+
+def visit(context: BrowserContext, home: Pool) -> Page:
+    page = context.new_page()
+    page.goto(link(home))
+    expect(page.get_by_role("meter")).to_have_count(3)
+    return page
+
+
+def go(page: Page, view: str) -> None:
+    page.get_by_role("navigation").get_by_role("link", name=view, exact=True).click()
+    expect(page.get_by_role("heading", level=2)).to_have_text(view)
+
+
+def test_a_link_opens_the_page_once(context: BrowserContext, home: Pool):
+    url, page = link(home), context.new_page()
+    page.goto(url)
+    expect(page.get_by_role("heading", name="Pool", exact=True)).to_be_visible()
+    assert "#in=" not in page.url
+    other = context.browser.new_context().new_page()  # type: ignore[union-attr]
+    other.goto(url)
+    expect(other.get_by_role("alert")).to_contain_text("this link was used")
+    other.context.close()
+
+
+def test_a_key_opens_it_too_and_sees_what_it_may(context: BrowserContext, home: Pool):
+    page = context.new_page()
+    page.goto(home.base)
+    page.get_by_label("Or an API key").fill("mp_wrong_key")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_be_visible()
+    page.get_by_label("Or an API key").fill(home.key)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_contain_text("metrics")
+
+
+def test_signing_out_ends_the_key(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    key = page.evaluate("localStorage.getItem('macpool-key')")
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=home.base, trust_env=False, headers=headers) as client:
+        assert client.get("/api/v1/status").status_code == 200
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+        until(lambda: client.get("/api/v1/status").status_code == 401, what="the key's end")
+    assert page.evaluate("localStorage.getItem('macpool-key')") is None
+
+
+def test_a_bar_says_what_it_shows(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    bar = page.get_by_role("meter", name="Memory of studio")
+    assert re.search(
+        r"in use [\d.]+ GiB, promised .*margin .*lent to video .*of a cap of", bar.get_attribute("aria-valuetext") or ""
+    )
+    expect(page.get_by_text("gate armed")).to_have_count(3)
+
+
+def test_a_change_in_the_pool_is_seen_without_asking(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    card = page.get_by_role("region", name="mini")
+    home.cli("nodes", "cordon", "mini")
+    expect(card.get_by_text("cordoned")).to_be_visible()
+    card.get_by_role("button", name="Send requests again").click()
+    expect(card.get_by_text("ready")).to_be_visible()
+    assert home.node("mini")["cordoned"] is False
+
+
+def test_a_request_is_explained(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    go(page, "Requests")
+    page.get_by_role("link", name="told-1").click()
+    expect(page.get_by_role("heading", name="told-1")).to_be_visible()
+    expect(page.get_by_role("region", name="Nodes").get_by_text("chosen")).to_be_visible()
+    expect(page.get_by_role("region", name="Steps").get_by_text("first token")).to_be_visible()
+
+
+def test_a_chat_streams_and_says_who_answers(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    go(page, "Chat")
+    page.get_by_label("Your message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_text("lorem ipsum")).to_be_visible()
+    expect(page.get_by_text(re.compile(r"by (studio|mini|laptop), first token after .* tokens/s"))).to_be_visible()
+
+
+def test_a_mac_gets_its_line_and_a_wrong_code_is_told(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    go(page, "Join")
+    page.get_by_role("button", name="Make a join line").click()
+    expect(page.get_by_text(re.compile(r"^cluster join macpool://.* --token mpj1\."))).to_be_visible()
+    expect(page.get_by_role("img", name="QR")).to_be_visible()
+    page.get_by_label("Code on its screen").fill("000000")
+    page.get_by_role("button", name="Let it in").click()
+    expect(page.get_by_role("alert")).to_contain_text("no waiting machine shows this code")
+
+
+def test_a_key_is_made_shown_once_and_revoked(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    go(page, "Keys and usage")
+    page.get_by_label("Name").fill("kitchen")
+    page.get_by_role("button", name="Make it").click()
+    expect(page.get_by_text(re.compile(r"^mp_[a-z2-7]+_"))).to_be_visible()
+    row = page.get_by_role("row").filter(has_text="kitchen")
+    page.on("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Revoke").click()
+    expect(row).to_have_count(0)
+    assert "kitchen" not in [key["name"] for key in home.cli("key", "list")["keys"]]
+
+
+def test_a_model_is_unloaded_or_the_refusal_is_shown(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    go(page, "Models")
+    page.get_by_role("region", name="scripted-1").get_by_role("button", name="Unload").first.click()
+    expect(page.get_by_role("alert").first).to_contain_text("scripted")
+
+
+def test_names_are_text_and_nothing_comes_from_elsewhere(context: BrowserContext, home: Pool):
+    page = context.new_page()
+    asked: list[str] = []
+    wrong: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.goto(link(home))
+    expect(page.get_by_role("meter")).to_have_count(3)
+    for view in VIEWS:
+        if view != "Videos":
+            go(page, view)
+    go(page, "Keys and usage")
+    expect(page.get_by_text(HOSTILE)).to_be_visible()
+    assert page.title() != "gone"
+    assert len(asked) > 12
+    assert {url for url in asked if not url.startswith(home.base + "/")} == set()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_every_view_is_accessible_in_light_and_dark_on_a_phone_and_a_screen(browser: Browser, home: Pool, colours: str):
+    for width in (360, 1200):
+        context = browser.new_context(color_scheme=colours, viewport={"width": width, "height": 800})  # type: ignore[arg-type]
+        page = visit(context, home)
+        for view in VIEWS:
+            go(page, view)
+            found = Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+            wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wider <= 0, f"{view} at {width} pixels is {wider} wider than the screen"
+        context.close()
+
+
+def test_the_keyboard_is_enough(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Models"
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=2)).to_have_text("Models")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+
+
+def test_colours_are_remembered(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    page.get_by_label("Colours").select_option("dark")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.get_by_label("Colours").select_option("light")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    page.reload()
+    expect(page.get_by_label("Colours")).to_have_value("light")
+
+
+def test_a_coordinator_that_is_gone_is_told_and_one_that_is_back_is_followed(browser: Browser, tmp_path: Path):
+    with pool(tmp_path) as made:
+        facts = made.up()
+        made.join("studio")
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(link(made))
+        expect(page.get_by_role("meter")).to_have_count(1)
+        assert made.coordinator is not None
+        made.coordinator.stop()
+        expect(page.get_by_text("The coordinator does not answer")).to_be_visible()
+        made.up(listen=facts["base_url"].removeprefix("http://").removesuffix("/v1"))
+        expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()  # its keys live in memory only
+        context.close()
