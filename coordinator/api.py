@@ -25,6 +25,7 @@ from starlette.routing import Match, Route
 from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.loads import Done, Loads
+from coordinator.metrics.service import Metrics, Unreachable
 from coordinator.registry import Registry, measured, standing
 from coordinator.store import AUDIT_KEPT
 from router.dialects.openapi import ALWAYS, openapi_schemas, told
@@ -201,6 +202,7 @@ class Api:
         loads: Loads,
         facts: Facts,
         paths: Mapping[str, Any],
+        metrics: Metrics,
     ) -> None:
         self._registry = registry
         self._admin = admin
@@ -210,6 +212,7 @@ class Api:
         self._loads = loads
         self._facts = facts
         self._paths = paths
+        self._metrics = metrics
         self.app = FastAPI(
             title="Macpool",
             version=facts.version,
@@ -262,7 +265,13 @@ class Api:
             ("POST", "/joins/{code}", "admin", self.approve),
             ("DELETE", "/joins/{code}", "admin", self.reject),
         ):
-            self._route(method, path, scope, handler)
+            self._route(method, "/api/v1" + path, scope, handler)
+        for path, handler in (
+            ("/metrics", self.metrics),
+            ("/prometheus/sd", self.targets),
+            ("/prometheus/nodes/{node}", self.node_metrics),
+        ):
+            self._route("GET", path, "metrics", handler)
         self._answers["/api/v1/ca.pem", "get"] = _answers("/ca.pem", "GET", "ca")
         app.add_api_route(
             "/api/v1/ca.pem", self.ca, summary=(self.ca.__doc__ or "").strip(), response_model=None,
@@ -270,9 +279,9 @@ class Api:
         )  # fmt: skip
 
     def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
-        self._answers["/api/v1" + path, method.lower()] = _answers(path, method, handler.__name__)
+        self._answers[path, method.lower()] = _answers(path, method, handler.__name__)
         self.app.add_api_route(
-            "/api/v1" + path,
+            path,
             handler if method == "GET" or scope != "admin" else self._audited(handler),
             methods=[method],
             dependencies=[Depends(self._guard(scope))],
@@ -500,6 +509,26 @@ class Api:
         """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
         return StreamingResponse(self._traffic.history.lines(), media_type="application/jsonl")
 
+    # -- for Prometheus --------------------------------------------------------------------------
+
+    async def metrics(self, request: Request) -> Response:
+        """Give the coordinator's metrics to Prometheus."""
+        text, kind = await self._metrics.pool(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
+
+    async def node_metrics(self, node: str, request: Request) -> Response:
+        """Give a node's metrics to Prometheus, who knows it by the name that service discovery gives it."""
+        try:
+            text, kind = await self._metrics.node(self._find(node), request.headers.get("accept", ""))
+        except Unreachable as error:
+            raise ProblemError(Problem(503, "node_unreachable", str(error))) from None
+        return Response(text, headers={"content-type": kind})
+
+    async def targets(self, request: Request) -> Response:
+        """List the nodes for Prometheus' service discovery, each behind this very address."""
+        found = self._metrics.targets(request.headers["host"], request.url.scheme)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
     def _find(self, node: str) -> NodeId:
         found = self._registry.find(node)
         if found is None:
@@ -617,16 +646,21 @@ def _methods(request: Request) -> list[str]:
 _ORDERED = (404, 409, 429, 500, 502, 503, 504)
 _MORE: dict[str, tuple[int, ...]] = {
     "logs": (503,), "load": _ORDERED, "unload": _ORDERED, "profile": _ORDERED, "approve": (429,), "reject": (429,),
-    "ca": (404,),
+    "ca": (404,), "node_metrics": (503,),
 }  # fmt: skip
 """Statuses of single routes, by the name of what answers."""
-_TEXTS = {"logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file"}
+_TEXTS = {
+    "logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file", "metrics": "text/plain",
+    "node_metrics": "text/plain",
+}  # fmt: skip
 """What is not JSON, and what it is."""
 
 
 def _answers(path: str, method: str, name: str) -> dict[str, Any]:
     """Describe what a route answers with."""
     answer: dict[str, Any] = {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "integer"}}}
+    if name == "targets":
+        answer = {"type": "array", "items": {"type": "object"}}
     good = (
         {_TEXTS[name]: {"schema": {"type": "string"}}} if name in _TEXTS else {"application/json": {"schema": answer}}
     )

@@ -34,12 +34,13 @@ from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority, AuthorityError
 from coordinator.deadline import ShortBodies
-from coordinator.endpoint import Endpoint, from_files, is_loopback
+from coordinator.endpoint import Endpoint, from_files, is_loopback, life_of
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
+from coordinator.metrics.service import Metrics
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
@@ -186,7 +187,8 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic(),
                   trusted)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
-    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
+    metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
+    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics)
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
@@ -260,6 +262,17 @@ def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:
     if not is_loopback(options.listen[0]):
         log.warning("endpoint without TLS", listen=options.listen[0], danger="keys and prompts can be read")
     return None
+
+
+def _lives(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
+    """Read begin and end of our certificates, and of one that we were given."""
+    lives = authority.lives()
+    if isinstance(tls, Endpoint):
+        lives["endpoint"] = tls.life
+    elif tls is not None:
+        with contextlib.suppress(AuthorityError):
+            lives["endpoint"] = life_of(Path(file).expanduser())
+    return lives
 
 
 def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:

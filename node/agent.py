@@ -12,6 +12,7 @@ Rules
 """
 
 import asyncio
+import os
 import random
 import ssl
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -28,6 +30,7 @@ from node.alarm import Alarm
 from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
 from node.limits import Limiter
 from node.link import Link, dial
+from node.memory.sensor import footprint
 from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
@@ -57,6 +60,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import PROTOCOL
+from wire.measures import GateMeasures, NodeMeasures
 from wire.report import Enforcement, Hardware, Memory, System
 
 SILENCE = 10.0
@@ -385,8 +389,15 @@ class Agent:
     def _answer(self, link: Link, ask: Ask) -> None:
         if ask.what == "logs":
             link.later(_pieces(ask, self._log_file))
+        elif ask.what == "metrics":
+            link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         else:
             link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
+
+    def _measures(self) -> NodeMeasures:
+        report = self.supervisor.report if self.supervisor else None
+        gate = report.measures if report else GateMeasures()
+        return NodeMeasures(gate, time.process_time(), footprint(os.getpid()) or 0)
 
     # -- renewal -------------------------------------------------------------------
 

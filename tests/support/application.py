@@ -16,6 +16,7 @@ from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
 from coordinator.loads import Loads
+from coordinator.metrics.service import Metrics
 from coordinator.ratelimit import RateLimit
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
@@ -77,7 +78,8 @@ async def application(
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
+        metrics = Metrics(registry, dispatcher, ring, "0", authority.lives)
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics)
         door = FrontDoor(dispatcher, ring, over.settings if over else settings.router, control=ShortBodies(api.app))
         if over is not None:
             over.app = Guard(door)
