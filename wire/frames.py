@@ -160,7 +160,8 @@ class Renewed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ask(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: give `limit` bytes of `what` (`logs`, `metrics`) from `offset`; a negative one counts from the end.
+    """coordinator → node: give `limit` bytes of `what` (`logs`, `metrics`) from `offset`; a negative one counts from
+    the end.
 
     Long answers are asked for in windows, so a slow reader of one holds up nobody and fills no memory."""
 

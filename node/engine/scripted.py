@@ -176,7 +176,8 @@ class Scripted:
         return EngineReport(
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
-            Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, sheds=self._sheds),
+            Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps,
+                   sheds=self._sheds),
             held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(),
         )  # fmt: skip
 
