@@ -24,6 +24,8 @@ from starlette.routing import Match, Route
 
 from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
+from coordinator.conditions.rules import WATCHED
+from coordinator.conditions.watch import Conditions
 from coordinator.loads import Done, Loads
 from coordinator.metrics.service import Metrics, Unreachable
 from coordinator.registry import Registry, measured, standing
@@ -203,6 +205,7 @@ class Api:
         facts: Facts,
         paths: Mapping[str, Any],
         metrics: Metrics,
+        conditions: Conditions,
     ) -> None:
         self._registry = registry
         self._admin = admin
@@ -213,6 +216,7 @@ class Api:
         self._facts = facts
         self._paths = paths
         self._metrics = metrics
+        self._conditions = conditions
         self.app = FastAPI(
             title="Macpool",
             version=facts.version,
@@ -251,6 +255,7 @@ class Api:
             ("GET", "/requests", "metrics", self.requests),
             ("GET", "/requests/{request_id}", "metrics", self.request),
             ("GET", "/decisions", "admin", self.decisions),
+            ("GET", "/conditions", "metrics", self.conditions),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
             ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
@@ -362,6 +367,7 @@ class Api:
             "self_suspect": self._registry.pool.self_suspect,
             "warnings": self._registry.warnings(),
             "dangers": self._registry.dangers(),
+            "conditions": [one.row() for one in self._conditions.active()],
         }
 
     async def version(self) -> dict[str, Any]:
@@ -508,6 +514,11 @@ class Api:
     async def decisions(self) -> Response:
         """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
         return StreamingResponse(self._traffic.history.lines(), media_type="application/jsonl")
+
+    async def conditions(self) -> dict[str, Any]:
+        """List what needs a person now, as alerts do: since when (Unix seconds), what it means and what to do."""
+        rows = [one.row() for one in self._conditions.active()]
+        return {"schema": 1, "conditions": rows, "watched": [rule.name for rule in WATCHED]}
 
     # -- for Prometheus --------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ from coordinator.admin import LOCAL, Admin, load_pepper
 from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority, AuthorityError
+from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
+from coordinator.conditions.webhook import Webhook, WebhookError, parse
 from coordinator.deadline import ShortBodies
 from coordinator.endpoint import Endpoint, from_files, is_loopback, life_of
 from coordinator.enrolment import Cluster, Enrolment
@@ -188,7 +190,8 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
                   trusted)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
     metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
-    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics)
+    conditions = _conditions(settings, metrics, stack)
+    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics, conditions)
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
@@ -262,6 +265,23 @@ def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:
     if not is_loopback(options.listen[0]):
         log.warning("endpoint without TLS", listen=options.listen[0], danger="keys and prompts can be read")
     return None
+
+
+def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExitStack) -> Conditions:
+    """Begin to watch what needs a person. AuthorityError when the webhook is none."""
+    conditions = Conditions()
+    conditions.listeners.append(log_conditions)
+    metrics.conditions = conditions.flags
+    if settings.conditions.webhook:
+        try:
+            webhook = Webhook(parse(settings.conditions.webhook), settings.cluster.name)
+        except WebhookError as error:
+            raise AuthorityError(str(error)) from None
+        conditions.listeners.append(webhook.tell)
+        stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
+    watch = Watch(conditions, lambda: sample_of(metrics.picture(), metrics.nodes()), time.time)
+    stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
+    return conditions
 
 
 def _lives(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:

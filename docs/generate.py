@@ -13,9 +13,11 @@ from typing import Any
 import click
 
 from coordinator.cli import COMMANDS, cluster
+from coordinator.conditions.rules import rules_file
 from coordinator.metrics.families import Family
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
+from coordinator.metrics.prometheus import configuration
 from coordinator.settings import CoordinatorSettings
 from node.settings import NodeSettings
 from router.dialects.parameters import Parameters
@@ -179,7 +181,16 @@ def _family(family: Family[Any]) -> str:
     return f"| `{family.full_name}` | {family.kind} | {labels} | {_cell(family.meaning)}{when} |\n"
 
 
-PAGES = {"settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics}
+def prometheus() -> str:
+    """Write the Prometheus configuration of deploy/: for its compose file, and a coordinator on the same machine."""
+    note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
+    return note + configuration("http://host.docker.internal:8080", "/run/secrets/macpool_token")
+
+
+PAGES = {
+    "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
+    "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
+}  # fmt: skip
 
 
 def main() -> int:

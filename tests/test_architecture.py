@@ -44,6 +44,8 @@ ALLOWED = {
 }
 """Exceptions: file and the words found, with the reason."""
 PERIODIC_SLEEPS = {
+    "coordinator/conditions/watch.py": "the next look at what needs a person",
+    "coordinator/conditions/webhook.py": "back-off before a message is sent again",
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "machine/announce.py": "looks at our own addresses, which nobody announces",

@@ -27,7 +27,7 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "up": "starts the coordinator",
     "join": "runs on the node, whose door is the link",
     "leave": "runs on the node, which says goodbye over its link",
-    "status": ("GET /api/v1/status",),
+    "status": ("GET /api/v1/status", "GET /api/v1/conditions"),
     "nodes": ("GET /api/v1/nodes",),
     "nodes inspect": ("GET /api/v1/nodes/{node}",),
     "nodes logs": ("GET /api/v1/nodes/{node}/logs",),

@@ -26,6 +26,11 @@ def _print_status(answer: dict[str, Any]) -> None:
     click.echo(f"nodes     {states}")
     click.echo(f"models    {', '.join(answer['models']) or 'none'}")
     click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
+    for one in answer.get("conditions", []):
+        click.secho(
+            f"{one['severity']:<9} {one['name']}: {one['summary']}", fg="red", bold=one["severity"] == "critical"
+        )
+        click.echo(f"          {one['remedy']}")
     dangers = answer.get("dangers", [])
     for warning in answer["warnings"]:
         click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")

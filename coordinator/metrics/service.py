@@ -97,6 +97,11 @@ class Metrics:
         about = self._labels.about(view.id, self._registry.about(view.id))
         return NodePicture(view, heard, wall, about, self._labels.models(view.id, worth_showing(view)), measures)
 
+    def nodes(self) -> list[NodePicture]:
+        """Take the pictures of all nodes that are linked, by their newest reports; none is asked."""
+        views = self._registry.view().nodes
+        return [self.node_picture(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
+
     async def _measures(self, node: NodeId) -> NodeMeasures | None:
         """Ask a node; None when its answer makes no sense, which costs it its own histograms alone."""
         view = self._registry.view().node(node)

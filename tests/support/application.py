@@ -12,6 +12,7 @@ from coordinator.admin import Admin, load_pepper
 from coordinator.api import Api, Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
+from coordinator.conditions.watch import Conditions
 from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
@@ -78,8 +79,9 @@ async def application(
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
-        metrics = Metrics(registry, dispatcher, ring, "0", authority.lives)
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics)
+        metrics, conditions = Metrics(registry, dispatcher, ring, "0", authority.lives), Conditions()
+        metrics.conditions = conditions.flags
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics, conditions)
         door = FrontDoor(dispatcher, ring, over.settings if over else settings.router, control=ShortBodies(api.app))
         if over is not None:
             over.app = Guard(door)
