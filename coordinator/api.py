@@ -5,12 +5,14 @@ scope does not exist: `_route` is the only way to add one.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, cast
 
 import msgspec
@@ -22,10 +24,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from coordinator import logs
 from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
 from coordinator.conditions.rules import WATCHED
 from coordinator.conditions.watch import Conditions
+from coordinator.events import KEPT, Events
 from coordinator.loads import Done, Loads
 from coordinator.metrics.service import Metrics, Unreachable
 from coordinator.registry import Registry, measured, standing
@@ -45,6 +49,8 @@ from wire.identity import PROTOCOL, NodeId, valid_model
 from wire.refusals import Refused
 
 LONGEST_LOG = 2**30
+FOLLOW_SECONDS = 1.0
+"""Between two looks at a log that is followed."""
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """A text that moves no terminal's cursor."""
@@ -152,6 +158,16 @@ class Facts:
     ca_pem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is seen of the pool: metrics, conditions, events, and the coordinator's own log."""
+
+    metrics: Metrics
+    conditions: Conditions
+    events: Events
+    log_file: Path
+
+
 class ProblemError(Exception):
     """Carries a Problem out of a route."""
 
@@ -204,8 +220,7 @@ class Api:
         loads: Loads,
         facts: Facts,
         paths: Mapping[str, Any],
-        metrics: Metrics,
-        conditions: Conditions,
+        seen: Seen,
     ) -> None:
         self._registry = registry
         self._admin = admin
@@ -215,8 +230,10 @@ class Api:
         self._loads = loads
         self._facts = facts
         self._paths = paths
-        self._metrics = metrics
-        self._conditions = conditions
+        self._metrics = seen.metrics
+        self._conditions = seen.conditions
+        self._events = seen.events
+        self._log_file = seen.log_file
         self.app = FastAPI(
             title="Macpool",
             version=facts.version,
@@ -256,6 +273,8 @@ class Api:
             ("GET", "/requests/{request_id}", "metrics", self.request),
             ("GET", "/decisions", "admin", self.decisions),
             ("GET", "/conditions", "metrics", self.conditions),
+            ("GET", "/events", "admin", self.events),
+            ("GET", "/logs", "admin", self.own_logs),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
             ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
@@ -387,19 +406,47 @@ class Api:
         return {"schema": 1, "node": self._describe(self._find(node))}
 
     async def logs(
-        self, node: str, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536
+        self, node: str, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536, follow: bool = False
     ) -> Response:
-        """Give the newest part of a node's log as text, fetched over its link."""
-        pieces = self._registry.links.ask(self._find(node), "logs", size)
+        """Give the newest part of a node's log as text, fetched over its link; with `follow` also what is added."""
+        links, found = self._registry.links, self._find(node)
+        pieces = links.follow(found, "logs", size, FOLLOW_SECONDS) if follow else links.ask(found, "logs", size)
+        return await self._text(pieces)
+
+    async def own_logs(
+        self, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536, follow: bool = False
+    ) -> Response:
+        """Give the newest part of the coordinator's own log as text; with `follow` also what is added."""
+        return await self._text(logs.read(self._log_file, size, every=FOLLOW_SECONDS if follow else None))
+
+    async def events(
+        self, request: Request, last: Annotated[int, Query(ge=0, le=KEPT)] = 50, follow: bool = False
+    ) -> Response:
+        """Tell the newest events of the coordinator as server-sent events; with `follow` also those that come.
+
+        After a break `Last-Event-ID` asks for those that were missed."""
+        if self._events.full:
+            raise ProblemError(Problem(503, "too_many_readers", "as many read the events as may: try again later",
+                                       retry_after=10.0))  # fmt: skip
+        missed = request.headers.get("last-event-id", "")
+        number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
+        told = self._events.read(number, last, follow=follow)
+        return StreamingResponse(told, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def _text(self, pieces: AsyncIterator[bytes]) -> Response:
+        """Answer with text as it comes; a failure before the first of it is told as one."""
         try:
             first = await anext(pieces, b"")
         except (LookupError, TimeoutError) as error:
             raise ProblemError(Problem(503, "node_unreachable", str(error) or "the node did not answer")) from None
+        except OSError as error:
+            raise ProblemError(Problem(503, "no_log", f"the log cannot be read: {error.strerror}")) from None
 
         async def body() -> AsyncIterator[bytes]:
             yield first
-            async for piece in pieces:
-                yield piece
+            with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node went: so ends its log
+                async for piece in pieces:
+                    yield piece
 
         return StreamingResponse(body(), media_type="text/plain; charset=utf-8")
 
@@ -657,12 +704,12 @@ def _methods(request: Request) -> list[str]:
 _ORDERED = (404, 409, 429, 500, 502, 503, 504)
 _MORE: dict[str, tuple[int, ...]] = {
     "logs": (503,), "load": _ORDERED, "unload": _ORDERED, "profile": _ORDERED, "approve": (429,), "reject": (429,),
-    "ca": (404,), "node_metrics": (503,),
+    "ca": (404,), "node_metrics": (503,), "own_logs": (503,), "events": (503,),
 }  # fmt: skip
 """Statuses of single routes, by the name of what answers."""
 _TEXTS = {
     "logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file", "metrics": "text/plain",
-    "node_metrics": "text/plain",
+    "node_metrics": "text/plain", "own_logs": "text/plain", "events": "text/event-stream",
 }  # fmt: skip
 """What is not JSON, and what it is."""
 

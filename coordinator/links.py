@@ -381,6 +381,18 @@ class LinkServer:
             if offset == 0:
                 return
 
+    async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
+        """Yield the newest `limit` bytes of what a node is asked for, and for ever what is added, asking again `every`
+        so many seconds. LookupError and TimeoutError as from `ask`."""
+        offset = -limit
+        while True:
+            async for answer in self._window(node, what, offset, ASK_WINDOW):
+                if answer.payload:
+                    yield answer.payload
+                if answer.last:
+                    offset = answer.end
+            await asyncio.sleep(every)
+
     async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
         number = next(self._ask_numbers)
         queue = self._asks[number] = asyncio.Queue[Answer]()

@@ -441,12 +441,13 @@ def _pieces(ask: Ask, path: Path) -> Iterator[Answer]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            start = max(0, size + ask.offset) if ask.offset < 0 else min(ask.offset, size)
+            start = max(0, size + ask.offset) if ask.offset < 0 else ask.offset
+            start = 0 if start > size else start  # a new file began, after what was asked for last
             end = min(size, start + ask.limit)
             file.seek(start)
             while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):
                 start += len(piece)
                 yield Answer(ask.ask, piece)
-        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0)
+        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
     except OSError as error:
         yield Answer(ask.ask, b"", last=True, error=str(error))

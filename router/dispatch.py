@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
@@ -79,9 +80,13 @@ LINKED = frozenset({READY, SUSPECT, DRAINING})
 SWEEP_SECONDS = 0.25
 ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
 """Final on one node, not in the cluster: another may be larger."""
+QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
+"""Refusals whose message may quote the request: it is told to its client, and kept nowhere."""
 
 
 STOPPING = "the coordinator is stopping: send it again"
+
+log = structlog.get_logger("router.dispatch")
 
 
 class Dispatcher:
@@ -205,6 +210,8 @@ class Dispatcher:
         """Follow a request that broke on its node: by itself, or because the engine died with it or beside it."""
         if is_fault(frame.code):
             self.breakers.fault(node, frame.request, self._clock())
+        log.warning("request broken", request_id=ticket.job.request_id, request=frame.request, node=ticket.node_name,
+                    code=frame.code[:40])  # fmt: skip
         fall = fall_of(frame.code)
         if fall is None:
             self._end(ticket, Failure(frame.code, frame.message))
@@ -225,6 +232,7 @@ class Dispatcher:
         for ticket in self._on(node):
             self.counters.nodes_lost += 1
             name = ticket.node_name
+            log.warning("request dropped", request_id=ticket.job.request_id, request=ticket.request, node=name)
             ticket.lost.add(node)
             why = Failure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
             self._fell(ticket, Fall.NODE, why)
@@ -869,7 +877,13 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
                      outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
                      outcome.timings)  # fmt: skip
     return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 outcome.message, steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
+                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
+
+
+def _worth_keeping(outcome: Refused | Failure) -> str:
+    """Give the message of an end for those who look on: not one that may quote what its client wrote."""
+    quotes = isinstance(outcome, Refused) and outcome.code in QUOTING
+    return "its client was told why" if quotes else outcome.message
 
 
 def _label(outcome: Outcome) -> str:

@@ -46,6 +46,8 @@ ALLOWED = {
 PERIODIC_SLEEPS = {
     "coordinator/conditions/watch.py": "the next look at what needs a person",
     "coordinator/conditions/webhook.py": "back-off before a message is sent again",
+    "coordinator/logs.py": "the next look at a log that is followed",
+    "coordinator/links.py": "the next look at a log that is followed",
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "machine/announce.py": "looks at our own addresses, which nobody announces",

@@ -172,13 +172,15 @@ class Ask(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Answer(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more)."""
+    """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more), and
+    where in the whole it ended (`end`): who follows a log asks again from there."""
 
     ask: int
     payload: bytes
     last: bool = False
     error: str = ""
     next: int = 0
+    end: int = 0
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.admin import Admin, load_pepper
-from coordinator.api import Api, Facts
+from coordinator.api import Api, Facts, Seen
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.conditions.watch import Conditions
 from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
+from coordinator.events import Events
 from coordinator.guard import Guard
 from coordinator.loads import Loads
 from coordinator.metrics.service import Metrics
@@ -81,7 +82,8 @@ async def application(
         loads = Loads(dispatcher, time.monotonic)
         metrics, conditions = Metrics(registry, dispatcher, ring, "0", authority.lives), Conditions()
         metrics.conditions = conditions.flags
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), metrics, conditions)
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(),
+                  Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
         door = FrontDoor(dispatcher, ring, over.settings if over else settings.router, control=ShortBodies(api.app))
         if over is not None:
             over.app = Guard(door)
