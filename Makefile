@@ -45,6 +45,7 @@ mac-check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m docs.generate
+	$(BIN)/python -m dashboards.generate
 
 lock: $(READY)
 	UV=$(UV) sh requirements/compile.sh

@@ -5,12 +5,14 @@ scope does not exist: `_route` is the only way to add one.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, cast
 
 import msgspec
@@ -22,9 +24,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from coordinator import logs
 from coordinator.admin import LOCAL, Admin
 from coordinator.approvals import Approvals, Decided, Locked
+from coordinator.conditions.rules import WATCHED
+from coordinator.conditions.watch import Conditions
+from coordinator.events import KEPT, Events
 from coordinator.loads import Done, Loads
+from coordinator.metrics.service import Metrics, Unreachable
 from coordinator.qr import squares
 from coordinator.registry import Registry, measured, standing
 from coordinator.store import AUDIT_KEPT
@@ -50,6 +57,8 @@ STORIES_SHOWN = 50
 SILENT = 3.0
 """Seconds after which the page says how long a node is silent."""
 EVENTS = "text/event-stream"
+FOLLOW_SECONDS = 1.0
+"""Between two looks at a log that is followed."""
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """A text that moves no terminal's cursor."""
@@ -171,6 +180,16 @@ class Facts:
     """Every setting in force: key, value, origin, description."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is seen of the pool: metrics, conditions, events, and the coordinator's own log."""
+
+    metrics: Metrics
+    conditions: Conditions
+    events: Events
+    log_file: Path
+
+
 class ProblemError(Exception):
     """Carries a Problem out of a route."""
 
@@ -224,6 +243,7 @@ class Api:
         facts: Facts,
         paths: Mapping[str, Any],
         visitors: Visitors,
+        seen: Seen,
     ) -> None:
         self._registry = registry
         self._admin = admin
@@ -235,6 +255,10 @@ class Api:
         self._paths = paths
         self._visitors = visitors
         self._live = Live(self._sections)
+        self._metrics = seen.metrics
+        self._conditions = seen.conditions
+        self._events = seen.events
+        self._log_file = seen.log_file
         self.app = FastAPI(
             title="Macpool",
             version=facts.version,
@@ -277,6 +301,9 @@ class Api:
             ("GET", "/settings", "admin", self.settings),
             ("POST", "/page/links", "admin", self.invite),
             ("DELETE", "/page/visit", "admin", self.leave),
+            ("GET", "/conditions", "metrics", self.conditions),
+            ("GET", "/events", "admin", self.events),
+            ("GET", "/logs", "admin", self.own_logs),
             ("GET", "/tokens", "admin", self.list_tokens),
             ("POST", "/tokens", "admin", self.create_token),
             ("DELETE", "/tokens/{token}", "admin", self.revoke_token),
@@ -291,7 +318,13 @@ class Api:
             ("POST", "/joins/{code}", "admin", self.approve),
             ("DELETE", "/joins/{code}", "admin", self.reject),
         ):
-            self._route(method, path, scope, handler)
+            self._route(method, "/api/v1" + path, scope, handler)
+        for path, handler in (
+            ("/metrics", self.metrics),
+            ("/prometheus/sd", self.targets),
+            ("/prometheus/nodes/{node}", self.node_metrics),
+        ):
+            self._route("GET", path, "metrics", handler)
         for method, path, handler in (("GET", "/ca.pem", self.ca), ("POST", "/page/visits", self.enter)):
             self._answers["/api/v1" + path, method.lower()] = _answers(path, method, handler.__name__)
             app.add_api_route(
@@ -300,9 +333,9 @@ class Api:
             )  # fmt: skip
 
     def _route(self, method: str, path: str, scope: str, handler: Callable[..., Any]) -> None:
-        self._answers["/api/v1" + path, method.lower()] = _answers(path, method, handler.__name__)
+        self._answers[path, method.lower()] = _answers(path, method, handler.__name__)
         self.app.add_api_route(
-            "/api/v1" + path,
+            path,
             handler if method == "GET" or scope != "admin" else self._audited(handler),
             methods=[method],
             dependencies=[Depends(self._guard(scope))],
@@ -387,6 +420,7 @@ class Api:
             "self_suspect": self._registry.pool.self_suspect,
             "warnings": self._registry.warnings(),
             "dangers": self._registry.dangers(),
+            "conditions": [one.row() for one in self._conditions.active()],
         }
 
     async def version(self) -> dict[str, Any]:
@@ -406,19 +440,47 @@ class Api:
         return {"schema": 1, "node": self._describe(self._find(node))}
 
     async def logs(
-        self, node: str, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536
+        self, node: str, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536, follow: bool = False
     ) -> Response:
-        """Give the newest part of a node's log as text, fetched over its link."""
-        pieces = self._registry.links.ask(self._find(node), "logs", size)
+        """Give the newest part of a node's log as text, fetched over its link; with `follow` also what is added."""
+        links, found = self._registry.links, self._find(node)
+        pieces = links.follow(found, "logs", size, FOLLOW_SECONDS) if follow else links.ask(found, "logs", size)
+        return await self._text(pieces)
+
+    async def own_logs(
+        self, size: Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)] = 65536, follow: bool = False
+    ) -> Response:
+        """Give the newest part of the coordinator's own log as text; with `follow` also what is added."""
+        return await self._text(logs.read(self._log_file, size, every=FOLLOW_SECONDS if follow else None))
+
+    async def events(
+        self, request: Request, last: Annotated[int, Query(ge=0, le=KEPT)] = 50, follow: bool = False
+    ) -> Response:
+        """Tell the newest events of the coordinator as server-sent events; with `follow` also those that come.
+
+        After a break `Last-Event-ID` asks for those that were missed."""
+        if self._events.full:
+            raise ProblemError(Problem(503, "too_many_readers", "as many read the events as may: try again later",
+                                       retry_after=10.0))  # fmt: skip
+        missed = request.headers.get("last-event-id", "")
+        number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
+        told = self._events.read(number, last, follow=follow)
+        return StreamingResponse(told, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def _text(self, pieces: AsyncIterator[bytes]) -> Response:
+        """Answer with text as it comes; a failure before the first of it is told as one."""
         try:
             first = await anext(pieces, b"")
         except (LookupError, TimeoutError) as error:
             raise ProblemError(Problem(503, "node_unreachable", str(error) or "the node did not answer")) from None
+        except OSError as error:
+            raise ProblemError(Problem(503, "no_log", f"the log cannot be read: {error.strerror}")) from None
 
         async def body() -> AsyncIterator[bytes]:
             yield first
-            async for piece in pieces:
-                yield piece
+            with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node went: so ends its log
+                async for piece in pieces:
+                    yield piece
 
         return StreamingResponse(body(), media_type="text/plain; charset=utf-8")
 
@@ -591,7 +653,33 @@ class Api:
             "requests": [_under_way(ticket, names) for ticket in self._traffic.under_way()[:STORIES_SHOWN]],
             "ended": [{**_told(story), "key": names.get(story.key, story.key)} for story in stories],
             "joins": self._waiting(),
+            "conditions": [one.row() for one in self._conditions.active()],
         }
+
+    async def conditions(self) -> dict[str, Any]:
+        """List what needs a person now, as alerts do: since when (Unix seconds), what it means and what to do."""
+        rows = [one.row() for one in self._conditions.active()]
+        return {"schema": 1, "conditions": rows, "watched": [rule.name for rule in WATCHED]}
+
+    # -- for Prometheus --------------------------------------------------------------------------
+
+    async def metrics(self, request: Request) -> Response:
+        """Give the coordinator's metrics to Prometheus."""
+        text, kind = await self._metrics.pool(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
+
+    async def node_metrics(self, node: str, request: Request) -> Response:
+        """Give a node's metrics to Prometheus, who knows it by the name that service discovery gives it."""
+        try:
+            text, kind = await self._metrics.node(self._find(node), request.headers.get("accept", ""))
+        except Unreachable as error:
+            raise ProblemError(Problem(503, "node_unreachable", str(error))) from None
+        return Response(text, headers={"content-type": kind})
+
+    async def targets(self, request: Request) -> Response:
+        """List the nodes for Prometheus' service discovery, each behind this very address."""
+        found = self._metrics.targets(request.headers["host"], request.url.scheme)
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _find(self, node: str) -> NodeId:
         found = self._registry.find(node)
@@ -711,17 +799,22 @@ def _methods(request: Request) -> list[str]:
 _ORDERED = (404, 409, 429, 500, 502, 503, 504)
 _MORE: dict[str, tuple[int, ...]] = {
     "logs": (503,), "load": _ORDERED, "unload": _ORDERED, "profile": _ORDERED, "approve": (429,), "reject": (429,),
-    "ca": (404,), "enter": (401,), "leave": (404,), "live": (503,),
+    "ca": (404,), "enter": (401,), "leave": (404,), "live": (503,), "node_metrics": (503,), "own_logs": (503,),
+    "events": (503,),
 }  # fmt: skip
 """Statuses of single routes, by the name of what answers."""
-_TEXTS = {"logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file",
-          "live": EVENTS}  # fmt: skip
+_TEXTS = {
+    "logs": "text/plain", "decisions": "application/jsonl", "ca": "application/x-pem-file", "metrics": "text/plain",
+    "node_metrics": "text/plain", "own_logs": "text/plain", "events": EVENTS, "live": EVENTS,
+}  # fmt: skip
 """What is not JSON, and what it is."""
 
 
 def _answers(path: str, method: str, name: str) -> dict[str, Any]:
     """Describe what a route answers with."""
     answer: dict[str, Any] = {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "integer"}}}
+    if name == "targets":
+        answer = {"type": "array", "items": {"type": "object"}}
     text = {"type": "object"} if _TEXTS.get(name) == EVENTS else {"type": "string"}
     good = {_TEXTS[name]: {"schema": text}} if name in _TEXTS else {"application/json": {"schema": answer}}
     bad = {*ALWAYS, *_MORE.get(name, ()), *((404,) if "{" in path else ()), *(() if method == "GET" else (408, 413))}

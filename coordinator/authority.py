@@ -89,6 +89,11 @@ class Authority:
         """Give the one context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
 
+    def lives(self) -> dict[str, tuple[float, float]]:
+        """Give begin and end of our certificates in Unix seconds."""
+        own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
+        return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
+
     @property
     def renew_from(self) -> float:
         """When `renew` will make a new coordinator certificate (Unix seconds)."""

@@ -76,6 +76,11 @@ class Endpoint:
         return hashlib.sha256(self._ca.public_bytes(Encoding.DER)).hexdigest()
 
     @property
+    def life(self) -> tuple[float, float]:
+        """Begin and end of the certificate in use, in Unix seconds."""
+        return life_of(self._own)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names and addresses that the certificate in use is good for."""
         return self._names
@@ -121,6 +126,15 @@ class Endpoint:
             .sign(key, hashes.SHA256())
         )
         return key, certificate
+
+
+def life_of(pem: Path) -> tuple[float, float]:
+    """Give begin and end of the first certificate in a file, in Unix seconds; AuthorityError when it has none."""
+    try:
+        found = x509.load_pem_x509_certificate(pem.read_bytes())
+    except (OSError, ValueError) as error:
+        raise AuthorityError(f"{pem} cannot be read: {error}") from None
+    return found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
 
 
 def constrained_to(certificate: x509.Certificate) -> list[x509.GeneralName]:

@@ -16,7 +16,7 @@ Rules
 import asyncio
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol, cast
 
 import structlog
@@ -103,6 +103,8 @@ class Connection(Endpoint):
         self.address = ""
         self.peer: Peer | None = None
         self.serial = ""
+        self.life = (0.0, 0.0)
+        """Of its certificate: issued and expires, in Unix seconds."""
         self.node: NodeId | None = None
         self.number = 0
         self.hello: Hello | None = None
@@ -117,7 +119,7 @@ class Connection(Endpoint):
         certificate = tls.getpeercert(True) if tls else None
         if certificate:
             known = read_certificate(certificate)
-            self.peer, self.serial = parse_uri(known.uri), known.serial
+            self.peer, self.serial, self.life = parse_uri(known.uri), known.serial, (known.issued, known.expires)
         self._deadline = self._loop.call_later(STRANGER_SECONDS, self._too_slow)
         if self._server.arrived(self) and not certificate:
             self._begin_enrolment()
@@ -222,6 +224,8 @@ class LinkServer:
         self._ask_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.made = self.denied = 0
+        """Links that were made, and nodes that were turned away."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
         """Listen; give the port. OSError when the address is taken."""
@@ -276,8 +280,10 @@ class LinkServer:
         """Answer a Hello."""
         answer = self.owner.greet(peer, connection.serial, hello)
         if isinstance(answer, Denied):
+            self.denied += 1
             connection.refuse(answer)
             return
+        self.made += 1
         node = NodeId(hello.node)
         self._strangers.discard(connection)
         older = self._links.get(node)
@@ -316,6 +322,20 @@ class LinkServer:
             return
         self.owner.received(connection.node, connection.number, frame)
 
+    # -- for people -----------------------------------------------------------------
+
+    def open(self) -> int:
+        """Give how many nodes are linked."""
+        return len(self._links)
+
+    def strangers(self) -> int:
+        """Give how many connections are no links (yet)."""
+        return len(self._strangers)
+
+    def lives(self) -> dict[NodeId, tuple[float, float]]:
+        """Give begin and end of the certificate that each linked node showed, in Unix seconds."""
+        return {node: link.life for node, link in self._links.items()}
+
     # -- towards the nodes -----------------------------------------------------------
 
     def send(self, node: NodeId, frame: Frame) -> bool:
@@ -346,7 +366,7 @@ class LinkServer:
             link.send(ping)
         self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
 
-    async def ask(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
+    async def ask(self, node: NodeId, what: str, limit: int) -> AsyncGenerator[bytes]:
         """Yield the newest `limit` bytes of what a node is asked for, window by window, as fast as they are taken.
 
         LookupError when the node is not linked or cannot answer; TimeoutError when it stops answering.
@@ -360,6 +380,18 @@ class LinkServer:
                     yield answer.payload
             if offset == 0:
                 return
+
+    async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
+        """Yield the newest `limit` bytes of what a node is asked for, and for ever what is added, asking again `every`
+        so many seconds. LookupError and TimeoutError as from `ask`."""
+        offset = -limit
+        while True:
+            async for answer in self._window(node, what, offset, ASK_WINDOW):
+                if answer.payload:
+                    yield answer.payload
+                if answer.last:
+                    offset = answer.end
+            await asyncio.sleep(every)
 
     async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
         number = next(self._ask_numbers)

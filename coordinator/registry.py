@@ -333,6 +333,11 @@ class Registry:
         """The membership as it is now."""
         return self._pool
 
+    def about(self, node: NodeId) -> tuple[str, str, str]:
+        """Give a member's chip, its system and the version that it runs, as it says."""
+        hardware = self._row(node).hardware
+        return hardware.chip, hardware.system, self._versions.get(node, "")
+
     def states(self) -> dict[str, int]:
         """Count the members by state; every state is there."""
         counts = {state.value: 0 for state in State}

@@ -30,16 +30,21 @@ import structlog
 import uvicorn
 
 from coordinator.admin import LOCAL, Admin, load_pepper
-from coordinator.api import Api, Facts
+from coordinator.api import Api, Facts, Seen
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority, AuthorityError
+from coordinator.conditions.rules import WATCHED
+from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
+from coordinator.conditions.webhook import Webhook, WebhookError, parse
 from coordinator.deadline import ShortBodies
-from coordinator.endpoint import Endpoint, from_files, is_loopback
+from coordinator.endpoint import Endpoint, from_files, is_loopback, life_of
 from coordinator.enrolment import Cluster, Enrolment
+from coordinator.events import Events
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
+from coordinator.metrics.service import Metrics
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
@@ -140,7 +145,8 @@ def _allow_files() -> None:
 
 async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     state, settings = private_folder(options.state), options.settings
-    open_journal(state / "logs" / "coordinator.log", "info")
+    events, log_file = Events(), state / "logs" / "coordinator.log"
+    open_journal(log_file, "info", events.tell)
     store = Store(state)
     stack.callback(store.close)
     first = store.meta.cluster == ""
@@ -190,8 +196,10 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic(),
                   trusted, options.origins)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
+    metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
+    conditions = _conditions(settings, metrics, stack)
     api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(),
-              Visitors(ring, pepper, time.time))  # fmt: skip
+              Visitors(ring, pepper, time.time), Seen(metrics, conditions, events, log_file))  # fmt: skip
     control = Page(ShortBodies(api.app))
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=control), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
@@ -226,6 +234,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     stack.push_async_callback(dispatcher.drain, settings.http.drain_seconds)
     token = tokens.create()
     await store.flush()
+    _say_guards(options, tls)
     answer: dict[str, Any] = {
         "schema": 1,
         "ready": True,
@@ -266,6 +275,53 @@ def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:
     if not is_loopback(options.listen[0]):
         log.warning("endpoint without TLS", listen=options.listen[0], danger="keys and prompts can be read")
     return None
+
+
+def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None:
+    """Put into the log what every guard of ours resolved to."""
+    http, router = options.settings.http, options.settings.router
+    webhook = options.settings.conditions.webhook
+    log.info(
+        "guards resolved",
+        listen=f"{options.listen[0]}:{options.listen[1]}",
+        cluster_listen=f"{options.cluster_listen[0]}:{options.cluster_listen[1]}",
+        tls="off" if tls is None else "own authority" if isinstance(tls, Endpoint) else "given files",
+        anonymous=http.anonymous,
+        hosts=http.hosts or "addresses, localhost and .local names",
+        policy=router.policy,
+        queue_limit=router.queue_limit or "max(64, 4 x nodes)",
+        body_bytes=router.body_bytes,
+        conditions=len(WATCHED),
+        webhook=parse(webhook).host if webhook else "none",
+    )
+
+
+def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExitStack) -> Conditions:
+    """Begin to watch what needs a person. AuthorityError when the webhook is none."""
+    conditions = Conditions()
+    conditions.listeners.append(log_conditions)
+    metrics.conditions = conditions.flags
+    if settings.conditions.webhook:
+        try:
+            webhook = Webhook(parse(settings.conditions.webhook), settings.cluster.name)
+        except WebhookError as error:
+            raise AuthorityError(str(error)) from None
+        conditions.listeners.append(webhook.tell)
+        stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
+    watch = Watch(conditions, lambda: sample_of(metrics.picture(), metrics.nodes()), time.time)
+    stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
+    return conditions
+
+
+def _lives(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
+    """Read begin and end of our certificates, and of one that we were given."""
+    lives = authority.lives()
+    if isinstance(tls, Endpoint):
+        lives["endpoint"] = tls.life
+    elif tls is not None:
+        with contextlib.suppress(AuthorityError):
+            lives["endpoint"] = life_of(Path(file).expanduser())
+    return lives
 
 
 def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:

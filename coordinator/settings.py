@@ -45,9 +45,18 @@ class HttpSettings(Section, frozen=True, kw_only=True):
     ] = ""
 
 
+class ConditionSettings(Section, frozen=True, kw_only=True):
+    """Who is told of what needs a person."""
+
+    webhook: Annotated[
+        str, Meta(description="Address that gets a POST for each condition that begins or ends; HTTPS, or loopback.")
+    ] = ""
+
+
 class CoordinatorSettings(Section, frozen=True, kw_only=True):
     """Everything the coordinator can be told."""
 
     cluster: ClusterSettings = ClusterSettings()
     http: HttpSettings = HttpSettings()
     router: RouterSettings = RouterSettings()
+    conditions: ConditionSettings = ConditionSettings()

@@ -1,4 +1,4 @@
-"""Writes the pages of the manual that follow from the code: settings.md, api.md, cli.md. Run by `make docs`.
+"""Writes the pages of the manual that follow from the code: settings, api, cli, metrics. Run by `make docs`.
 
 A test compares the committed pages with what this gives, so they cannot fall behind.
 """
@@ -13,6 +13,11 @@ from typing import Any
 import click
 
 from coordinator.cli import COMMANDS, cluster
+from coordinator.conditions.rules import rules_file
+from coordinator.metrics.families import Family
+from coordinator.metrics.node import NODE
+from coordinator.metrics.pool import POOL
+from coordinator.metrics.prometheus import configuration
 from coordinator.settings import CoordinatorSettings
 from node.settings import NodeSettings
 from router.dialects.parameters import Parameters
@@ -62,6 +67,22 @@ CLI = f"""# Command
 
 `cluster VERB --help`, of every verb.
 """
+
+METRICS = f"""# Metrics
+{NOTICE}
+
+How to scrape them, and what to look at first: [operations](operations.md#metrics). Sizes are bytes, times seconds,
+shares 0 to 1. A scrape is one picture of one moment, so sums and differences over it mean something:
+
+    macpool_node_memory_headroom_bytes = ceiling - margin - current - reserved
+
+Every label is from a closed set, or names a member or a model that some member has. There is never one for a request, a
+key, an address or the text of an error. Histograms are classic ones: their buckets are in the series' `le`.
+"""
+_ABOUT_POOL = "At `/metrics`."
+_ABOUT_NODE = """At `/prometheus/nodes/NODE`, made from the node's newest report and from what it measures itself. They
+carry no label for the node: service discovery attaches `node` and `instance`. Counters of the gate and the engine begin
+anew with every engine process. A node that cannot be asked has no metrics at all, and `up` is 0."""
 
 
 def settings() -> str:
@@ -145,7 +166,31 @@ def _below(path: tuple[str, ...], context: click.Context) -> Iterator[tuple[tupl
             yield from _below((*path, name), click.Context(verb, parent=context, info_name=name))
 
 
-PAGES = {"settings.md": settings, "api.md": api, "cli.md": cli}
+def metrics() -> str:
+    """Write metrics.md."""
+    page = METRICS
+    for title, about, families in (("The coordinator", _ABOUT_POOL, POOL), ("A node", _ABOUT_NODE, NODE)):
+        page += f"\n## {title}\n\n{about}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n"
+        page += "".join(_family(family) for family in families)
+    return page
+
+
+def _family(family: Family[Any]) -> str:
+    labels = "; ".join(f"`{name}`: {holds}" for name, holds in family.labels)
+    when = f" Only {family.when}." if family.when else ""
+    return f"| `{family.full_name}` | {family.kind} | {labels} | {_cell(family.meaning)}{when} |\n"
+
+
+def prometheus() -> str:
+    """Write the Prometheus configuration of deploy/: for its compose file, and a coordinator on the same machine."""
+    note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
+    return note + configuration("http://host.docker.internal:8080", "/run/secrets/macpool_token")
+
+
+PAGES = {
+    "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
+    "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ Rules
 """
 
 import asyncio
+import os
 import random
 import ssl
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -28,6 +30,7 @@ from node.alarm import Alarm
 from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
 from node.limits import Limiter
 from node.link import Link, dial
+from node.memory.sensor import footprint
 from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
@@ -57,6 +60,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import PROTOCOL
+from wire.measures import GateMeasures, NodeMeasures
 from wire.report import Enforcement, Hardware, Memory, System
 
 SILENCE = 10.0
@@ -385,8 +389,15 @@ class Agent:
     def _answer(self, link: Link, ask: Ask) -> None:
         if ask.what == "logs":
             link.later(_pieces(ask, self._log_file))
+        elif ask.what == "metrics":
+            link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         else:
             link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
+
+    def _measures(self) -> NodeMeasures:
+        report = self.supervisor.report if self.supervisor else None
+        gate = report.measures if report else GateMeasures()
+        return NodeMeasures(gate, time.process_time(), footprint(os.getpid()) or 0)
 
     # -- renewal -------------------------------------------------------------------
 
@@ -430,12 +441,13 @@ def _pieces(ask: Ask, path: Path) -> Iterator[Answer]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            start = max(0, size + ask.offset) if ask.offset < 0 else min(ask.offset, size)
+            start = max(0, size + ask.offset) if ask.offset < 0 else ask.offset
+            start = 0 if start > size else start  # a new file began, after what was asked for last
             end = min(size, start + ask.limit)
             file.seek(start)
             while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):
                 start += len(piece)
                 yield Answer(ask.ask, piece)
-        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0)
+        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
     except OSError as error:
         yield Answer(ask.ask, b"", last=True, error=str(error))

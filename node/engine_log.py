@@ -23,8 +23,24 @@ class EngineLog:
         """Open to append and give the descriptor; puts a long log aside first. OSError when it cannot be."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self.size() > LONGEST:
-            self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
+            self._path.replace(self._older)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def bound(self) -> None:
+        """Put a log that has become too long aside while its engine writes on: it appends, so it goes on at the
+        beginning. What it writes in this very moment may be lost."""
+        if self.size() <= LONGEST:
+            return
+        with suppress(OSError), self._path.open("r+b") as file:
+            beside = os.open(self._older, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(beside, "wb") as older:
+                file.seek(-LONGEST, os.SEEK_END)
+                older.write(file.read(LONGEST))
+            file.truncate(0)
+
+    @property
+    def _older(self) -> Path:
+        return self._path.with_suffix(self._path.suffix + ".1")
 
     def size(self) -> int:
         """Give its length in bytes; 0 while there is none."""

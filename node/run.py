@@ -39,7 +39,7 @@ from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
 from wire.settings import Resolved, SettingsError, from_environment, from_pairs, from_tree
 
-OTHERS = frozenset({"cluster", "http", "router"})
+OTHERS = frozenset({"cluster", "http", "router", "conditions"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
 DRAIN_SECONDS = 20.0
 FIND_SECONDS = 5.0

@@ -77,6 +77,9 @@ COMMAND: Final = (sys.executable, "-m", "node.engine.child")
 MOST_UNSENT = 64 * MIB
 """Bytes that may wait for a child that does not read, before new requests are refused."""
 
+MOST_TOLD = 20
+"""Requests that one line of the log names."""
+
 log = structlog.get_logger("supervise")
 _HEADER = struct.Struct(">IB")
 _ENDS = (Finished, Refusal, Failed)
@@ -419,6 +422,7 @@ class Supervisor:
         patience, nonce = self._patience, 0
         while True:
             now = time.monotonic()
+            self._log.bound()
             if child.pinged is not None and now - child.pinged > patience.silence:
                 self._hang(child, f"it has answered nothing for {now - child.pinged:.0f} s")
                 return
@@ -509,6 +513,8 @@ class Supervisor:
         """End every open request; the one that was in the forward by a code of its own."""
         live, self._live = self._live, set()
         guilty = last.request if last is not None and last.doing is not Doing.DECODE else 0
+        if live:
+            log.warning("requests lost", requests=sorted(live)[:MOST_TOLD], count=len(live), guilty=guilty)
         for request in sorted(live):
             code = STOPPED if self._stopping.is_set() else CRASHED if request == guilty else LOST
             self._say(Failed(request, code, cause), request)

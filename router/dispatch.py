@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
@@ -79,9 +80,13 @@ LINKED = frozenset({READY, SUSPECT, DRAINING})
 SWEEP_SECONDS = 0.25
 ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
 """Final on one node, not in the cluster: another may be larger."""
+QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
+"""Refusals whose message may quote the request: it is told to its client, and kept nowhere."""
 
 
 STOPPING = "the coordinator is stopping: send it again"
+
+log = structlog.get_logger("router.dispatch")
 
 
 class Dispatcher:
@@ -205,6 +210,8 @@ class Dispatcher:
         """Follow a request that broke on its node: by itself, or because the engine died with it or beside it."""
         if is_fault(frame.code):
             self.breakers.fault(node, frame.request, self._clock())
+        log.warning("request broken", request_id=ticket.job.request_id, request=frame.request, node=ticket.node_name,
+                    code=frame.code[:40])  # fmt: skip
         fall = fall_of(frame.code)
         if fall is None:
             self._end(ticket, Failure(frame.code, frame.message))
@@ -226,6 +233,7 @@ class Dispatcher:
         for ticket in self._on(node):
             self.counters.nodes_lost += 1
             name = ticket.node_name
+            log.warning("request dropped", request_id=ticket.job.request_id, request=ticket.request, node=name)
             ticket.lost.add(node)
             why = Failure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
             self._fell(ticket, Fall.NODE, why)
@@ -234,6 +242,7 @@ class Dispatcher:
         """Forget all that is known of a node that is no member any more. Whatever is kept by node is dropped here."""
         self.affinity.forget(node)
         self.breakers.forget(node)
+        self.counters.forget(node)
         self.ledger.forget(node)
         self._changed.discard(node)
         for kept in (self._corrections, self._silent):
@@ -400,6 +409,11 @@ class Dispatcher:
             refused = result.refused.message
         return refused
 
+    def leaks(self) -> int:
+        """Count reservations of requests that are on no node, and room kept for those that are not in line: 0, or a bug
+        of ours."""
+        return len(self.ledger.promised() - self._live.keys()) + len(self.ledger.holders() - self._open.keys())
+
     @property
     def idle(self) -> bool:
         """Whether nobody is here: what a drain waits for."""
@@ -462,10 +476,13 @@ class Dispatcher:
     def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
         seen, now, trials = self._seen(view), self._clock(), ticket.trials()
         if self._columns is not None:
-            return self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
-                                       corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
-        return place(seen, demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
-                     corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+            result = self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
+                                         corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+        else:
+            result = place(seen, demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
+                           corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+        self.counters.placement.observe(self._clock() - now)
+        return result
 
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Keep a decision, to be explained later."""
@@ -488,6 +505,7 @@ class Dispatcher:
         ticket.in_a_row += 1
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
+        self.counters.placed(chosen.node)
         known = ticket.known() if ticket.attempts > 1 else ()
         if known:
             self.counters.resumes += 1
@@ -645,7 +663,7 @@ class Dispatcher:
             self.ledger.hold(ticket.number, best.node, best.need)
 
     def _left_line(self, ticket: Ticket) -> None:
-        self.counters.queue_seconds += self._clock() - ticket.queued_at
+        self.counters.left_line(self._clock() - ticket.queued_at)
         self.ledger.drop_hold(ticket.number)
         ticket.entry = None
 
@@ -679,6 +697,9 @@ class Dispatcher:
                 touched.append(ticket)
             if ticket.held > self._slow_bytes:
                 self._too_much(ticket)
+        if touched:
+            first = touched[0]
+            self.counters.stepped(node, first.demand.model, first.number, len(touched), self._clock())
         for ticket in touched:
             ticket.flush()
 
@@ -687,8 +708,7 @@ class Dispatcher:
         ticket.first_at = now
         ticket.mark(now, "first token", ticket.node_name)
         self.ledger.admitted(ticket.request)
-        self.counters.first_tokens += 1
-        self.counters.first_token_seconds += now - ticket.arrived
+        self.counters.first(ticket.demand.model, now - ticket.arrived)
 
     def _admitted(self, ticket: Ticket, frame: Admitted) -> None:
         self.ledger.admitted(frame.request)
@@ -747,26 +767,28 @@ class Dispatcher:
             self.queue.remove(ticket.entry)
             self._left_line(ticket)
         self._leave_node(ticket)
-        self._account(ticket, outcome)
-        self.counters.ended(_label(outcome))
-        seconds = self._clock() - ticket.arrived
-        self.counters.durations += 1
-        self.counters.duration_seconds += seconds
+        model, seconds = self._model_of(ticket), self._clock() - ticket.arrived
+        self._account(ticket, outcome, model)
+        self.counters.ended(_label(outcome), model, seconds)
         self.history.stories.append(_story(ticket, outcome, seconds))
         ticket.end(outcome)
 
-    def _account(self, ticket: Ticket, outcome: Outcome) -> None:
+    def _account(self, ticket: Ticket, outcome: Outcome, model: str) -> None:
         """Count what a request used for its key, and give its quota back what it did not use. One that ended early used
         what was read and written until then: leaving is no way around a limit."""
         if ticket.charged is None:
             return
-        used = self.usage.of(ticket.job.key, self._model_of(ticket))
+        used = self.usage.of(ticket.job.key, model)
         used.requests += 1
         used.failed += not isinstance(outcome, Finished)
         prompt, cached, written = _took(ticket, outcome)
         used.prompt_tokens += prompt
         used.cached_tokens += cached
         used.completion_tokens += written
+        counts = self.counters.model(model)
+        counts.prompt_tokens += max(0, prompt)
+        counts.cached_tokens += max(0, cached)
+        counts.completion_tokens += max(0, written)
         self.quotas.settle(ticket.job.key, ticket.charged, prompt + written, self._clock())
 
     def _model_of(self, ticket: Ticket) -> str:
@@ -860,7 +882,13 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
                      outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
                      outcome.timings)  # fmt: skip
     return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 outcome.message, steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
+                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
+
+
+def _worth_keeping(outcome: Refused | Failure) -> str:
+    """Give the message of an end for those who look on: not one that may quote what its client wrote."""
+    quotes = isinstance(outcome, Refused) and outcome.code in QUOTING
+    return "its client was told why" if quotes else outcome.message
 
 
 def _label(outcome: Outcome) -> str:

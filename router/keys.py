@@ -86,6 +86,8 @@ class KeyRing:
         self._nobody = secrets.token_bytes(32)
         self._salt = secrets.token_bytes(32)
         self._proven: dict[bytes, ApiKey] = {}
+        self.refused = 0
+        """Keys that were shown and let nobody in."""
         self.anonymous: ApiKey | None = None
         """Who a caller is that shows no key of ours; None: nobody, and it gets nothing."""
 
@@ -123,6 +125,7 @@ class KeyRing:
         if known is None:
             known = self._prove(text)
             if known is None:
+                self.refused += 1
                 return None
             if len(self._proven) < MOST_PROVEN:
                 self._proven[seen] = known

@@ -1,6 +1,45 @@
-"""What the router counts. Plain numbers on one loop; the coordinator exports them."""
+"""What the router counts. Plain numbers on one loop; the coordinator exports them.
+
+Rules
+- A model's name is one that some member has; what clients make up, and models beyond MOST_MODELS, are one row, OTHER.
+  Codes that nodes make up are one outcome, FAILED. So neither can grow a table.
+- Nothing is counted for each token: gaps between tokens are observed once for each step of a node, for all of its
+  streams at once.
+"""
 
 from dataclasses import dataclass, field
+
+from wire.identity import NodeId
+from wire.measures import Buckets
+from wire.refusals import Code
+
+TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
+ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920)
+WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
+PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
+"""All in seconds."""
+MOST_MODELS = 64
+OTHER = "other"
+FAILED = "failed"
+OUTCOMES = frozenset({
+    "ok", "cancelled", "slow_client", "node_lost", "engine_crashed", "engine_lost", "node_stopping", "link_lost",
+    "shutting_down", "answer_too_long", "memory_pressure", FAILED, *(code.value for code in Code),
+})  # fmt: skip
+"""How a request can end: well, given up by its client, broken, or refused by a code."""
+
+
+class ModelCounts:
+    """One model's totals. Times in seconds."""
+
+    __slots__ = ("cached_tokens", "completion_tokens", "e2e", "itl", "outcomes", "prompt_tokens", "ttft")
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = {}
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.ttft = Buckets(TTFT_BOUNDS)
+        self.itl = Buckets(ITL_BOUNDS)
+        self.e2e = Buckets(E2E_BOUNDS)
 
 
 @dataclass(slots=True)
@@ -32,10 +71,33 @@ class Counters:
     first_token_seconds: float = 0.0
     durations: int = 0
     duration_seconds: float = 0.0
+    models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
+    placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
+    """Requests sent to each member."""
+    queue_wait: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
+    placement: Buckets = field(default_factory=lambda: Buckets(PLACEMENT_BOUNDS))
+    """How long it took to decide."""
+    _paces: dict[tuple[NodeId, str], tuple[int, float]] = field(
+        default_factory=dict[tuple[NodeId, str], tuple[int, float]]
+    )
 
-    def ended(self, outcome: str) -> None:
-        """Count one ended request."""
+    def model(self, name: str) -> ModelCounts:
+        """Give a model's totals; empty is a name that no member has."""
+        found = self.models.get(name or OTHER)
+        if found is None:
+            name = name if name and len(self.models) < MOST_MODELS else OTHER
+            found = self.models.setdefault(name, ModelCounts())
+        return found
+
+    def ended(self, outcome: str, model: str, seconds: float) -> None:
+        """Count one ended request and how long it took."""
+        outcome = outcome if outcome in OUTCOMES else FAILED
         self.requests[outcome] = self.requests.get(outcome, 0) + 1
+        self.durations += 1
+        self.duration_seconds += seconds
+        counts = self.model(model)
+        counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
+        counts.e2e.observe(seconds)
 
     def answered(self, status: int) -> None:
         """Count one HTTP answer."""
@@ -44,3 +106,33 @@ class Counters:
     def refused(self, code: str) -> None:
         """Count one refusal by a node."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
+
+    def first(self, model: str, seconds: float) -> None:
+        """Count a first token, so many seconds after its request came."""
+        self.first_tokens += 1
+        self.first_token_seconds += seconds
+        self.model(model).ttft.observe(seconds)
+
+    def left_line(self, seconds: float) -> None:
+        """Count the wait of one that leaves the queue, by whatever way."""
+        self.queue_seconds += seconds
+        self.queue_wait.observe(seconds)
+
+    def placed(self, node: NodeId) -> None:
+        """Count a request that is sent to a node."""
+        self.placements[node] = self.placements.get(node, 0) + 1
+
+    def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
+        """Count the step of a node that gave so many streams of a model their next tokens: one gap for all of them, if
+        the first of them, the `leader`, was so in the last step too. Else nobody waited for as long."""
+        key = node, model
+        last = self._paces.get(key)
+        self._paces[key] = leader, now
+        if last is not None and last[0] == leader:
+            self.model(model).itl.observe(now - last[1], streams)
+
+    def forget(self, node: NodeId) -> None:
+        """Forget a node that is no member any more."""
+        self.placements.pop(node, None)
+        for key in [key for key in self._paces if key[0] == node]:
+            del self._paces[key]

@@ -67,6 +67,10 @@ class AdmissionQueue(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
+    def oldest(self, now: float) -> float:
+        """Give for how many seconds the one in line waits that came first; 0 while nobody does."""
+        return max((now - lane.entries[0].arrived for lane in self._lanes.values()), default=0.0)
+
     def depth(self, key: str) -> int:
         """Give how many requests of one key wait."""
         return len(self._lanes[key].entries) if key in self._lanes else 0

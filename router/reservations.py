@@ -174,6 +174,14 @@ class Ledger:
         """Give how many of this router's requests are on a node."""
         return len(self._accounts.get(node, _EMPTY).requests)
 
+    def promised(self) -> set[int]:
+        """Give the requests that hold a promise."""
+        return set(self._promises)
+
+    def holders(self) -> set[int]:
+        """Give who has room kept somewhere."""
+        return set(self._holds)
+
     @property
     def empty(self) -> bool:
         """Whether nothing is promised or held anywhere."""

@@ -143,6 +143,8 @@ def honest_memory(memory: Memory) -> Memory:
         reusable=max(0, min(memory.reusable, memory.active)),
         cache=max(0, memory.cache),
         peak=max(0, memory.peak),
+        current=_size(memory.current),
+        canary=max(0, memory.canary),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )

@@ -44,6 +44,10 @@ ALLOWED = {
 }
 """Exceptions: file and the words found, with the reason."""
 PERIODIC_SLEEPS = {
+    "coordinator/conditions/watch.py": "the next look at what needs a person",
+    "coordinator/conditions/webhook.py": "back-off before a message is sent again",
+    "coordinator/logs.py": "the next look at a log that is followed",
+    "coordinator/links.py": "the next look at a log that is followed",
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "coordinator/web/live.py": "the next look at the pool, while a page is open",

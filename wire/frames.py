@@ -10,6 +10,7 @@ the epoch is its upper half), `seq` grows with every Generate so that a report c
 
 from enum import IntEnum
 
+from wire.measures import GateMeasures
 from wire.refusals import Refused
 from wire.report import CacheState, Counts, Enforcement, EngineState, Hardware, Level, Memory, Model, Part, System
 
@@ -159,7 +160,8 @@ class Renewed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ask(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: give `limit` bytes of `what` (`logs`) from `offset`; a negative offset counts from the end.
+    """coordinator → node: give `limit` bytes of `what` (`logs`, `metrics`) from `offset`; a negative one counts from
+    the end.
 
     Long answers are asked for in windows, so a slow reader of one holds up nobody and fills no memory."""
 
@@ -170,13 +172,15 @@ class Ask(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Answer(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more)."""
+    """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more), and
+    where in the whole it ended (`end`): who follows a log asks again from there."""
 
     ask: int
     payload: bytes
     last: bool = False
     error: str = ""
     next: int = 0
+    end: int = 0
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):
@@ -442,7 +446,7 @@ class Restore(Frame, frozen=True, array_like=True, gc=False):
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
     `held`. `enforced` is the last `Enforce.poll` that it has acted on; `unreturned` are the bytes that did not
-    come back after its last model had gone."""
+    come back after its last model had gone; `measures` is for who asks the agent for metrics."""
 
     memory: Memory
     models: tuple[Model, ...]
@@ -455,6 +459,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     held: int = 0
     enforced: int = 0
     unreturned: int = 0
+    measures: GateMeasures = GateMeasures()
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):

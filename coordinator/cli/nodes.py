@@ -1,6 +1,5 @@
 """The pool as a person looks at it, and what may be done to one node."""
 
-import sys
 from typing import Any, cast
 
 import click
@@ -8,7 +7,7 @@ import click
 from coordinator.cli.access import Duration, moment
 from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, guard_of
 from coordinator.cli.models import standing
-from coordinator.cli.session import REFUSED, Problem, Session, options, raise_for, table
+from coordinator.cli.session import REFUSED, Problem, Session, options, table
 from wire.units import show_size
 
 
@@ -26,6 +25,11 @@ def _print_status(answer: dict[str, Any]) -> None:
     click.echo(f"nodes     {states}")
     click.echo(f"models    {', '.join(answer['models']) or 'none'}")
     click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
+    for one in answer.get("conditions", []):
+        click.secho(
+            f"{one['severity']:<9} {one['name']}: {one['summary']}", fg="red", bold=one["severity"] == "critical"
+        )
+        click.echo(f"          {one['remedy']}")
     dangers = answer.get("dangers", [])
     for warning in answer["warnings"]:
         click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")
@@ -160,12 +164,9 @@ def remove(session: Session, node: str) -> None:
 @options
 def logs(session: Session, node: str, size: int) -> None:
     """Print the newest part of a node's log, fetched over its link."""
-    response = session.request("GET", f"/api/v1/nodes/{node}/logs?bytes={size}")
-    if response.status >= 400:
-        raise_for(response.status, response.read())
-    while piece := response.read1(65536):
-        sys.stdout.buffer.write(piece)
-    sys.stdout.flush()
+    from coordinator.cli.watch import pour
+
+    pour(session.request("GET", f"/api/v1/nodes/{node}/logs?bytes={size}"))
 
 
 @click.command()

@@ -75,14 +75,20 @@ class Session:
             )
         return str(run["url"]), str(run["secret"])
 
+    def authority(self) -> str:
+        """Give the authority (PEM) behind the endpoint of a coordinator on this machine; empty where the system knows
+        it, or there is no TLS."""
+        run = None if self.url is not None else self._run_file
+        return str(run.get("ca") or "") if run is not None else ""
+
     def _trust(self) -> "ssl.SSLContext":
         """Give whom this command trusts: what the system does, and the authority of a coordinator on this machine."""
         import ssl
 
         context = ssl.create_default_context()
-        run = None if self.url is not None else self._run_file
-        if run is not None and run.get("ca"):
-            context.load_verify_locations(cadata=str(run["ca"]))
+        authority = self.authority()
+        if authority:
+            context.load_verify_locations(cadata=authority)
         return context
 
     def _key(self) -> str:

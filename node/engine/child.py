@@ -23,6 +23,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from machine.journal import log_to_stderr
 from node.engine.kinds import Engine, UnknownKindError, builder
 from node.engine.loop import Loop
 from node.engine.recorder import Recorder
@@ -157,7 +158,7 @@ def main() -> None:
     options.add_argument("--socket", type=int, required=True, help="inherited descriptor of a stream socket")
     options.add_argument("--page", type=int, help="inherited descriptor of the recorder's page")
     given = options.parse_args()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log_to_stderr()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = serve(socket.socket(fileno=given.socket), Recorder(given.page))

@@ -52,10 +52,8 @@ class Door:
             with self._one:
                 return self._prepared(request)
         except Exception as error:
-            log.exception("door", request=request.request)
-            return _refused(
-                request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}: {error}"[:300]
-            )
+            log.exception("door", request=request.request, request_id=request.request_id)
+            return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
 
     def count(self, asked: Count) -> Finished | Refusal:
         """Say of how many tokens a prompt is. Never raises either."""
@@ -108,7 +106,7 @@ class Door:
         except Unfit:
             raise
         except Exception as error:
-            log.exception("grammar", request=request.request)
+            log.exception("grammar", request=request.request, request_id=request.request_id)
             raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
 
     def _tokenizer(self, found: Found) -> Tokenizer:

@@ -111,6 +111,8 @@ class Forwards:
         finally:
             self.call = None
             self._recorder.end()
+            if doing in (Doing.PREFILL, Doing.JOIN):
+                self.gate.transient.observe(self.height.above())
 
     def counts(self) -> Counts:
         """Say what was asked, refused and done so far."""

@@ -13,6 +13,7 @@ from enum import StrEnum
 from node.memory.reading import Reading
 from wire import verdict
 from wire.frames import Limits
+from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, Buckets, GateMeasures
 from wire.refusals import Code, Refused
 from wire.report import Memory
 from wire.verdict import Fits
@@ -52,6 +53,9 @@ class Gate:
         self._residual = residual
         self.checks: Counter[Site] = Counter()
         self.refusals: Counter[Site] = Counter()
+        self.reasons: Counter[Code] = Counter()
+        self.predicted = Buckets(PREDICTED_BOUNDS)
+        self.transient = Buckets(TRANSIENT_BOUNDS)
         self._limits: Limits | None = None
 
     def hold(self, limits: Limits) -> None:
@@ -93,10 +97,19 @@ class Gate:
     def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:
         """Say whether `estimate` more bytes may be written under this reading."""
         self.checks[site] += 1
+        if memory.headroom is not None and memory.ceiling > 0:
+            self.predicted.observe(1 + (estimate - memory.headroom) / memory.ceiling)
         answer = self._judge(memory, estimate)
         if isinstance(answer, Refused):
             self.refusals[site] += 1
+            self.reasons[answer.code] += 1
         return answer
+
+    def measures(self) -> GateMeasures:
+        """Give what was counted since the start."""
+        checks = tuple((site.value, count) for site, count in self.checks.items())
+        refusals = tuple((code.value, count) for code, count in self.reasons.items())
+        return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
 
     def _judge(self, memory: Memory, estimate: int) -> Fits | Refused:
         return self.closed() or verdict.judge(memory, estimate)

@@ -234,7 +234,7 @@ class Generation:
             if refused is None and prefill.logits is not None and prefill in self._prefills:
                 refused = self._join(prefill, prefill.logits)
         except Exception as error:
-            log.exception("prefill", request=sequence.number)
+            log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._reuse.distrust(prefill.resident.name)
             self._fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
             return
@@ -438,8 +438,8 @@ class Generation:
         try:
             self._read(row, token)
         except Exception as error:
-            log.exception("text", request=sequence.number)
-            self._fail(sequence, "engine_error", f"its text could not be read: {text_of(error)}")
+            log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
+            self._fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
             return
         if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
             self._out.deltas.append(row.gathered())
@@ -512,7 +512,8 @@ class Generation:
         """End a request for want of memory: refused, if nothing of it was heard."""
         delivered = sequence.delivered
         self._release(sequence)
-        log.warning("ended", request=sequence.number, code=code, left=len(self._live))
+        log.warning("ended", request=sequence.number, request_id=sequence.request.request_id, code=code,
+                    left=len(self._live))  # fmt: skip
         if delivered:
             self._out.ends.append(Failed(sequence.number, code, refused.message))
         else:
@@ -526,7 +527,8 @@ class Generation:
             row.commitment = Commitment(0)
         self._preempted.append(sequence)
         self._forwards.preemptions += 1
-        log.warning("preempted", request=sequence.number, left=len(self._live))
+        log.warning("preempted", request=sequence.number, request_id=sequence.request.request_id,
+                    left=len(self._live))  # fmt: skip
         give_back()
 
     def _return(self, sequence: Sequence, now: float) -> None:

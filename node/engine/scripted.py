@@ -124,7 +124,7 @@ class Scripted:
         self._running: list[Sequence] = []
         self._rows = 0
         self._deadline = 0.0
-        self._acked = self._enforced = self._sheds = 0
+        self._acked = self._enforced = self._sheds = self._forwards = self._steps = 0
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
@@ -176,8 +176,9 @@ class Scripted:
         return EngineReport(
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
-            Counts(self.gate.checks.total(), self.gate.refusals.total(), sheds=self._sheds),
-            held=self.gate.held, enforced=self._enforced,
+            Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps,
+                   sheds=self._sheds),
+            held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(),
         )  # fmt: skip
 
     # requests
@@ -312,12 +313,14 @@ class Scripted:
         """Write the prompt, then join the decode batch; each asks the gate, and a no takes back all of it."""
         refused = self._checked(Site.PREFILL, now)
         if refused is None:
+            self._forwards += 1
             for row in sequence.writing():
                 row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.heard, True
             refused = self._checked(Site.JOIN, now)
         if refused is not None:
             self._drop(sequence)
             return [Refusal(sequence.number, refused, sequence.shape.prompt)]
+        self._forwards += 1
         if not self._running:
             self._deadline = now + self._step
         sequence.begun = sequence.told = now
@@ -334,6 +337,7 @@ class Scripted:
         """Give every row one token: one Deltas frame for all, then the ends."""
         deltas: list[Delta] = []
         ends: list[Frame] = []
+        self._steps += 1
         for sequence in self._running.copy():
             if sequence.crashes:
                 self._recorder.crash(self._settings.model, sequence.number)

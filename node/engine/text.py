@@ -220,7 +220,7 @@ class TextEngine:
         return EngineReport(
             memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
             counts, self._reuse.state(), self.gate.held,
-            self._enforced, shelf.returns.unreturned,
+            self._enforced, shelf.returns.unreturned, self.gate.measures(),
         )  # fmt: skip
 
     def _looks_at(self) -> float | None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.admin import Admin, load_pepper
-from coordinator.api import Api, Facts
+from coordinator.api import Api, Facts, Seen
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
+from coordinator.conditions.watch import Conditions
 from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
+from coordinator.events import Events
 from coordinator.guard import Guard
 from coordinator.loads import Loads
+from coordinator.metrics.service import Metrics
 from coordinator.ratelimit import RateLimit
 from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
@@ -79,8 +82,11 @@ async def application(
         registry.placing = dispatcher
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
+        metrics, conditions = Metrics(registry, dispatcher, ring, "0", authority.lives), Conditions()
+        metrics.conditions = conditions.flags
         visitors = Visitors(ring, pepper, time.time)
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), visitors)
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), visitors,
+                  Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
         door = FrontDoor(
             dispatcher, ring, over.settings if over else settings.router, control=Page(ShortBodies(api.app))
         )

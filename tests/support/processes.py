@@ -186,7 +186,7 @@ class Pool:
 
     def join(
         self, name: str, *settings: str, wait: bool = True, url: bool = True, token: bool = True,
-        wrap: Sequence[str] = (),
+        wrap: Sequence[str] = (), env: dict[str, str] | None = None,
     ) -> Process:  # fmt: skip
         """Start a node, with the scripted engine unless a kind is named.
 
@@ -200,7 +200,7 @@ class Pool:
         kind = () if _names_kind(settings) else ("engine.kind=scripted",)
         for setting in (f"node.machine={name}", *kind, *settings):
             command += ["--set", setting]
-        process = Process(command, self.folder / f"{name}.err", wrap=wrap)
+        process = Process(command, self.folder / f"{name}.err", wrap=wrap, env=env)
         self._stack.callback(process.close)
         self.nodes[name] = process
         if wait:

@@ -25,6 +25,7 @@ OPERATIONS = sorted(
         for row in re.findall(r'\("([A-Z]+)", "(/\S*)", "\w+", self', Path(api.__file__).read_text())
     ]
     + ["GET /api/v1/ca.pem", "POST /api/v1/page/visits"]
+    + ["GET /metrics", "GET /prometheus/sd", "GET /prometheus/nodes/{node}"]
 )
 """Every operation of the document, before there is one; `test_every_operation_is_tried` compares them."""
 

@@ -50,9 +50,9 @@ function Node({ node }) {
 }
 
 export function Pool({ pool }) {
-  const { status, nodes = [] } = pool;
+  const { status, nodes = [], conditions = [] } = pool;
   if (!status) return html`<${Nothing}>Asking the coordinator …<//>`;
-  const notes = [...status.dangers.map((text) => ["bad", text]), ...status.warnings.map((text) => ["warn", text])];
+  const notes = [...conditions.map((one) => [one.severity === "critical" ? "bad" : "warn", `${one.summary} – ${one.remedy}`]), ...status.dangers.map((text) => ["bad", text]), ...status.warnings.map((text) => ["warn", text])];
   return html`
     <p>Requests: ${status.in_flight} under way, ${status.queued} in line. Models: ${status.models.length}.</p>
     ${notes.length ? html`<ul role="status">${notes.map(([kind, text]) => html`<li class=${kind}>${text}</li>`)}</ul>` : html`<p class="good" role="status">Nothing needs you.</p>`}

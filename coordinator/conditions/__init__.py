@@ -1,0 +1,1 @@
+"""What needs a person: one table of rules, told to Prometheus as alerts and watched by the coordinator itself."""

@@ -1,0 +1,252 @@
+"""The few expressions that rules are made of: each is written as PromQL, and evaluated here on our own pictures.
+
+Theory. Prometheus and the coordinator must not disagree about what an alert means, so neither meaning is written down
+twice: a rule is a tree of these nodes. A value is a vector, series by their labels, or one plain number. As in PromQL a
+comparison keeps the series for which it holds, and two vectors meet where all their labels are the same.
+
+Not all is as in PromQL: `Rise` adds up what was seen and extrapolates nothing, and a series that is not in the newest
+sample has no value. For the rules, which compare with 0 or with coarse shares, both say the same; a test plays each
+rule to both.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt
+from typing import NamedTuple
+
+Labels = frozenset[tuple[str, str]]
+Vector = Mapping[Labels, float]
+Sample = Mapping[str, Vector]
+"""One picture: series of each metric, by its full name."""
+_COMPARE: dict[str, Callable[[float, float], bool]] = {">": gt, "<": lt, "==": eq, ">=": ge, "<=": le}
+
+
+class Plain(NamedTuple):
+    """A number without labels, which meets every series."""
+
+    value: float
+
+
+Value = Vector | Plain
+
+
+class History:
+    """What rises of counters need: their last values, and what they rose by when, for so long as somebody asks.
+
+    A counter that falls began anew, so that its value is what it rose by. Times are in seconds of `now`.
+    """
+
+    def __init__(self, windows: Mapping[str, frozenset[float]]) -> None:
+        self._windows = windows
+        self._last: dict[tuple[str, Labels], float] = {}
+        self._rises: dict[tuple[str, Labels], deque[tuple[float, float]]] = {}
+        self.sample: Sample = {}
+        self.now = 0.0
+
+    def take(self, sample: Sample, now: float) -> None:
+        """Take the next picture."""
+        self.sample, self.now = sample, now
+        present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
+        for gone in self._last.keys() - present:
+            del self._last[gone]
+            self._rises.pop(gone, None)
+        for key in present:
+            self._note(key, sample[key[0]][key[1]], now - max(self._windows[key[0]]))
+
+    def _note(self, key: tuple[str, Labels], value: float, horizon: float) -> None:
+        last = self._last.get(key)
+        self._last[key] = value
+        if last is None:
+            return
+        rises = self._rises.setdefault(key, deque())
+        if value != last:
+            rises.append((self.now, value if value < last else value - last))
+        while rises and rises[0][0] <= horizon:
+            rises.popleft()
+
+    def rises(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
+        """Give by how much each series of a counter rose in the last seconds; nothing for one that was seen once."""
+        for labels in self.sample.get(name, {}):
+            rises = self._rises.get((name, labels))
+            if rises is not None:
+                yield labels, sum(rise for at, rise in rises if at > self.now - seconds)
+
+
+class Expression:
+    """Base of all."""
+
+    def promql(self) -> str:
+        """Write it for Prometheus."""
+        raise NotImplementedError
+
+    def value(self, history: History) -> Value:
+        """Evaluate it now."""
+        raise NotImplementedError
+
+    def parts(self) -> "tuple[Expression, ...]":
+        """Give what it is made of."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(Expression):
+    """The newest value of each series of a metric; `only` are (label, value) that it must have."""
+
+    name: str
+    only: tuple[tuple[str, str], ...] = ()
+
+    def promql(self) -> str:
+        """See Expression."""
+        return self.name + ("{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only
+                            else "")  # fmt: skip
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        found = history.sample.get(self.name, {})
+        return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rise(Expression):
+    """By how much a counter rose in the last seconds, summed over the labels that are named in `without`."""
+
+    name: str
+    seconds: int
+    without: tuple[str, ...] = ()
+
+    def promql(self) -> str:
+        """See Expression."""
+        rise = f"increase({self.name}[{self.seconds}s])"
+        return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        sums: dict[Labels, float] = {}
+        for labels, rise in history.rises(self.name, self.seconds):
+            kept = frozenset((label, value) for label, value in labels if label not in self.without)
+            sums[kept] = sums.get(kept, 0.0) + rise
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Time(Expression):
+    """This moment in Unix seconds."""
+
+    def promql(self) -> str:
+        """See Expression."""
+        return "time()"
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        return Plain(history.now)
+
+
+@dataclass(frozen=True, slots=True)
+class Highest(Expression):
+    """The highest of all series."""
+
+    of: Expression
+
+    def promql(self) -> str:
+        """See Expression."""
+        return f"max({self.of.promql()})"
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        found = self.of.value(history)
+        return found if isinstance(found, Plain) else ({frozenset(): max(found.values())} if found else {})
+
+    def parts(self) -> tuple[Expression, ...]:
+        """See Expression."""
+        return (self.of,)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Expression):
+    """Arithmetic: `sign` is - or /. What is divided by 0 has no value."""
+
+    left: Expression
+    sign: str
+    right: Expression
+
+    def promql(self) -> str:
+        """See Expression."""
+        return f"({self.left.promql()} {self.sign} {self.right.promql()})"
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        return _matched(self.left.value(history), self.right.value(history), self._apply)
+
+    def _apply(self, left: float, right: float) -> float | None:
+        if self.sign == "-":
+            return left - right
+        return left / right if right else None
+
+    def parts(self) -> tuple[Expression, ...]:
+        """See Expression."""
+        return (self.left, self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class Where(Expression):
+    """The series of `left` for which a comparison holds."""
+
+    left: Expression
+    sign: str
+    right: Expression | float
+
+    def promql(self) -> str:
+        """See Expression."""
+        right = self.right.promql() if isinstance(self.right, Expression) else f"{self.right:g}"
+        return f"{self.left.promql()} {self.sign} {right}"
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        right = self.right.value(history) if isinstance(self.right, Expression) else Plain(self.right)
+        holds = _COMPARE[self.sign]
+        return _matched(self.left.value(history), right, lambda one, other: one if holds(one, other) else None)
+
+    def parts(self) -> tuple[Expression, ...]:
+        """See Expression."""
+        return (self.left, self.right) if isinstance(self.right, Expression) else (self.left,)
+
+
+@dataclass(frozen=True, slots=True)
+class Both(Expression):
+    """The series of `left` whose labels `right` has, too."""
+
+    left: Expression
+    right: Expression
+
+    def promql(self) -> str:
+        """See Expression."""
+        return f"{self.left.promql()} and {self.right.promql()}"
+
+    def value(self, history: History) -> Value:
+        """See Expression."""
+        return _matched(self.left.value(history), self.right.value(history), lambda one, _: one)
+
+    def parts(self) -> tuple[Expression, ...]:
+        """See Expression."""
+        return (self.left, self.right)
+
+
+def _matched(left: Value, right: Value, act: Callable[[float, float], float | None]) -> dict[Labels, float]:
+    """Act on values that belong together: of the same labels, or with a plain number."""
+    found: dict[Labels, float | None] = {}
+    if isinstance(left, Plain):
+        if not isinstance(right, Plain):
+            found = {labels: act(left.value, value) for labels, value in right.items()}
+    elif isinstance(right, Plain):
+        found = {labels: act(value, right.value) for labels, value in left.items()}
+    else:
+        found = {labels: act(value, right[labels]) for labels, value in left.items() if labels in right}
+    return {labels: value for labels, value in found.items() if value is not None}
+
+
+def walk(expression: Expression) -> Iterator[Expression]:
+    """Give an expression and all that it is made of."""
+    yield expression
+    for part in expression.parts():
+        yield from walk(part)

@@ -1,0 +1,1 @@
+"""What Prometheus is told of the pool and of every node, and how it is asked."""

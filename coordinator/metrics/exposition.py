@@ -1,0 +1,69 @@
+"""Collected families in the forms that Prometheus reads, by prometheus-client."""
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from coordinator.metrics.families import PREFIX, Collected, Histogram, Kind
+
+LONGEST_LABEL = 200
+
+
+class Snapshot(Collector):
+    """Gives prometheus-client one picture, already read."""
+
+    def __init__(self, collected: Iterable[Collected[Any]]) -> None:
+        self._collected = collected
+
+    def collect(self) -> Iterator[Metric]:
+        """Give the families."""
+        return (_metric(one) for one in self._collected)
+
+    def describe(self) -> list[Metric]:
+        """Nothing is known before it is collected."""
+        return []
+
+
+def render(collected: Iterable[Collected[Any]], accept: str) -> tuple[bytes, str]:
+    """Write a picture in the form that an Accept header asks for; give it with its content type."""
+    registry = CollectorRegistry()
+    registry.register(Snapshot(collected))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def _metric(one: Collected[Any]) -> Metric:
+    family, labels = one.family, one.family.label_names
+    name, meaning = PREFIX + family.name, family.meaning
+    if family.kind is Kind.HISTOGRAM:
+        found = HistogramMetricFamily(name, meaning, labels=labels)
+        for values, value in one.rows:
+            assert isinstance(value, Histogram)  # noqa: S101  its kind says so
+            found.add_metric(_plain(values), *_cumulated(value))
+        return found
+    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    found = kind(name, meaning, labels=labels)
+    for values, value in one.rows:
+        assert not isinstance(value, Histogram)  # noqa: S101  its kind says so
+        found.add_metric(_plain(values), float(value))
+    return found
+
+
+def _plain(values: Iterable[str]) -> list[str]:
+    """Bound what a label holds; prometheus-client escapes quotes and line ends."""
+    return [value[:LONGEST_LABEL] for value in values]
+
+
+def _cumulated(value: Histogram) -> tuple[list[tuple[str, float]], float]:
+    counts = list(accumulate(value.tally.counts))
+    bounds = [*(_number(bound) for bound in value.bounds), "+Inf"]
+    return list(zip(bounds, map(float, counts), strict=True)), value.tally.total
+
+
+def _number(bound: float) -> str:
+    return repr(float(bound))

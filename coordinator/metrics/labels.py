@@ -1,0 +1,57 @@
+"""What a node may put into labels, once and for all: a node that changes its words at every report makes no series.
+
+Texts of a node (models' names; its chip, system and version together) are admitted as they first come, a bounded number
+for as long as the coordinator runs; what comes later is OTHER, or has no series.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+from coordinator.metrics.families import MOST_MODELS, OTHER
+from wire.identity import NodeId
+from wire.report import Model
+
+MOST_ABOUT = 4
+"""Chips, systems and versions of a node: it is updated now and then."""
+About = tuple[str, str, str]
+T = TypeVar("T", bound=Hashable)
+
+
+class _Admitted(Generic[T]):
+    """A bounded number of values of each node."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[NodeId, set[T]] = {}
+
+    def admits(self, node: NodeId, value: T) -> bool:
+        known = self._known.setdefault(node, set())
+        if value not in known and len(known) < self._most:
+            known.add(value)
+        return value in known
+
+    def keep(self, members: set[NodeId]) -> None:
+        for gone in self._known.keys() - members:
+            del self._known[gone]
+
+
+class Labels:
+    """The texts that were admitted, by node."""
+
+    def __init__(self) -> None:
+        self._models: _Admitted[str] = _Admitted(MOST_MODELS)
+        self._about: _Admitted[About] = _Admitted(MOST_ABOUT)
+
+    def models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
+        """Give those of a node's models that have series, the most important first."""
+        return tuple(model for model in models if self._models.admits(node, model.name))
+
+    def about(self, node: NodeId, about: About) -> About:
+        """Give what a node says of itself, or that it has said too much already."""
+        return about if self._about.admits(node, about) else (OTHER, OTHER, OTHER)
+
+    def keep(self, members: Iterable[NodeId]) -> None:
+        """Forget all but these."""
+        left = set(members)
+        self._models.keep(left)
+        self._about.keep(left)

@@ -1,0 +1,259 @@
+"""The families of one node, read from its newest report and from what it measures itself.
+
+They carry no label for the node: whoever scrapes attaches it. All that a node says has been through `router.view`,
+which leaves no impossible number; what it measures is looked at here (`honest_measures`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isfinite
+
+from coordinator.metrics.families import MOST_MODELS, Family, Histogram, Kind, Row, closed, one, state
+from router.view import NodeView
+from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
+from wire.refusals import Code
+from wire.report import Model
+
+SITES = ("preflight", "prefill", "join", "grow", "load", "probe")
+TERMS = ("static", "setting", "metal", "container", "dynamic", "leases", "unreadable")
+SOURCES = ("phys_footprint", "statm", "scripted")
+ENGINE_STATES = ("starting", "ready", "hung", "restarting", "failed")
+PRESSURES = ("normal", "warn", "critical")
+KINDS = ("mlx", "scripted")
+TIERS = ("safe", "balanced", "aggressive")
+MODEL_STATES = ("loaded", "loading", "known", "failed")
+REASONS = (Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.UNREADABLE.value, Code.NOT_READY.value)
+MOST_COUNT = 2**53
+"""Above this a count is no whole number any more to those who read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePicture:
+    """One node at one moment. `heard` is when its report came and `wall` this moment, in Unix seconds; `about` is its
+    chip, its system and the version that it runs, `models` are those that have series of their own, `measures` is None
+    where the node was not asked."""
+
+    view: NodeView
+    heard: float
+    wall: float
+    about: tuple[str, str, str] = ("", "", "")
+    models: tuple[Model, ...] = ()
+    measures: NodeMeasures | None = None
+
+
+def honest_measures(told: NodeMeasures) -> NodeMeasures:
+    """Give what a node measured without impossible numbers."""
+    gate = told.gate
+    return NodeMeasures(
+        GateMeasures(
+            tuple((site, _count(count)) for site, count in gate.checks[:64]),
+            tuple((reason, _count(count)) for reason, count in gate.refusals[:64]),
+            _tally(gate.predicted, len(PREDICTED_BOUNDS)), _tally(gate.transient, len(TRANSIENT_BOUNDS)),
+        ),
+        told.agent_cpu if isfinite(told.agent_cpu) and 0 <= told.agent_cpu < MOST_COUNT else 0.0,
+        _count(told.agent_phys),
+    )  # fmt: skip
+
+
+def _told(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+_NAMED = f"a model of this node; {MOST_MODELS} at most, those first that are loaded"
+
+
+def _count(count: int) -> int:
+    return min(max(0, count), MOST_COUNT)
+
+
+def _tally(tally: Tally, bounds: int) -> Tally:
+    if len(tally.counts) != bounds + 1 or not isfinite(tally.total) or tally.total < 0:
+        return Tally((0,) * (bounds + 1))
+    return Tally(tuple(map(_count, tally.counts)), tally.total)
+
+
+def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[Row]:
+    """Give a series for each of a closed set; what is none of them is one more."""
+    sums = dict.fromkeys(known, 0)
+    for name, count in pairs:
+        name = closed(name, known)
+        sums[name] = sums.get(name, 0) + count
+    return [((name,), count) for name, count in sums.items()]
+
+
+def worth_showing(view: NodeView) -> list[Model]:
+    """Give a node's models in the order in which they may have series: those first that are in memory."""
+    return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))
+
+
+def _state(model: Model) -> str:
+    if model.loaded:
+        return "loaded"
+    return "loading" if model.loading else "failed" if model.cause else "known"
+
+
+def _model_states(view: NodeView) -> list[Row]:
+    counts: dict[str, int] = dict.fromkeys(MODEL_STATES, 0)
+    for model in view.models.values():
+        counts[_state(model)] += 1
+    return [((state,), count) for state, count in counts.items()]
+
+
+def _checks(picture: NodePicture) -> list[Row]:
+    """By site where the node told so; else what its report says of all together."""
+    if picture.measures is not None:
+        return _counted(picture.measures.gate.checks, SITES)
+    return [(("all",), picture.view.engine.counts.checks)]
+
+
+def _refusals(picture: NodePicture) -> list[Row]:
+    if picture.measures is not None:
+        return _counted(picture.measures.gate.refusals, REASONS)
+    return [(("all",), picture.view.engine.counts.refusals)]
+
+
+Read = Callable[[NodePicture], float | None]
+
+
+def _gauge(name: str, meaning: str, read: Read, when: str = "") -> Family[NodePicture]:
+    return Family(name, Kind.GAUGE, meaning, lambda picture: one(read(picture)), when=when)
+
+
+def _counter(name: str, meaning: str, read: Read) -> Family[NodePicture]:
+    return Family(name, Kind.COUNTER, meaning, lambda picture: one(read(picture)))
+
+
+def _agent(read: Callable[[NodeMeasures], float]) -> Read:
+    return lambda picture: None if picture.measures is None else read(picture.measures)
+
+
+def _distribution(
+    bounds: tuple[float, ...], read: Callable[[GateMeasures], Tally]
+) -> Callable[[NodePicture], list[Row]]:
+    def rows(picture: NodePicture) -> list[Row]:
+        return [] if picture.measures is None else one(Histogram(bounds, read(picture.measures.gate)))
+
+    return rows
+
+
+_G, _C = Kind.GAUGE, Kind.COUNTER
+_READABLE = "while the footprint can be read"
+_TOLD = "while the system says so"
+
+ABOUT: tuple[Family[NodePicture], ...] = (
+    Family("node_info", _G, "The machine and what runs on it; always 1.",
+           lambda p: [((*p.about, closed(p.view.engine.kind, KINDS), closed(p.view.enforcement.tier, TIERS)), 1.0)],
+           (("chip", "as the machine says"), ("system", "as the machine says"), ("version", "of macpool"),
+            ("engine", "`engine.kind`"), ("tier", "`memory.tier`"))),
+    _gauge("node_report_timestamp_seconds", "When the node's newest report came, Unix time.", lambda p: p.heard),
+    _counter("node_agent_cpu_seconds", "CPU time of the agent's process.", _agent(lambda m: m.agent_cpu)),
+    _gauge("node_agent_phys_bytes", "Footprint of the agent's process.", _agent(lambda m: m.agent_phys)),
+)  # fmt: skip
+MEMORY: tuple[Family[NodePicture], ...] = (
+    _gauge("node_memory_total_bytes", "RAM of the machine.", lambda p: p.view.memory.total),
+    _gauge("node_memory_cap_bytes", "The most that the engine may ever reach.", lambda p: p.view.memory.cap),
+    _gauge("node_memory_ceiling_bytes", "Cap less leases, or what the system can spare, if that is less.",
+           lambda p: p.view.memory.ceiling),
+    Family("node_memory_ceiling_bound", _G, "Which term settles the ceiling; always 1.",
+           lambda p: state(p.view.memory.bound_by, TERMS), (("term", _told(TERMS)),)),
+    _gauge("node_memory_margin_bytes", "Room kept for spikes that no reading sees.", lambda p: p.view.memory.margin),
+    _gauge("node_memory_phys_bytes", "Footprint of the engine as the kernel charges it.",
+           lambda p: p.view.memory.phys, _READABLE),
+    _gauge("node_memory_active_bytes", "Active memory as MLX counts it.", lambda p: p.view.memory.active),
+    _gauge("node_memory_recent_bytes", "Highest reading of the last polls.", lambda p: p.view.memory.recent),
+    _gauge("node_memory_current_bytes", "What the gate compares: the highest of active, phys and recent.",
+           lambda p: p.view.memory.current, _READABLE),
+    _gauge("node_memory_reserved_bytes", "Promised to requests and not written yet.",
+           lambda p: p.view.memory.reserved),
+    _gauge("node_memory_headroom_bytes", "Ceiling less margin, current and reserved; may be negative.",
+           lambda p: p.view.memory.headroom, _READABLE),
+    _gauge("node_memory_reusable_bytes", "Part of current that is given back before anything is refused.",
+           lambda p: p.view.memory.reusable),
+    _gauge("node_memory_base_bytes", "Footprint of the engine before any model.", lambda p: p.view.memory.base),
+    _gauge("node_memory_canary_bytes", "The last reserve, given up before all else.", lambda p: p.view.memory.canary),
+    _gauge("node_memory_mlx_cache_bytes", "Free buffers that MLX keeps.", lambda p: p.view.memory.cache),
+    _gauge("node_memory_mlx_peak_bytes", "The most that was active since MLX was last asked to forget it.",
+           lambda p: p.view.memory.peak),
+    _gauge("node_memory_lease_bytes", "Leased to video jobs, taken off the cap.", lambda p: p.view.memory.leases),
+    _gauge("video_worker_phys_bytes", "Footprint of the process that lives on the leases; 0 where there is none.",
+           lambda p: p.view.system.worker),
+    _gauge("node_memory_level", "How the node stands: 0 unknown, 1 ok, 2 over soft, 3 over hard.",
+           lambda p: p.view.enforcement.level),
+    _gauge("node_memory_reading_timestamp_seconds", "When the agent last read the machine, Unix time.",
+           lambda p: p.heard - p.view.system.age),
+    Family("node_memory_reading_source", _G, "Where the footprint is read; always 1.",
+           lambda p: state(p.view.memory.source, SOURCES), (("source", _told(SOURCES)),)),
+    _gauge("node_memory_engine_phys_bytes", "The engine's footprint as its agent reads it from outside.",
+           lambda p: p.view.enforcement.phys, _READABLE),
+    _gauge("node_system_available_bytes", "What the system can give without pushing anyone out.",
+           lambda p: p.view.system.available, _TOLD),
+    Family("node_system_pressure", _G, "The system's own word for its memory; always 1.",
+           lambda p: state(p.view.system.pressure, PRESSURES) if p.view.system.pressure else [],
+           (("pressure", _told(PRESSURES)),), _TOLD),
+    _counter("node_memory_polls", "Looks of the enforcer.", lambda p: p.view.enforcement.polls),
+    _counter("node_memory_over_cap", "Times that the enforcer found the engine over its cap.",
+             lambda p: p.view.enforcement.over_caps),
+    _counter("node_memory_kills", "Engines that were ended for memory.", lambda p: p.view.enforcement.kills),
+)  # fmt: skip
+GATE: tuple[Family[NodePicture], ...] = (
+    _gauge("gate_armed", "1 while the gate could refuse on facts: it has limits, they are on, its reading is live.",
+           lambda p: p.view.memory.armed and p.view.memory.guard),
+    _gauge("gate_guard", "0 where memory.guard is off by name, and nothing is refused for memory.",
+           lambda p: p.view.memory.guard),
+    Family("gate_checks", _C, "Questions to the gate.", _checks,
+           (("site", f"{_told(SITES)}; `all` where the node tells no more"),)),
+    Family("gate_refusals", _C, "Refusals by the gate.", _refusals,
+           (("reason", f"{_told(REASONS)}; `all` where the node tells no more"),)),
+    Family("gate_predicted_peak_ratio", Kind.HISTOGRAM, "Predicted peak as a share of the ceiling, of every check.",
+           _distribution(PREDICTED_BOUNDS, lambda gate: gate.predicted)),
+    Family("gate_transient_bytes", Kind.HISTOGRAM, "How far MLX rose in a prefill or a join above where it stood.",
+           _distribution(TRANSIENT_BOUNDS, lambda gate: gate.transient)),
+    _counter("gate_shrinks", "Pieces of prompts that were made smaller to fit.",
+             lambda p: p.view.engine.counts.shrinks),
+)  # fmt: skip
+ENGINE: tuple[Family[NodePicture], ...] = (
+    Family("engine_state", _G, "State of the engine's process; always 1.",
+           lambda p: state(p.view.engine.state, ENGINE_STATES), (("state", _told(ENGINE_STATES)),)),
+    Family("engine_requests", _G, "Requests in the engine.",
+           lambda p: [(("running",), p.view.engine.running), (("waiting",), p.view.engine.waiting)],
+           (("state", "`running`, `waiting`"),)),
+    _gauge("engine_queued_tokens", "Prompt tokens that wait for their prefill.",
+           lambda p: p.view.engine.queued_tokens),
+    _counter("engine_forwards", "Prefills and joins; each follows a check.", lambda p: p.view.engine.counts.forwards),
+    _counter("engine_steps", "Decode steps.", lambda p: p.view.engine.counts.steps),
+    _counter("engine_failures", "Requests that ended in a fault.", lambda p: p.view.engine.counts.failures),
+    _counter("engine_sheds", "Requests that were ended because the engine stood over its cap.",
+             lambda p: p.view.engine.counts.sheds),
+    _counter("engine_preemptions", "Requests that gave way to older ones and came back.",
+             lambda p: p.view.engine.counts.preemptions),
+    _counter("engine_overs", "Forwards after which the engine found itself over its cap.",
+             lambda p: p.view.engine.counts.overs),
+    _counter("engine_restarts", "Deaths of the engine's process.", lambda p: p.view.engine.restarts),
+    _counter("engine_recycles", "Engines replaced in good health, because memory did not come back.",
+             lambda p: p.view.engine.recycles),
+)  # fmt: skip
+MODELS: tuple[Family[NodePicture], ...] = (
+    Family("node_models", _G, "Models that the node knows, by how it stands to them.",
+           lambda p: _model_states(p.view), (("state", _told(MODEL_STATES)),)),
+    Family("model_loaded", _G, "1 where the model is in memory.",
+           lambda p: [((model.name,), float(model.loaded)) for model in p.models], (("model", _NAMED),)),
+    Family("model_weights_bytes", _G, "Weights in memory.",
+           lambda p: [((model.name,), model.weights) for model in p.models if model.loaded],
+           (("model", _NAMED),), "where it is loaded"),
+    Family("model_load_progress_ratio", _G, "Share of the weights that is read.",
+           lambda p: [((model.name,), model.progress) for model in p.models if model.loading],
+           (("model", _NAMED),), "while it is loaded"),
+    _counter("model_evictions", "Idle models that made room.", lambda p: p.view.engine.counts.evictions),
+    _counter("model_departures", "Models that left because nobody had used them for long.",
+             lambda p: p.view.engine.counts.departures),
+)  # fmt: skip
+CACHE: tuple[Family[NodePicture], ...] = (
+    _gauge("prefix_cache_bytes", "What the prefix cache holds.", lambda p: p.view.engine.cache.nbytes),
+    _gauge("prefix_cache_entries", "Prompts in the prefix cache.", lambda p: p.view.engine.cache.entries),
+    _counter("prefix_cache_hits", "Requests that the prefix cache served.", lambda p: p.view.engine.cache.hits),
+    _counter("prefix_cache_hit_tokens", "Prompt tokens that were not read anew.",
+             lambda p: p.view.engine.cache.hit_tokens),
+    _counter("prefix_cache_stores", "Prompts that were kept.", lambda p: p.view.engine.cache.stores),
+    _counter("prefix_cache_evictions", "Prompts that were evicted.", lambda p: p.view.engine.cache.evictions),
+)  # fmt: skip
+NODE = (*ABOUT, *MEMORY, *GATE, *ENGINE, *MODELS, *CACHE)

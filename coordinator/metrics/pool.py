@@ -1,0 +1,202 @@
+"""The families of the coordinator: router, queue, members, certificates, its own process."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from coordinator.membership import State
+from coordinator.metrics.families import Family, Histogram, Kind, Row, histogram, one
+from router.metrics import OTHER, OUTCOMES, Counters, ModelCounts
+from router.view import ClusterView
+from wire.identity import NodeId
+from wire.refusals import Code
+
+CERTIFICATES = ("authority", "coordinator", "endpoint")
+_LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Our own process. Seconds, bytes, Unix seconds."""
+
+    started: float
+    cpu: float
+    peak: int
+    open_files: int
+    most_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Connections of the cluster port, now and since the start."""
+
+    open: int
+    strangers: int
+    linked: int
+    denied: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPicture:
+    """The coordinator at one moment. `wall` is this moment in Unix seconds, `now` on the loop's clock; the lives of
+    certificates are (issued, expires) in Unix seconds."""
+
+    version: str
+    python: str
+    wall: float
+    now: float
+    view: ClusterView
+    states: Mapping[str, int]
+    self_suspect: bool
+    counters: Counters
+    in_flight: Mapping[NodeId, int]
+    unacknowledged: Mapping[NodeId, int]
+    leaks: int
+    barred: frozenset[NodeId]
+    opened_breakers: int
+    waiting: int
+    queue_limit: int
+    oldest: float
+    keys_refused: int
+    certificates: Mapping[str, tuple[float, float]]
+    node_certificates: Mapping[NodeId, tuple[float, float]]
+    links: Links
+    conditions: Mapping[str, bool]
+    process: Process
+
+
+_NODE = (("node", "a member's name"),)
+_MODEL = (("model", f"a model that some member has; `{OTHER}` for names that clients make up"),)
+
+
+def _gauge(name: str, meaning: str, read: Callable[[PoolPicture], float]) -> Family[PoolPicture]:
+    return Family(name, Kind.GAUGE, meaning, lambda picture: one(read(picture)))
+
+
+def _counter(name: str, meaning: str, read: Callable[[PoolPicture], float]) -> Family[PoolPicture]:
+    return Family(name, Kind.COUNTER, meaning, lambda picture: one(read(picture)))
+
+
+def _by_node(values: Callable[[PoolPicture], Mapping[NodeId, float]]) -> Callable[[PoolPicture], list[Row]]:
+    def rows(picture: PoolPicture) -> list[Row]:
+        known = values(picture)
+        return [((node.name,), known[node.id]) for node in picture.view.nodes if node.id in known]
+
+    return rows
+
+
+def _by_model(read: Callable[[ModelCounts], float | Histogram]) -> Callable[[PoolPicture], list[Row]]:
+    return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]
+
+
+def _outcomes(picture: PoolPicture) -> Iterable[Row]:
+    for name, counts in picture.counters.models.items():
+        for outcome, count in counts.outcomes.items():
+            yield (name, outcome), count
+
+
+def _headrooms(picture: PoolPicture) -> Mapping[NodeId, float]:
+    return {
+        node.id: node.memory.headroom + node.memory.reusable - picture.unacknowledged.get(node.id, 0)
+        for node in picture.view.nodes
+        if node.state in _LINKED and node.memory.headroom is not None
+    }
+
+
+def _lives(at: int) -> Callable[[PoolPicture], list[Row]]:
+    return lambda picture: [((name,), life[at]) for name, life in picture.certificates.items()]
+
+
+_G, _C, _H = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+
+ROUTER: tuple[Family[PoolPicture], ...] = (
+    Family("router_requests", _C, "Ended requests.", _outcomes,
+           (*_MODEL, ("outcome", ", ".join(f"`{outcome}`" for outcome in sorted(OUTCOMES)))), "once one ended so"),
+    Family("router_answers", _C, "HTTP answers of the routes that models answer; 499: the client left before one.",
+           lambda p: [((str(status),), count) for status, count in p.counters.answers.items()],
+           (("code", "an HTTP status"),), "once one was given"),
+    _counter("router_attempts", "Requests sent to nodes, retries included.", lambda p: p.counters.attempts),
+    _counter("router_retries", "Attempts beyond the first of a request.", lambda p: p.counters.retries),
+    _counter("router_resumes", "Answers that went on on another node.", lambda p: p.counters.resumes),
+    _counter("router_moves", "Requests taken off a node that drains or fell silent.", lambda p: p.counters.moves),
+    _counter("router_losses", "Requests that were on a node when it was lost.", lambda p: p.counters.nodes_lost),
+    _counter("router_slow_clients", "Streams that were ended because nobody read them.",
+             lambda p: p.counters.slow_clients),
+    Family("router_node_refusals", _C, "Refusals by nodes; a request may meet several and still be answered.",
+           lambda p: [((code.value,), p.counters.refusals.get(code.value, 0)) for code in Code],
+           (("reason", "a code of [refusals](operations.md#refusals)"),)),
+    Family("router_placements", _C, "Requests sent to a node.", _by_node(lambda p: p.counters.placements), _NODE),
+    Family("router_placement_seconds", _H, "Time to decide where a request goes.",
+           lambda p: one(histogram(p.counters.placement))),
+    Family("router_in_flight_requests", _G, "Requests on a node.", _by_node(lambda p: p.in_flight), _NODE),
+    Family("router_reserved_bytes", _G, "Promised on a node, and not in its report yet.",
+           _by_node(lambda p: p.unacknowledged), _NODE),
+    _gauge("router_reservation_leaks", "Reservations that belong to no request: 0, or a bug.", lambda p: p.leaks),
+    Family("router_breaker_open", _G, "1 while a node gets nothing because its engine keeps failing.",
+           _by_node(lambda p: {node.id: float(node.id in p.barred) for node in p.view.nodes}), _NODE),
+    _counter("router_breakers_opened", "Times that a breaker opened.", lambda p: p.opened_breakers),
+    _gauge("router_queue_depth", "Requests that wait for a node with room.", lambda p: p.waiting),
+    _gauge("router_queue_limit", "Requests that may wait.", lambda p: p.queue_limit),
+    _gauge("router_queue_oldest_seconds", "For how long the request waits that came first; 0 where none does.",
+           lambda p: p.oldest),
+    Family("request_queue_time_seconds", _H, "Time in the queue, of requests that were in it.",
+           lambda p: one(histogram(p.counters.queue_wait))),
+    Family("time_to_first_token_seconds", _H,
+           "From a request's arrival to its first token, queue and retries included.",
+           _by_model(lambda counts: histogram(counts.ttft)), _MODEL, "once one came"),
+    Family("inter_token_latency_seconds", _H,
+           "Gap between tokens of streams, observed once for each step of a node for all streams in it.",
+           _by_model(lambda counts: histogram(counts.itl)), _MODEL, "once one was seen"),
+    Family("e2e_request_latency_seconds", _H, "Whole requests, whatever their end.",
+           _by_model(lambda counts: histogram(counts.e2e)), _MODEL, "once one ended"),
+    Family("prompt_tokens", _C, "Prompt tokens of ended requests.", _by_model(lambda counts: counts.prompt_tokens),
+           _MODEL, "once one ended"),
+    Family("cached_prompt_tokens", _C, "Those of the prompt tokens that were not read anew.",
+           _by_model(lambda counts: counts.cached_tokens), _MODEL, "once one ended"),
+    Family("generation_tokens", _C, "Tokens that were written.", _by_model(lambda counts: counts.completion_tokens),
+           _MODEL, "once one ended"),
+)  # fmt: skip
+MEMBERS: tuple[Family[PoolPicture], ...] = (
+    Family("cluster_nodes", _G, "Members by state.",
+           lambda p: [((state.value,), p.states.get(state.value, 0)) for state in State],
+           (("state", ", ".join(f"`{state.value}`" for state in State)),)),
+    Family("cluster_node_state", _G, "The state of a member; always 1.",
+           lambda p: [((node.name, str(node.state)), 1.0) for node in p.view.nodes], (*_NODE, ("state", "as above"))),
+    Family("cluster_node_cordoned", _G, "1 while a member gets nothing new because a person said so.",
+           lambda p: [((node.name,), float(node.cordoned)) for node in p.view.nodes], _NODE),
+    Family("cluster_node_report_timestamp_seconds", _G, "When a member's newest report came, Unix time.",
+           lambda p: [((node.name,), p.wall - (p.now - node.heard_at)) for node in p.view.nodes if node.heard_at],
+           _NODE, "once one came"),
+    Family("cluster_node_headroom_bytes", _G,
+           "Headroom as placement sees it: of the newest report, with what is reusable, less what is promised since.",
+           _by_node(_headrooms), _NODE, "while the node is linked and its footprint readable"),
+    Family("cluster_node_certificate_issued_timestamp_seconds", _G, "Begin of the certificate that a node showed.",
+           _by_node(lambda p: {node: life[0] for node, life in p.node_certificates.items()}), _NODE,
+           "while it is linked"),
+    Family("cluster_node_certificate_expires_timestamp_seconds", _G, "End of the certificate that a node showed.",
+           _by_node(lambda p: {node: life[1] for node, life in p.node_certificates.items()}), _NODE,
+           "while it is linked"),
+    _gauge("cluster_self_suspect", "1 while half of the members fell silent at once.", lambda p: p.self_suspect),
+    _gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
+    _gauge("cluster_strangers", "Open connections to the cluster port that are no links (yet).",
+           lambda p: p.links.strangers),
+    _counter("cluster_links_made", "Links that were made.", lambda p: p.links.linked),
+    _counter("cluster_links_denied", "Nodes that were turned away.", lambda p: p.links.denied),
+)  # fmt: skip
+SELF: tuple[Family[PoolPicture], ...] = (
+    Family("build_info", _G, "What runs here; always 1.", lambda p: [((p.version, p.python), 1.0)],
+           (("version", "of macpool"), ("python", "its version"))),
+    Family("tls_issued_timestamp_seconds", _G, "Begin of a certificate of ours.", _lives(0),
+           (("certificate", ", ".join(f"`{name}`" for name in CERTIFICATES)),), "where we have it"),
+    Family("tls_expires_timestamp_seconds", _G, "End of a certificate of ours.", _lives(1),
+           (("certificate", "as above"),), "where we have it"),
+    _counter("auth_refused_keys", "Keys that were shown and not known, or expired.", lambda p: p.keys_refused),
+    Family("condition_active", _G, "1 while a condition holds; the same as the alert of its name.",
+           lambda p: [((name,), float(holds)) for name, holds in p.conditions.items()],
+           (("condition", "a name of the [runbook](operations.md#conditions)"),)),
+    _gauge("process_start_time_seconds", "When the coordinator started, Unix time.", lambda p: p.process.started),
+    _counter("process_cpu_seconds", "CPU time of the coordinator.", lambda p: p.process.cpu),
+    _gauge("process_peak_resident_bytes", "The most memory that the coordinator had.", lambda p: p.process.peak),
+    _gauge("process_open_fds", "Open files and connections of the coordinator.", lambda p: p.process.open_files),
+    _gauge("process_max_fds", "How many it may have.", lambda p: p.process.most_files),
+)  # fmt: skip
+POOL = (*ROUTER, *MEMBERS, *SELF)

@@ -1,0 +1,43 @@
+"""What Prometheus needs to scrape a pool, as its configuration file says it.
+
+`type: Bearer` is written out: inside `http_sd_configs` Prometheus 2.42 leaves the word away by itself, and is refused.
+"""
+
+from urllib.parse import urlsplit
+
+SCRAPE_SECONDS = 5
+"""A gate that fell out of use is told of within half a minute: two scrapes, two looks, and patience."""
+
+
+def configuration(base: str, token_file: str, ca_file: str = "", rules: str = "rules.yml", every: int = 0) -> str:
+    """Give prometheus.yml for a coordinator at `base` (no path). `ca_file` is whom to trust where that is not the
+    system's business, `every` the seconds between two scrapes."""
+    where, seconds = urlsplit(base), every or SCRAPE_SECONDS
+    trust = f"\n    tls_config: {{ca_file: {_text(ca_file)}}}" if ca_file else ""
+    bearer = f"authorization: {{type: Bearer, credentials_file: {_text(token_file)}}}"
+    return f"""global:
+  scrape_interval: {seconds}s
+  scrape_timeout: {min(seconds, 4)}s
+  evaluation_interval: {seconds}s
+
+rule_files: [{_text(rules)}]
+
+scrape_configs:
+  - job_name: macpool
+    scheme: {where.scheme}
+    {bearer}{trust}
+    static_configs:
+      - targets: [{_text(where.netloc)}]
+
+  - job_name: macpool-nodes
+    {bearer}{trust}
+    http_sd_configs:
+      - url: {_text(base + "/prometheus/sd")}
+        refresh_interval: 15s
+        {bearer}{trust.replace("    ", "        ")}
+"""
+
+
+def _text(value: str) -> str:
+    """Quote a text for YAML."""
+    return "'" + value.replace("'", "''") + "'"

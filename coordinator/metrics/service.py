@@ -1,0 +1,174 @@
+"""Takes the pictures that are scraped: of the coordinator, of every node, and where Prometheus finds them.
+
+A picture is taken in one go on the loop, and written out on a thread, so that no stream waits for a scrape. A node that
+cannot be asked has no picture at all: its scrape fails, and Prometheus says `up 0` of it instead of believing old
+numbers.
+"""
+
+import asyncio
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from coordinator.metrics.exposition import render
+from coordinator.metrics.families import Collected, collect
+from coordinator.metrics.labels import Labels
+from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
+from coordinator.metrics.pool import POOL, Links, PoolPicture, Process
+from coordinator.registry import Registry
+from router.dispatch import Dispatcher
+from router.keys import KeyRing
+from router.view import NodeView
+from wire.identity import NodeId
+from wire.measures import NodeMeasures
+
+ASK_SECONDS = 3.0
+"""Longest wait for a node's own measures: less than Prometheus waits for us."""
+LONGEST_MEASURES = 16 * 1024
+LIVES_SECONDS = 60.0
+"""For which the lives of our certificates are remembered: they are read from files."""
+SCRAPABLE = frozenset({"ready", "suspect", "draining", "joining"})
+Lives = Mapping[str, tuple[float, float]]
+
+
+class Unreachable(Exception):
+    """A node gives no picture now; the text says why."""
+
+
+class Metrics:
+    """See the module. `lives` reads begin and end of our certificates, `conditions` gives which hold now."""
+
+    def __init__(
+        self, registry: Registry, dispatcher: Dispatcher, ring: KeyRing, version: str, lives: Callable[[], Lives]
+    ) -> None:
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._ring = ring
+        self._version = version
+        self._read_lives = lives
+        self._lives: Lives = {}
+        self._lives_at: float | None = None
+        self._started = time.time()
+        self._labels = Labels()
+        self.conditions: Callable[[], Mapping[str, bool]] = dict
+
+    async def pool(self, accept: str) -> tuple[bytes, str]:
+        """Give the coordinator's metrics in the form that `accept` asks for, with its content type."""
+        return await asyncio.to_thread(render, collect(POOL, self.picture()), accept)
+
+    async def node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
+        """Give a node's metrics. Unreachable when it cannot be asked."""
+        measures = await self._measures(node)
+        view = self._registry.view().node(node)
+        if view is None:
+            raise Unreachable("it is no member any more")
+        return await asyncio.to_thread(render, self.collect_node(view, measures), accept)
+
+    def targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
+        """List every member as a target behind our own address, those that are down, too: then `up` is 0."""
+        return [
+            {
+                "targets": [host],
+                "labels": {
+                    "__metrics_path__": f"/prometheus/nodes/{node.id}",
+                    "__scheme__": scheme,
+                    "node": node.name,
+                    "instance": node.name,
+                },
+            }
+            for node in self._registry.view().nodes
+            if node.state != "left"
+        ]
+
+    def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[Collected[NodePicture]]:
+        """Read a node's families."""
+        return collect(NODE, self.node_picture(view, measures))
+
+    def node_picture(self, view: NodeView, measures: NodeMeasures | None) -> NodePicture:
+        """Take the picture of a node, as its newest report has it."""
+        wall = time.time()
+        heard = wall - max(0.0, self._dispatcher.now() - view.heard_at)
+        about = self._labels.about(view.id, self._registry.about(view.id))
+        return NodePicture(view, heard, wall, about, self._labels.models(view.id, worth_showing(view)), measures)
+
+    def nodes(self) -> list[NodePicture]:
+        """Take the pictures of all nodes that are linked, by their newest reports; none is asked."""
+        views = self._registry.view().nodes
+        return [self.node_picture(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
+
+    async def _measures(self, node: NodeId) -> NodeMeasures | None:
+        """Ask a node; None when its answer makes no sense, which costs it its own histograms alone."""
+        view = self._registry.view().node(node)
+        if view is None or view.state not in SCRAPABLE or not view.heard_at:
+            raise Unreachable(f"it is {view.state if view else 'unknown'}")
+        answer = b""
+        pieces = self._registry.links.ask(node, "metrics", LONGEST_MEASURES)
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                async for piece in pieces:
+                    answer += piece
+                    if len(answer) > LONGEST_MEASURES:
+                        return None
+        except (LookupError, TimeoutError) as error:
+            raise Unreachable(str(error) or "it did not answer") from None
+        finally:
+            await pieces.aclose()
+        return read_measures(answer)
+
+    def picture(self) -> PoolPicture:
+        """Take the picture of the coordinator."""
+        dispatcher, registry = self._dispatcher, self._registry
+        view, now, links = dispatcher.view, dispatcher.now(), registry.links
+        members = [node.id for node in view.nodes]
+        self._labels.keep(members)
+        return PoolPicture(
+            version=self._version,
+            python=platform.python_version(),
+            wall=time.time(),
+            now=now,
+            view=view,
+            states=registry.states(),
+            self_suspect=registry.pool.self_suspect,
+            counters=dispatcher.counters,
+            in_flight={node: dispatcher.in_flight(node) for node in members},
+            unacknowledged={node: dispatcher.ledger.unacknowledged(node) for node in members},
+            leaks=dispatcher.leaks(),
+            barred=frozenset(dispatcher.breakers.barred(now)),
+            opened_breakers=dispatcher.breakers.opened,
+            waiting=dispatcher.waiting(),
+            queue_limit=dispatcher.queue.limit(len(members)),
+            oldest=dispatcher.queue.oldest(now),
+            keys_refused=self._ring.refused,
+            certificates=self._our_lives(),
+            node_certificates=links.lives(),
+            links=Links(links.open(), links.strangers(), links.made, links.denied),
+            conditions=self.conditions(),
+            process=self._process(),
+        )
+
+    def _our_lives(self) -> Lives:
+        now = time.monotonic()
+        if self._lives_at is None or now - self._lives_at > LIVES_SECONDS:
+            self._lives, self._lives_at = self._read_lives(), now
+        return self._lives
+
+    def _process(self) -> Process:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return Process(
+            self._started, time.process_time(), peak if sys.platform == "darwin" else peak * 1024,
+            len(os.listdir("/dev/fd")) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )  # fmt: skip
+
+
+def read_measures(answer: bytes) -> NodeMeasures | None:
+    """Read a node's answer; None for what is none."""
+    try:
+        return honest_measures(msgspec.msgpack.decode(answer, type=NodeMeasures))
+    except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+        return None

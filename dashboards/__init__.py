@@ -1,0 +1,1 @@
+"""The dashboards' source. `python -m dashboards.generate` writes their JSON beside it."""

@@ -1,0 +1,23 @@
+"""Writes every dashboard's JSON. Run by `make docs`; a test compares the committed files with what this gives."""
+
+import sys
+from pathlib import Path
+
+from dashboards import cache, node, pool, requests
+from dashboards.panels import Board, write
+
+HERE = Path(__file__).parent
+BOARDS: dict[str, Board] = {
+    "pool.json": pool.BOARD, "node.json": node.BOARD, "requests.json": requests.BOARD, "cache.json": cache.BOARD,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Write all files."""
+    for name, board in BOARDS.items():
+        (HERE / name).write_text(write(board))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Lets an event into the log so often and no oftener: a flood is told as a number, and fills no disk.
+
+The same event of the same logger about the same subject (node, peer, address, reason) may come BURST times in WINDOW
+seconds; what is left out is told by the next that comes through. Pure: time is an argument.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BURST = 20
+WINDOW = 60.0
+MOST_KNOWN = 1024
+"""Subjects that are kept in mind; beyond them all of an event count as one."""
+_SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
+
+
+@dataclass(slots=True)
+class _Seen:
+    since: float
+    count: int = 0
+    left_out: int = 0
+
+
+class Repeats:
+    """What came how often of late."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, ...], _Seen] = {}
+
+    def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
+        """Say whether an event is told: None when not, else how many like it were left out before it."""
+        key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
+        seen = self._seen.get(key)
+        if seen is None:
+            if len(self._seen) >= MOST_KNOWN:
+                self._forget(now)
+            if len(self._seen) >= MOST_KNOWN:
+                key = (logger, event)
+            seen = self._seen.setdefault(key, _Seen(now))
+        left_out = 0
+        if now - seen.since >= WINDOW:
+            left_out, seen.since, seen.count, seen.left_out = seen.left_out, now, 0, 0
+        seen.count += 1
+        if seen.count > BURST:
+            seen.left_out += 1
+            return None
+        return left_out
+
+    def _forget(self, now: float) -> None:
+        old = [key for key, seen in self._seen.items() if now - seen.since >= WINDOW and not seen.left_out]
+        for key in old:
+            del self._seen[key]

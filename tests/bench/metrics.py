@@ -1,0 +1,101 @@
+"""What it costs to be observed: a scrape of a pool of ten nodes with ten models each, and the counting of a request."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coordinator.metrics.exposition import render
+from coordinator.metrics.families import collect
+from coordinator.metrics.node import NODE
+from router.metrics import Counters
+from tests.bench.row import Row, commit
+from tests.support.loopback_cluster import LoopbackNode, a_model
+from tests.support.pictures import node_picture, view
+from tests.support.whole_pool import Served, served, status
+from wire.identity import NodeId
+
+NODES = MODELS = 10
+SCRAPES = 40
+TIMES = 200_000
+
+
+def bench_metrics(_: Path) -> list[Row]:
+    """All rows."""
+    return [_scrape(), _per_request(), _per_step()]
+
+
+def _scrape() -> Row:
+    """The coordinator's page over HTTP, and the pages of all nodes as they are written."""
+    models = tuple(a_model(f"model-{number}") for number in range(MODELS))
+    with served(*(LoopbackNode(f"n{number}", models=models) for number in range(NODES))) as pool:
+        for number in range(MODELS):
+            for stream in (False, True):
+                assert all(status(one) == 200 for one in _ask(pool, f"model-{number}", stream=stream))
+        request = _get(pool, "/metrics")
+        pages, seconds = zip(*(_timed(lambda: pool.ask(request)) for _ in range(SCRAPES)), strict=True)
+    text = pages[-1][0].partition(b"\r\n\r\n")[2]
+    picture = node_picture(view(models=MODELS))
+    node, took = zip(*(_timed(lambda: render(collect(NODE, picture), "")[0]) for _ in range(SCRAPES)), strict=True)
+    series = _series(text) + NODES * _series(node[-1])
+    whole = statistics.median(seconds) + NODES * statistics.median(took)
+    figure = (
+        f"{whole * 1000:.1f} ms, {series} series (the coordinator's {statistics.median(seconds) * 1000:.1f} ms and "
+        f"{_series(text)}, a node's {statistics.median(took) * 1000:.1f} ms and {_series(node[-1])})"
+    )
+    good = whole <= 0.05 and series <= 2000
+    return Row(f"scrape of {NODES} nodes with {MODELS} models", "<= 50 ms, <= 2,000 series", figure, good, commit())
+
+
+def _per_request() -> Row:
+    """Everything that is counted of a request that is placed at once."""
+    counters, node = Counters(), NodeId("n")
+
+    def request() -> None:
+        counters.placement.observe(0.00002)
+        counters.placed(node)
+        counters.first("model", 0.2)
+        counters.ended("ok", "model", 1.5)
+
+    took = _each(request)
+    return Row("counting a request", "<= 2 us", f"{took * 1e6:.2f} us", took <= 2e-6, commit())
+
+
+def _per_step() -> Row:
+    """What is counted of a node's step, however many streams it serves: shared by all of its tokens."""
+    counters, node = Counters(), NodeId("n")
+    clock = time.monotonic
+    took = _each(lambda: counters.stepped(node, "model", 7, 8, clock()))
+    return Row("counting a step of a node", "<= 2 us", f"{took * 1e6:.2f} us", took <= 2e-6, commit())
+
+
+def _each(act: Callable[[], object]) -> float:
+    def turn() -> float:
+        began = time.perf_counter()
+        for _ in range(TIMES):
+            act()
+        return (time.perf_counter() - began) / TIMES
+
+    return statistics.median(turn() for _ in range(5))
+
+
+def _timed(act: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    found = act()
+    return found, time.perf_counter() - began
+
+
+def _series(text: bytes) -> int:
+    return sum(bool(line) and not line.startswith(b"#") for line in text.splitlines())
+
+
+def _get(pool: Served, path: str) -> bytes:
+    return (f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {pool.keys['metrics']}\r\n\r\n").encode()
+
+
+def _ask(pool: Served, model: str, *, stream: bool) -> list[bytes]:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hello"}], "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {pool.keys['infer']}\r\n"
+    return pool.ask(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)

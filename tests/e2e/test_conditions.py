@@ -1,0 +1,115 @@
+"""What needs a person is told within half a minute: by a real Prometheus, by the API, by `cluster status`, by webhook.
+
+The gate of a live node is neutered: its engine runs from a copy of the packages in which nobody asks the gate.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.conditions.rules import rules_file
+from coordinator.metrics.prometheus import configuration
+from tests.support.engine_pool import said
+from tests.support.processes import ROOT, Pool, environment, pool, until
+from tests.support.prometheus import needs, prometheus, token_file
+
+pytestmark = pytest.mark.slow
+
+ASKED = "        self.checks[site] += 1\n"
+NEUTERED = "        return Fits(0, 0)\n" + ASKED
+WITHIN = 30.0
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    got: list[dict[str, Any]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/hook", got
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def neutered(folder: Path) -> Path:
+    """Copy the packages, with a gate that is never really asked."""
+    for package in ("coordinator", "machine", "node", "router", "wire"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    gate = folder / "node" / "engine" / "gate.py"
+    text = gate.read_text()
+    assert text.count(ASKED) == 1
+    gate.write_text(text.replace(ASKED, NEUTERED))
+    return folder
+
+
+def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]):
+    needs("prometheus")
+    url, got = hook
+    with pool(tmp_path) as made:
+        made.up(f"conditions.webhook={url}")
+        made.join("broken", "node.report_idle=0.5", env=environment(PYTHONPATH=str(neutered(tmp_path / "copy"))))
+        key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
+        rules = tmp_path / "rules.yml"
+        rules.write_text(rules_file())
+        text = configuration(made.base, str(token_file(tmp_path, key))).replace("interval: 15s", "interval: 5s")
+        with prometheus(tmp_path / "prometheus", text, rules) as found:
+            until(lambda: found.up() == {"macpool": "1", "broken": "1"}, 40, "all is scraped")
+            assert made.cli("status")["conditions"] == []
+            assert found.firing() == set()
+            stop = threading.Event()
+            asking = threading.Thread(target=_ask_until, args=(made, stop))
+            asking.start()
+            try:
+                until(lambda: "GateInert" in _holding(made), WITHIN, "the coordinator tells")
+                until(lambda: "GateInert" in found.firing(), WITHIN, "Prometheus tells")
+            finally:
+                stop.set()
+                asking.join(30)
+        until(lambda: got, 10, "the webhook was told")
+        assert (got[0]["name"], got[0]["node"], got[0]["event"]) == ("GateInert", "broken", "began")
+        text = made.run("status", "--state", str(made.state)).stdout
+        assert "GateInert: broken runs forwards and its gate is not asked" in text
+        until(lambda: "GateInert" not in _holding(made), 60, "nothing runs any more, so nothing is wrong now")
+        until(lambda: [one["event"] for one in got] == ["began", "ended"], 10, "the webhook was told of the end")
+
+
+def _holding(made: Pool) -> set[str]:
+    return {one["name"] for one in made.get("/api/v1/conditions")["conditions"]}
+
+
+def _ask_until(made: Pool, stop: threading.Event) -> None:
+    body = {"model": "scripted-1", "messages": said("hello"), "max_tokens": 5}
+    headers = {"authorization": f"Bearer {made.key}"}
+    with httpx.Client(trust_env=False, timeout=20) as client:
+        while not stop.wait(0.2):
+            client.post(made.base + "/v1/chat/completions", json=body, headers=headers).raise_for_status()
+
+
+def test_a_node_that_is_gone_is_told(tmp_path: Path):
+    """The guard that is off and the node that is lost, by the API alone: no Prometheus is there."""
+    with pool(tmp_path) as made:
+        made.up()
+        made.join("open", "memory.guard=off")
+        until(lambda: _holding(made) == {"GuardOff"}, 30, "the guard that is off")
+        (one,) = made.get("/api/v1/conditions")["conditions"]
+        assert (one["node"], one["severity"]) == ("open", "critical")
+        made.nodes["open"].stop()
+        until(lambda: _holding(made) == set(), 30, "who said goodbye is not missed")

@@ -1,0 +1,132 @@
+"""Every panel of every dashboard, evaluated by a real Prometheus over a real pool under load: each must have data."""
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from coordinator.metrics.prometheus import configuration
+from dashboards.generate import BOARDS
+from dashboards.panels import Board, Kind, Panel
+from tests.support.engine_pool import HELLO, MLX, said
+from tests.support.processes import Pool, pool, until
+from tests.support.prometheus import Prometheus, needs, prometheus, token_file
+
+pytestmark = pytest.mark.slow
+
+STEP, WINDOW = 2, 30
+SECONDS = {"__rate_interval": "20s", "__interval": f"{STEP}s", "__range": f"{WINDOW}s"}
+EMPTY = {
+    "Loads under way": "only while a model is loaded",
+    "Pressure": "only where the system has a word for it: macOS, and Linux with pressure stalls",
+}
+"""Panels that may have no data, and why."""
+SMALL = ("engine.scripted.memory=16GiB", "engine.scripted.kv_per_token=16777216", "engine.scripted.context=512",
+         "engine.scripted.refuse=forbidden", "engine.scripted.step_ms=10", "engine.scripted.tokens=40")  # fmt: skip
+"""A node with room for a few requests at a time, which refuses those with that word."""
+
+
+@contextmanager
+def load(made: Pool) -> Iterator[None]:
+    """Ask for ever, in threads: streams, whole answers, what is refused, what nobody has, and what must wait."""
+    stop = threading.Event()
+    asks = [
+        *[lambda: ask(made, "scripted-1", "hello there", stream=True)] * 6,
+        *[lambda: ask(made, "scripted-1", "hello there")] * 4,
+        lambda: ask(made, "scripted-1", "this is forbidden"),
+        lambda: ask(made, "no-such-model", "hello"),
+        *[lambda: ask(made, "macpool-tiny", HELLO, stream=True)] * 2,
+    ]
+    threads = [threading.Thread(target=_go_on, args=(one, stop)) for one in asks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def _go_on(act: Callable[[], object], stop: threading.Event) -> None:
+    while not stop.is_set():
+        with suppress(httpx.HTTPError):
+            act()
+        stop.wait(0.05)
+
+
+def ask(made: Pool, model: str, text: str, *, stream: bool = False) -> int:
+    body = {"model": model, "messages": said(text), "stream": stream, "max_tokens": 40}
+    headers = {"authorization": f"Bearer {made.key}"}
+    answer = httpx.post(made.base + "/v1/chat/completions", json=body, headers=headers, trust_env=False, timeout=60)
+    return answer.status_code
+
+
+def chosen(board: Board, found: Prometheus) -> dict[str, str]:
+    """Give every variable all of its values, as `All` does."""
+    values = dict(SECONDS)
+    for name, _, query in board.variables:
+        match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+        assert match, query
+        known = found.api(f"label/{match[2]}/values", **{"match[]": match[1]})
+        assert known, f"the variable {name} of {board.uid} has no values"
+        values[name] = "|".join(known)
+    return values
+
+
+def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]) -> tuple[int, int]:
+    """Evaluate one query as its panel does; give its series, and its values that are numbers."""
+    asked = re.sub(r"\$(\w+)", lambda match: values[match[1]], query)
+    if panel.kind in (Kind.FIGURE, Kind.TABLE):
+        result = found.value(asked)
+        points = [one["value"][1] for one in result]
+    else:
+        now = time.time()
+        result = found.api("query_range", query=asked, start=now - WINDOW, end=now, step=STEP)["result"]
+        points = [value for one in result for _, value in one["values"]]
+    return len(result), sum(math.isfinite(float(value)) for value in points)
+
+
+def test_every_panel_has_data(tmp_path: Path):
+    needs("prometheus")
+    with pool(tmp_path) as made:
+        made.up("router.queue_seconds=20")
+        for name in ("one", "two"):
+            made.join(name, *SMALL)
+        made.join("mlx", *MLX)
+        key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
+        text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
+        with load(made), prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
+            until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 4, 60, "all targets are up")
+            until(lambda: _seen(found), 90, "everything has happened that panels show")
+            bad = [line for board in BOARDS.values() for line in _bad(board, found)]
+        assert bad == []
+
+
+def _seen(found: Prometheus) -> bool:
+    """Whether what takes a while has been scraped twice: queues, gaps between tokens, hits of the cache."""
+    queries = (
+        "sum(rate(macpool_request_queue_time_seconds_count[20s])) > 0",
+        "sum(rate(macpool_inter_token_latency_seconds_count[20s])) > 0",
+        "sum(rate(macpool_router_node_refusals_total[20s])) > 0",
+        "sum(rate(macpool_gate_transient_bytes_count[20s])) > 0",
+        "sum(rate(macpool_prefix_cache_hits_total[20s])) > 0",
+    )
+    return all(found.value(query) for query in queries)
+
+
+def _bad(board: Board, found: Prometheus) -> Iterator[str]:
+    values = chosen(board, found)
+    for panel in board.panels():
+        for query, _ in panel.queries:
+            series, points = evaluate(found, panel, query, values)
+            reason = EMPTY.get(panel.title)
+            print(f"{board.uid}: {panel.title}: {series} series, {points} values" + (f" ({reason})" if reason else ""))
+            if not points and reason is None:
+                yield f"{board.uid}: {panel.title}: {query}: {series} series, no value"

@@ -1,0 +1,53 @@
+"""A real Prometheus scrapes a real pool, by service discovery and with the scrape token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.metrics.prometheus import configuration
+from tests.support.processes import Pool, pool, until
+from tests.support.prometheus import needs, prometheus, token_file
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Pool]:
+    needs("prometheus")
+    with pool(tmp_path) as one:
+        one.up()
+        yield one
+
+
+def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
+    """`up` follows a node's death and return, and its series carry the name that discovery gives it."""
+    for name in ("one", "two"):
+        made.join(name, "node.report_idle=0.5")
+    key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
+    text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
+    with prometheus(tmp_path / "prometheus", text.replace("refresh_interval: 15s", "refresh_interval: 1s")) as found:
+        until(lambda: found.up() == {"macpool": "1", "one": "1", "two": "1"}, what="every target is up")
+        armed = {one["metric"]["node"]: one["value"][1] for one in found.value("macpool_gate_armed")}
+        assert armed == {"one": "1", "two": "1"}
+        identity = (
+            "macpool_node_memory_ceiling_bytes - macpool_node_memory_margin_bytes - macpool_node_memory_current_bytes"
+            " - macpool_node_memory_reserved_bytes - macpool_node_memory_headroom_bytes"
+        )
+        assert [one["value"][1] for one in found.value(identity)] == ["0", "0"]
+        made.nodes["two"].kill()
+        until(lambda: found.up() == {"macpool": "1", "one": "1", "two": "0"}, what="the dead node is down")
+        assert made.coordinator is not None
+        assert key not in found.log.read_text()
+
+
+def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
+    made.join("one")
+    wrong = made.cli("key", "create", "somebody", "--scope", "infer")["key"]
+    text = configuration(made.base, str(token_file(tmp_path, wrong)), rules="none.yml", every=1)
+    with prometheus(tmp_path / "prometheus", text) as found:
+        until(lambda: found.up() == {"macpool": "0"}, what="the coordinator refuses")
+        assert found.value("macpool_build_info") == []
+        assert [one["lastError"] for one in found.api("targets")["activeTargets"]] == [
+            "server returned HTTP status 403 Forbidden"
+        ]

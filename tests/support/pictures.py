@@ -1,0 +1,94 @@
+"""Pictures of pools as metrics are read from: honest ones of any size, and the worst that a node can say."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from msgspec.structs import replace as changed
+
+from coordinator.metrics.node import NodePicture, worth_showing
+from coordinator.metrics.pool import Links, PoolPicture, Process
+from router.metrics import Counters
+from router.view import ClusterView, NodeView, view_of
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.frames import Report
+from wire.identity import NodeId
+from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
+from wire.report import CacheState, Counts, Enforcement, EngineState, Level, Model, System
+from wire.units import GIB
+
+NOW = 1000.0
+WALL = 1_800_000_000.0
+HUGE = 2**63 - 1
+MEASURES = NodeMeasures(
+    GateMeasures(
+        (("prefill", 3), ("join", 3)), (("no_headroom", 1),),
+        Tally((1,) * (len(PREDICTED_BOUNDS) + 1), 8.0), Tally((1,) * (len(TRANSIENT_BOUNDS) + 1), 8e9),
+    ),
+    1.5, 50_000_000,
+)  # fmt: skip
+
+
+def view(name: str = "a", models: int = 1, report: Report | None = None, **changes: Any) -> NodeView:
+    """Make a node's view from an honest report, or from a given one."""
+    honest = Report(
+        1, a_memory(total=64 * GIB, source="statm", base=GIB), EngineState("mlx", "ready", counts=Counts(6, 1, 6, 100)),
+        tuple(a_model(f"model-{number}", profiled=True, max_context=4096) for number in range(models)),
+        system=System(8 * GIB, "normal", "meminfo", 0.5), enforcement=Enforcement(Level.OK, 4 * GIB, 5 * GIB, 5 * GIB),
+    )  # fmt: skip
+    facts: dict[str, Any] = {"state": "ready", "heard_at": NOW - 1} | changes
+    return view_of(report or honest, node=NodeId(name), name=name, **facts)
+
+
+def lying(models: tuple[Model, ...] = ()) -> Report:
+    """Say what no machine can be."""
+    memory = changed(a_memory(), cap=HUGE, ceiling=-1, margin=-HUGE, phys=-1, active=HUGE, recent=-5, current=HUGE,
+                     reserved=HUGE, headroom=HUGE, age=math.nan, source='x"\n\\', bound_by="\x1b[31m", total=-1,
+                     base=HUGE, canary=-HUGE)  # fmt: skip
+    engine = EngineState('"}\n evil 1', "exploded\n", restarts=HUGE, running=-3, queued_tokens=HUGE,
+                         counts=Counts(-1, HUGE, -1, HUGE), cache=CacheState(-1, HUGE, -1, HUGE))  # fmt: skip
+    system = System(-1, 'a"b', "x", math.inf, -5)
+    return Report(-1, memory, engine, models, -5, system=system,
+                  enforcement=Enforcement(77, -1, HUGE, None, "x", "y", '"\n', ("z",), HUGE, HUGE, HUGE))  # fmt: skip
+
+
+def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodePicture:
+    """Take the picture of a node."""
+    about = ("Apple M3 Max", "macOS 15.1", "0.1.0")
+    return NodePicture(seen, WALL - 1, WALL, about, tuple(worth_showing(seen)), measures)
+
+
+def busy_counters(models: int, nodes: int) -> Counters:
+    """Count something of everything."""
+    counters = Counters()
+    for number in range(models):
+        name = f"model-{number}"
+        for outcome in ("ok", "cancelled", "no_headroom", "node_lost"):
+            counters.ended(outcome, name, 1.0)
+        counters.first(name, 0.2)
+        for at in (1.0, 1.02):
+            counters.stepped(NodeId("n0"), name, 1, 2, at)
+    for number in range(nodes):
+        counters.placed(NodeId(f"n{number}"))
+    for status in (200, 400, 401, 404, 429, 499, 503):
+        counters.answered(status)
+    counters.left_line(0.5)
+    counters.placement.observe(0.00003)
+    return counters
+
+
+def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture:
+    """Take the picture of a pool in which everything has happened."""
+    seen = ClusterView(tuple(view(f"n{number}", models) for number in range(nodes)))
+    members = [node.id for node in seen.nodes]
+    lives = dict.fromkeys(("authority", "coordinator", "endpoint"), (WALL - 86400.0, WALL + 86400.0 * 89))
+    picture = PoolPicture(
+        version="0.1.0", python="3.11.7", wall=WALL, now=NOW, view=seen, states={"ready": nodes}, self_suspect=False,
+        counters=busy_counters(models, nodes), in_flight=dict.fromkeys(members, 2),
+        unacknowledged=dict.fromkeys(members, GIB), leaks=0, barred=frozenset(), opened_breakers=0, waiting=1,
+        queue_limit=64, oldest=0.5, keys_refused=0, certificates=lives,
+        node_certificates=dict.fromkeys(members, (WALL - 86400.0, WALL + 86400.0 * 89)),
+        links=Links(nodes, 0, nodes, 0), conditions={"GateInert": False},
+        process=Process(WALL - 60, 1.0, 100_000_000, 30, 8192),
+    )  # fmt: skip
+    return replace(picture, **changes)

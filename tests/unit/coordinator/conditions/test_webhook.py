@@ -1,0 +1,189 @@
+"""Where conditions are told to: what is no address, where nothing is sent, and how often it is tried."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import structlog
+
+from coordinator.conditions import webhook
+from coordinator.conditions.rules import RULES
+from coordinator.conditions.watch import Condition
+from coordinator.conditions.webhook import Address, Webhook, WebhookError, allowed, parse, post
+
+SECRET = "canary-path-secret"
+GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), frozenset({("node", "studio")}), 5.0)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.com/x", "http://192.168.1.5/x", "http://localhost/x", "http://127.1/", "http://2130706433/",
+        "http://0x7f000001/", "http://169.254.169.254/latest", "http://[::ffff:10.0.0.1]/", "ftp://example.com/",
+        "file:///etc/passwd", "https://user:pw@example.com/", "https://user@example.com/", "https://exa\tmple.com/",
+        "https://example.com\\@127.0.0.1/", "https://example.com/\r\nHost: x", "https://example.com/ x", "https://",
+        "https:///x", "//example.com/x", "gopher://x/", "https://example.com:99999/", "https://\u24db.example/",
+        "https://[fe80::1/", "example.com", "\0",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_for_conditions_is_refused(url: str):
+    with pytest.raises(WebhookError) as refused:
+        parse(url)
+    assert "pw" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("https://ntfy.sh/topic", Address(True, "ntfy.sh", 443, "/topic")),
+        ("https://example.com:8443/a?b=c#d", Address(True, "example.com", 8443, "/a?b=c")),
+        ("http://127.0.0.1:8123/api", Address(False, "127.0.0.1", 8123, "/api")),
+        ("http://[::1]:80", Address(False, "::1", 80, "/")),
+    ],
+)
+def test_addresses_are_read(url: str, address: Address):
+    assert parse(url) == address
+
+
+@pytest.mark.parametrize(
+    ("tls", "found"),
+    [
+        (True, ["169.254.169.254"]), (True, ["93.184.216.34", "169.254.1.1"]), (True, ["fe80::1%eth0"]),
+        (True, ["::ffff:169.254.169.254"]), (True, ["224.0.0.1"]), (True, ["0.0.0.0"]), (True, ["2002:a9fe:a9fe::1"]),
+        (True, []), (False, ["10.0.0.5"]), (False, ["127.0.0.1", "93.184.216.34"]),
+    ],
+)  # fmt: skip
+def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
+    with pytest.raises(WebhookError):
+        allowed(Address(tls, "example.com", 443, "/"), found)
+
+
+def test_the_address_that_was_looked_at_is_the_one_that_is_used():
+    assert allowed(Address(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"]) == "192.168.1.9"
+
+
+# a real server
+
+
+class Receiver(BaseHTTPRequestHandler):
+    statuses: list[int]
+    got: list[tuple[str, dict[str, Any]]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.got.append((self.path, json.loads(body)))
+        status = self.statuses.pop(0) if self.statuses else 204
+        self.send_response(status)
+        if status == 302:
+            self.send_header("location", "/elsewhere")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@contextmanager
+def receiver(*statuses: int) -> Iterator[tuple[Address, list[tuple[str, dict[str, Any]]]]]:
+    got: list[tuple[str, dict[str, Any]]] = []
+    kind = type("One", (Receiver,), {"statuses": list(statuses), "got": got})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield parse(f"http://127.0.0.1:{server.server_address[1]}/{SECRET}"), got
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def told(address: Address, count: int, got: list[Any]) -> None:
+    one = Webhook(address, "home")
+    running = asyncio.create_task(one.run())
+    one.tell(GUARD_OFF, True)
+    one.tell(GUARD_OFF, False)
+    async with asyncio.timeout(20):
+        while len(got) < count:  # noqa: ASYNC110  the server is in another thread
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "FIRST_WAIT", 0.01)
+
+
+async def test_what_begins_and_what_ends_is_told_in_order():
+    with receiver() as (address, got):
+        await told(address, 2, got)
+    assert [path for path, _ in got] == [f"/{SECRET}"] * 2
+    assert [message["event"] for _, message in got] == ["began", "ended"]
+    first = got[0][1]
+    assert set(first) == {"schema", "cluster", "event", "name", "severity", "node", "since", "summary", "remedy",
+                          "runbook"}  # fmt: skip
+    assert (first["cluster"], first["name"], first["node"]) == ("home", "GuardOff", "studio")
+
+
+async def test_who_cannot_now_is_asked_again_and_who_will_not_is_not():
+    with receiver(503, 429, 204, 400, 204) as (address, got):
+        await told(address, 4, got)
+    assert [message["event"] for _, message in got] == ["began", "began", "began", "ended"]
+
+
+async def test_a_redirect_is_not_followed():
+    with receiver(302, 302, 302) as (address, got):
+        await told(address, 2, got)
+    assert {path for path, _ in got} == {f"/{SECRET}"}
+
+
+async def test_attempts_are_bounded_and_the_path_is_in_no_log():
+    asked: list[bytes] = []
+
+    def broken(_: Address, body: bytes) -> int:
+        asked.append(body)
+        raise OSError(f"no way to https://example.com/{SECRET}")
+
+    one = Webhook(Address(True, "example.com", 443, f"/{SECRET}"), "home", broken)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(one.run())
+        one.tell(GUARD_OFF, True)
+        async with asyncio.timeout(20):
+            while not logs:  # noqa: ASYNC110  a log tells nobody
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert len(asked) == webhook.RETRIES
+    assert SECRET not in repr(logs)
+    assert logs[0]["host"] == "example.com"
+
+
+async def test_a_flood_is_bounded():
+    one = Webhook(Address(True, "example.com", 443, "/"), "home", lambda *_: 204)
+    for _ in range(1000):
+        one.tell(GUARD_OFF, True)
+    assert len(one._waiting) == webhook.WAITING  # pyright: ignore[reportPrivateUsage]
+
+
+def test_what_answers_no_http_is_a_failure():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            line, _ = server.accept()
+            line.recv(4096)
+            line.sendall(b"garbage\r\n\r\n")
+            line.close()
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(OSError, match="no HTTP"):
+            post(Address(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
+        thread.join()

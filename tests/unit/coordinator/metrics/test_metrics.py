@@ -1,0 +1,172 @@
+"""What Prometheus reads: every family, of honest nodes and of liars, in both forms, and no more series than meant."""
+
+import math
+import shutil
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from coordinator.metrics.exposition import render
+from coordinator.metrics.families import MOST_MODELS, Kind, collect
+from coordinator.metrics.labels import Labels
+from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
+from coordinator.metrics.pool import POOL, PoolPicture
+from coordinator.metrics.service import read_measures
+from router.metrics import MOST_MODELS as MOST_MODELS_OF_A_POOL
+from router.metrics import Counters
+from tests.support.loopback_cluster import a_model
+from tests.support.pictures import HUGE, MEASURES, lying, node_picture, pool_picture, view
+from wire.identity import NodeId
+from wire.measures import GateMeasures, NodeMeasures, Tally
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(picture: NodePicture | PoolPicture, accept: str = "") -> str:
+    families: Any = NODE if isinstance(picture, NodePicture) else POOL
+    return render(collect(families, picture), accept)[0].decode()
+
+
+def samples(text: str) -> Samples:
+    read = read_openmetrics if text.endswith("# EOF\n") else read_text
+    found = [sample for family in read(text) for sample in family.samples]
+    named = {(one.name, tuple(sorted(one.labels.items()))): one.value for one in found}
+    assert len(named) == len(found), "a series stands there twice"
+    return named
+
+
+PICTURES = [pytest.param(pool_picture(), id="pool"), pytest.param(node_picture(view(models=2)), id="node")]
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_both_forms_say_the_same(picture: Any):
+    text, kind = render(collect(NODE if isinstance(picture, NodePicture) else POOL, picture), "")
+    assert kind.startswith("text/plain")
+    newer, kind = render(collect(NODE if isinstance(picture, NodePicture) else POOL, picture), OPENMETRICS)
+    assert kind.startswith("application/openmetrics-text")
+    assert samples(text.decode()) == samples(newer.decode())
+    assert b"_created" not in newer
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_every_family_has_series_where_everything_has_happened(picture: Any):
+    families: Any = NODE if isinstance(picture, NodePicture) else POOL
+    rare = {"macpool_model_load_progress_ratio"}
+    assert {one.family.full_name for one in collect(families, picture) if not one.rows} <= rare
+
+
+def test_names_are_whole_words_with_their_units_and_no_name_is_used_twice():
+    names = [family.full_name for family in (*POOL, *NODE)]
+    assert len(names) == len(set(names))
+    for family in (*POOL, *NODE):
+        assert family.meaning.endswith("."), family.name
+        assert not family.name.endswith("_total")
+        if family.kind is Kind.HISTOGRAM:
+            assert family.name.endswith(("_seconds", "_bytes", "_ratio")), family.name
+    assert not {label for family in NODE for label in family.label_names} & {"node", "instance", "job"}
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_the_official_linter_finds_nothing(picture: Any):
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+    done = subprocess.run(["promtool", "check", "metrics"], input=scrape(picture), capture_output=True, text=True)
+    assert (done.returncode, done.stderr + done.stdout) == (0, "")
+
+
+def test_the_sum_of_a_scrape_is_right():
+    found = samples(scrape(node_picture(view())))
+    value = {name.removeprefix("macpool_node_memory_"): one for (name, labels), one in found.items() if not labels}
+    headroom = value["ceiling_bytes"] - value["margin_bytes"] - value["current_bytes"] - value["reserved_bytes"]
+    assert value["headroom_bytes"] == headroom
+
+
+# liars
+
+ANY = st.one_of(st.integers(-HUGE, HUGE), st.floats(), st.text(max_size=20), st.none(), st.booleans())
+
+
+def test_what_a_lying_node_says_is_finite_not_negative_and_escaped():
+    told = NodeMeasures(GateMeasures((("x\n", -5), ("prefill", 2**64)), (), Tally((1, -2), math.nan)), math.inf, -1)
+    text = scrape(node_picture(view(report=lying()), honest_measures(told)))
+    for (name, _), value in samples(text).items():
+        assert math.isfinite(value), name
+        assert value >= 0 or name == "macpool_node_memory_headroom_bytes", name
+    assert "evil" not in text
+    assert "\x1b" not in text
+
+
+def test_a_hostile_name_is_escaped_and_makes_one_series():
+    seen = replace(view(), name='evil"} 1\nmacpool_gate_armed{node="b\\')
+    found = samples(scrape(replace(pool_picture(), view=type(pool_picture().view)((seen,)))))
+    assert not any(name == "macpool_gate_armed" for name, _ in found)
+    assert sum(name == "macpool_cluster_node_state" for name, _ in found) == 1
+
+
+@given(st.recursive(ANY, lambda inner: st.lists(inner, max_size=5), max_leaves=30))
+def test_any_answer_of_a_node_gives_a_scrape(answer: Any):
+    measures = read_measures(msgspec.msgpack.encode(answer))
+    found = samples(scrape(node_picture(view(), measures)))
+    assert all(math.isfinite(value) for value in found.values())
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_of_a_node_give_a_scrape(answer: bytes):
+    assert samples(scrape(node_picture(view(), read_measures(answer))))
+
+
+@given(st.lists(st.integers(-HUGE, 2**64 - 1), max_size=15), st.floats())
+def test_histograms_of_liars_are_whole_or_empty(counts: list[int], total: float):
+    honest = honest_measures(NodeMeasures(GateMeasures(predicted=Tally(tuple(counts), total))))
+    found = samples(scrape(node_picture(view(), honest)))
+    rows = [value for (name, _), value in found.items() if name == "macpool_gate_predicted_peak_ratio_bucket"]
+    assert rows == sorted(rows)
+    assert rows[-1] == found["macpool_gate_predicted_peak_ratio_count", ()]
+
+
+# cardinality
+
+
+def test_a_pool_of_ten_with_ten_models_has_less_than_two_thousand_series():
+    pool = len(samples(scrape(pool_picture(10, 10))))
+    node = len(samples(scrape(node_picture(view(models=10)))))
+    assert pool + 10 * node <= 2000, (pool, node)
+    assert pool <= 900
+    assert node <= 150
+
+
+def test_a_node_that_changes_its_words_at_every_report_makes_no_more_series():
+    labels, seen = Labels(), set[tuple[str, tuple[tuple[str, str], ...]]]()
+    for number in range(200):
+        models = tuple(a_model(f"m{number}-{one}") for one in range(40))
+        one = view("a", report=lying(models))
+        about = labels.about(one.id, (f"chip {number}", f"system {number}", f"{number}"))
+        picture = NodePicture(one, 0, 0, about, labels.models(one.id, worth_showing(one)), MEASURES)
+        seen |= samples(scrape(picture)).keys()
+    named = {dict(series)["model"] for _, series in seen if "model" in dict(series)}
+    assert len(named) == MOST_MODELS
+    assert len(seen) < 300
+    labels.keep([])
+    assert labels.models(NodeId("a"), [a_model("later")])
+
+
+def test_models_and_codes_that_are_made_up_make_no_more_series():
+    counters = Counters()
+    for number in range(1000):
+        counters.ended(f"code {number}", f"model {number}", 1.0)
+        counters.first(f"model {number}", 1.0)
+        counters.ended("ok", "", 1.0)
+    found = samples(scrape(pool_picture(counters=counters)))
+    models = {dict(labels)["model"] for _, labels in found if "model" in dict(labels)}
+    assert len(models) <= MOST_MODELS_OF_A_POOL + 1
+    assert "other" in models
+    assert {dict(labels)["outcome"] for _, labels in found if "outcome" in dict(labels)} == {"failed", "ok"}
+    assert sum(value for (name, _), value in found.items() if name == "macpool_router_requests_total") == 2000

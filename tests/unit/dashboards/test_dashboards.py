@@ -1,0 +1,85 @@
+"""The committed dashboards are those of the source, say what they show, and ask only for metrics that exist."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from coordinator.metrics.families import Kind
+from coordinator.metrics.node import NODE
+from coordinator.metrics.pool import POOL
+from dashboards.generate import BOARDS, HERE
+from dashboards.panels import Board, write
+
+FAMILIES = {family.full_name: family for family in (*POOL, *NODE)}
+ASKED = re.compile(r"macpool_\w+")
+SUFFIXES = re.compile(r"_(?:bucket|count|sum)$")
+
+
+def panels(name: str) -> list[dict[str, Any]]:
+    return [panel for panel in json.loads((HERE / name).read_text())["panels"] if panel["type"] != "row"]
+
+
+def asked(text: str) -> set[str]:
+    found = set(ASKED.findall(text))
+    return {base if (base := SUFFIXES.sub("", name)) in FAMILIES else name for name in found}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_committed_json_is_what_the_source_gives(name: str):
+    assert (HERE / name).read_text() == write(BOARDS[name]), f"dashboards/{name} is old: run `make docs`"
+
+
+def test_there_is_no_other_json():
+    assert {file.name for file in HERE.glob("*.json")} == set(BOARDS)
+    assert len({board.uid for board in BOARDS.values()}) == len(BOARDS)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_panel_says_what_it_shows(name: str):
+    for panel in panels(name):
+        assert panel["title"], panel
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert [target["refId"] for target in panel["targets"]] == list("ABCDEFG")[: len(panel["targets"])]
+        if panel["type"] == "stat":
+            assert panel["options"]["reduceOptions"]["calcs"] == ["lastNotNull"]
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_no_two_panels_have_one_id_or_one_place(name: str):
+    found = panels(name)
+    assert len({panel["id"] for panel in found}) == len(found)
+    taken: set[tuple[int, int]] = set()
+    for panel in found:
+        place = panel["gridPos"]
+        x, y = place.get("x", 0), place.get("y", 0)
+        cells = {(x + dx, y + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        assert x + place["w"] <= 24
+        assert not taken & cells, panel["title"]
+        taken |= cells
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=lambda board: board.uid)
+def test_panels_ask_for_metrics_and_labels_that_exist(board: Board):
+    known = {"le", "node", "instance", "job", "__name__"}
+    for panel in board.panels():
+        for query, legend in panel.queries:
+            names = asked(query)
+            assert names, query
+            assert names <= set(FAMILIES), query
+            labels = known | {label for name in names for label in FAMILIES[name].label_names}
+            assert set(re.findall(r"{{(\w+)}}", legend)) <= labels, (panel.title, legend)
+            assert {one for by in re.findall(r"by \(([^)]+)\)", query) for one in by.split(", ")} <= labels, query
+            for name in names:
+                if FAMILIES[name].kind is Kind.COUNTER:
+                    assert re.search(rf"(?:rate|increase)\({name}\b", query), f"a total is shown as it is: {query}"
+
+
+def test_every_metric_is_shown_somewhere():
+    shown = {name for board in BOARDS.values() for panel in board.panels() for query, _ in panel.queries
+             for name in asked(query)}  # fmt: skip
+    assert set(FAMILIES) - shown - {"macpool_tls_issued_timestamp_seconds",
+                                    "macpool_cluster_node_certificate_issued_timestamp_seconds"} == set()  # fmt: skip
