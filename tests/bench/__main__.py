@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import engine, load, metrics, simulation
+from tests.bench import engine, load, metrics, page, simulation
 from tests.bench.peers import Peer, mock_nodes, nginx, sglang
 from tests.bench.row import Row, commit
 from tests.support.hosts import Hosts, unsupported
@@ -164,6 +164,7 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "memory": bench_memory,
     "metrics": metrics.bench_metrics,
     "plain": bench_plain,
+    "page": page.bench_page,
     "parts": bench_parts,
     "simulation": simulation.bench_simulation,
     "stream": bench_stream,

@@ -1,0 +1,53 @@
+"""The page: how soon its first bars stand, and what an open page costs the coordinator."""
+
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.bench.row import Row, commit
+from tests.support.processes import pool
+
+NODES, VISITS, SECONDS = 3, 7, 10.0
+FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+
+
+def bench_page(folder: Path) -> list[Row]:
+    """Time from navigation to the first bars, and CPU for each viewer; needs Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise RuntimeError("Chromium is not installed (Debian: apt-get install chromium)")
+    with pool(folder) as made, sync_playwright() as driver:
+        made.up()
+        for number in range(NODES):
+            made.join(f"node-{number}")
+        assert made.coordinator is not None
+        process = psutil.Process(made.coordinator.pid)
+        alone = _share(process)
+        browser = driver.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        firsts: list[float] = []
+        for _ in range(VISITS):
+            page = browser.new_context().new_page()
+            url = made.cli("open", "--print")["url"]
+            began = time.monotonic()
+            page.goto(url)
+            page.get_by_role("meter").first.wait_for()
+            firsts.append(time.monotonic() - began)
+        each = (_share(process) - alone) / VISITS
+        browser.close()
+    first = statistics.median(firsts)
+    return [
+        Row("page, first bars", "<= 1 s", f"{first:.2f} s", first <= 1, commit()),
+        Row("page, one viewer", "<= 1 % of a core", f"{each:.2f} %", each <= 1, commit()),
+    ]
+
+
+def _share(process: psutil.Process) -> float:
+    """Give the share of a core that a process takes, in percent."""
+    before, began = sum(process.cpu_times()[:2]), time.monotonic()
+    time.sleep(SECONDS)
+    return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began) * 100
