@@ -44,6 +44,9 @@ from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
+from coordinator.video.api import Videos
+from coordinator.video.conductor import Conductor
+from coordinator.video.placing import Both
 from machine.announce import Announcement, addresses
 from machine.journal import open_journal
 from machine.private import private_folder, write_private
@@ -171,7 +174,9 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
         quotas=Quotas(ring.limits),
     )  # fmt: skip
-    registry.placing = dispatcher
+    conductor = Conductor(state, settings.video, registry.links)
+    stack.push_async_callback(conductor.close)
+    registry.placing = Both(dispatcher, conductor)
     cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
     stack.push_async_callback(registry.links.close)
 
@@ -186,8 +191,9 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic(),
                   trusted)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
-    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths())
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=ShortBodies(api.app)), settings.http.hosts)
+    api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths())
+    videos = Videos(conductor, ring, settings.router, dispatcher.counters, ShortBodies(api.app))
+    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
     await stack.enter_async_context(_http(app, door, sockets, context))

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from coordinator.video.settings import VideoSettings
 from router.settings import RouterSettings
 from wire.settings import Section
 
@@ -51,3 +52,4 @@ class CoordinatorSettings(Section, frozen=True, kw_only=True):
     cluster: ClusterSettings = ClusterSettings()
     http: HttpSettings = HttpSettings()
     router: RouterSettings = RouterSettings()
+    video: VideoSettings = VideoSettings()

@@ -489,6 +489,15 @@ def _reported(turn: _Turn, event: Reported) -> None:
             _progress(turn, state)
     for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
         _told(turn, hold, hold.lease in told)
+    for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == State.FINALIZING]:
+        _files_told(turn, job, job.lease in told)
+
+
+def _files_told(turn: _Turn, job: Job, present: bool) -> None:
+    if not present and job.misses + 1 >= MISSES:
+        turn.fail(job, "artifact_lost", "its node came back without its files")
+    else:
+        turn.put(replace(job, misses=0 if present else job.misses + 1), save=False)
 
 
 def _keeps(turn: _Turn, state: LeaseState) -> bool:

@@ -87,7 +87,8 @@ class Job(msgspec.Struct, frozen=True):
 
     `generation` counts its leases: what is said of an older one is not heard. `due` is when something has to have
     happened: the answer to a lease, the start of the worker, the return of a node, room at the head of the line.
-    `away`: its node is not linked. `attempts` were begun and lost through no fault of its own."""
+    `away`: its node is not linked. `attempts` were begun and lost through no fault of its own. `misses`: reports of its
+    node that told nothing of files that are to be fetched."""
 
     id: str
     sequence: int
@@ -116,6 +117,7 @@ class Job(msgspec.Struct, frozen=True):
     peak: int = 0
     seconds: float = 0.0
     made: str = ""
+    misses: int = 0
 
     @property
     def open(self) -> bool:
