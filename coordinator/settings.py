@@ -8,7 +8,7 @@ from coordinator.video.settings import VideoSettings
 from router.settings import RouterSettings
 from wire.settings import Section
 
-OTHERS = frozenset({"memory", "engine", "models", "node"})
+OTHERS = frozenset({"memory", "engine", "models", "node", "worker"})
 """Sections of the same file that belong to the node on this machine."""
 
 

@@ -513,6 +513,14 @@ class Enforce(Frame, frozen=True, array_like=True, gc=False):
     excess: int = 0
 
 
+class MakeRoom(Frame, frozen=True, array_like=True, gc=False):
+    """agent → engine: let `size` bytes fit beside what must stay, by giving up what can be had again (free buffers,
+    reusable cache, idle models that nobody pinned); nothing, where all of that would not do. `number` grows."""
+
+    number: int
+    size: int
+
+
 class Ban(Part, frozen=True, array_like=True, gc=False):
     """A model that is not loaded for `seconds` more, and why."""
 
@@ -531,7 +539,7 @@ class Restore(Frame, frozen=True, array_like=True, gc=False):
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
     `held`. `enforced` is the last `Enforce.poll` that it has acted on; `unreturned` are the bytes that did not
-    come back after its last model had gone."""
+    come back after its last model had gone; `roomed` is the last `MakeRoom.number` that it has acted on."""
 
     memory: Memory
     models: tuple[Model, ...]
@@ -544,6 +552,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     held: int = 0
     enforced: int = 0
     unreturned: int = 0
+    roomed: int = 0
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):
@@ -558,7 +567,7 @@ TAGS: dict[int, type[Frame]] = {
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload, 39: Profile, 40: Count,
-    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce,
+    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom,
     60: Lease, 61: Release, 62: RayHead, 63: LeaseGranted, 64: LeaseRefused, 65: LeaseEnded,
 }  # fmt: skip
 """Never reuse a number."""

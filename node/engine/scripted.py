@@ -41,6 +41,7 @@ from wire.frames import (
     Generate,
     Limits,
     Load,
+    MakeRoom,
     Ping,
     Profile,
     Refusal,
@@ -124,7 +125,7 @@ class Scripted:
         self._running: list[Sequence] = []
         self._rows = 0
         self._deadline = 0.0
-        self._acked = self._enforced = self._sheds = 0
+        self._acked = self._enforced = self._sheds = self._roomed = 0
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
@@ -141,6 +142,8 @@ class Scripted:
             self.gate.hold(frame)
         elif isinstance(frame, Enforce):
             return self._enforce(frame, now)
+        elif isinstance(frame, MakeRoom):
+            self._roomed = frame.number  # nothing here could be given up
         elif isinstance(frame, Load | Unload | Profile):
             return [self._ordered(frame)]
         elif isinstance(frame, Count):
@@ -177,7 +180,7 @@ class Scripted:
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
             Counts(self.gate.checks.total(), self.gate.refusals.total(), sheds=self._sheds),
-            held=self.gate.held, enforced=self._enforced,
+            held=self.gate.held, enforced=self._enforced, roomed=self._roomed,
         )  # fmt: skip
 
     # requests

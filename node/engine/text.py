@@ -51,6 +51,7 @@ from wire.frames import (
     Generate,
     Limits,
     Load,
+    MakeRoom,
     Ping,
     Profile,
     Refusal,
@@ -122,7 +123,7 @@ class TextEngine:
         self._shelf.spares += [self._canary, self._sweeps]
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._orders: dict[int, str] = {}
-        self._acked = self._wired_for = self._enforced = 0
+        self._acked = self._wired_for = self._enforced = self._roomed = 0
         self._cancelled: dict[int, None] = {}
         for name in settings.models.preload:
             found = library.find(name)
@@ -160,6 +161,9 @@ class TextEngine:
                 self._hold(work)
             case Enforce():
                 return self._enforce(work)
+            case MakeRoom():
+                self._roomed = work.number
+                self._shelf.make_room(work.size)
             case Load():
                 return self._load(work, now)
             case Unload():
@@ -213,7 +217,7 @@ class TextEngine:
         return EngineReport(
             memory, models, running, waiting + len(self._pending), queued, self._acked,
             counts, self._reuse.state(), self.gate.held,
-            self._enforced, shelf.returns.unreturned,
+            self._enforced, shelf.returns.unreturned, self._roomed,
         )  # fmt: skip
 
     def _looks_at(self) -> float | None:

@@ -64,6 +64,40 @@ class Statm:
             self._file = -1
 
 
+def members(group: int, proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """List the processes of a group that live; the dead that nobody has waited for hold no memory any more."""
+    return tuple(
+        number for number in _numbers(proc)
+        if (stat := _stat(proc / str(number))) is not None and stat[2] == str(group) and stat[0] not in "ZX"
+    )  # fmt: skip
+
+
+def born(pid: int, proc: Path = Path("/proc")) -> str:
+    """Give what tells a process from a later one of the same number: the boot and its start in it; empty when gone."""
+    stat = _stat(proc / str(pid))
+    try:
+        boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{boot}:{stat[19]}" if stat is not None and stat[0] not in "ZX" else ""
+
+
+def _numbers(proc: Path) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(proc) if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _stat(folder: Path) -> list[str] | None:
+    """Read the fields behind the name, which may hold anything: state, parent, group, session, …"""
+    try:
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields if len(fields) > 19 else None
+
+
 def memory_fields(proc: Path = Path("/proc")) -> dict[str, int]:
     """Read `/proc/meminfo` as bytes by name; empty when it cannot be read."""
     return _kilobytes(proc / "meminfo")
