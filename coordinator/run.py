@@ -47,6 +47,7 @@ from coordinator.tokens import Tokens
 from coordinator.video.api import Videos
 from coordinator.video.conductor import Conductor
 from coordinator.video.placing import Both
+from coordinator.video.rays import Rays
 from machine.announce import Announcement, addresses
 from machine.journal import open_journal
 from machine.private import private_folder, write_private
@@ -177,6 +178,10 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     conductor = Conductor(state, settings.video, registry.links)
     stack.push_async_callback(conductor.close)
     registry.placing = Both(dispatcher, conductor)
+    rays = Rays(state, settings.video, lambda: _ray_host(options.cluster_listen[0]), registry.links,
+                conductor.not_started)  # fmt: skip
+    stack.push_async_callback(rays.close)
+    conductor.starter = rays
     cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
     stack.push_async_callback(registry.links.close)
 
@@ -348,6 +353,11 @@ def _reachable(host: str) -> str:
         return f"[{host}]" if ":" in host else host
     best = next(iter(addresses()), "127.0.0.1")
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
+
+
+def _ray_host(host: str) -> str:
+    """Give the address at which Ray's head listens: the one where nodes reach us."""
+    return host if host not in ("0.0.0.0", "::") else next(iter(addresses()), "127.0.0.1")  # noqa: S104
 
 
 def _from_here(host: str) -> str:

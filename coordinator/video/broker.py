@@ -1,8 +1,8 @@
 """The broker: the only process that drives Ray. Started by the coordinator as `python -m coordinator.video.broker`.
 
-Ray ends its driver when the head is gone for a minute, so the driver is a process of its own, which may die at any time:
-its actors are detached and go on, and the next broker finds them by the name of their lease. It asks Ray for nothing
-but actors: where a job stands is heard from its node.
+Ray ends its driver when the head is gone for a minute, so the driver is a process of its own, which may die at any
+time: its actors are detached and go on, and the next broker finds them by the name of their lease. It asks Ray for
+nothing but actors: where a job stands is heard from its node.
 
 It hears and speaks over the socket that it inherits, and ends within a second of its end. It stands in a folder where
 nothing can be imported from, because Ray puts that first on its workers' paths.
@@ -16,11 +16,12 @@ import socket
 import sys
 from typing import Any
 
-import ray
+import ray as untyped
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coordinator.video.spoken import Connect, Create, Created, Ear, Kill, NotCreated, Spoken, ToBroker, Up, said
 
+ray: Any = untyped
 NAMESPACE = "macpool"
 ACTOR = "node.video.actor", "Host"
 """What is started on the node, by name: it is the node's, and nothing of a node is imported into the coordinator."""

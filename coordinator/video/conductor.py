@@ -72,6 +72,10 @@ class Starter(Protocol):
         """End the actor of a lease, if there is one."""
         ...
 
+    def forget(self, node: NodeId) -> None:
+        """A node is no member any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -207,6 +211,8 @@ class Conductor:
     def forget(self, node: NodeId) -> None:
         """A node is no member any more."""
         self._heard.pop(node, None)
+        if self.starter is not None:
+            self.starter.forget(node)
         self.tell(boards.NodeRemoved(node))
 
     def not_started(self, lease: str, message: str) -> None:

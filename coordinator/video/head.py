@@ -1,10 +1,10 @@
 """The head of the pool's Ray cluster: `ray start --head --block` as a child of the coordinator, while it is wanted.
 
-Ray's own name of things: the head keeps the cluster's tables (GCS) and has a raylet that runs nothing; the broker is its
-only driver. Slim: no dashboard, no metrics, no log monitor, 80 MB of store. Everything of Ray demands a token that is
-read from a file of ours (0600); between machines it speaks TLS unless that is switched off. Its tables are on disk, so
-that a head that died comes back under its running jobs; where Ray cannot do that they are lost with it, and the nodes,
-which own the memory and watch the workers, go on all the same.
+In Ray's own words: the head keeps the cluster's tables (GCS) and has a raylet that runs nothing; the broker is its only
+driver. Slim: no dashboard, no metrics, no log monitor, 80 MB of store. Everything of Ray demands a token that is read
+from a file of ours (0600); between machines it speaks TLS unless that is switched off. Its tables are on disk, so that
+a head that died comes back under its running jobs; where Ray cannot do that they are lost with it, and the nodes, which
+own the memory and watch the workers, go on all the same.
 
 Ports, from `video.ray_port` on (all of them listen on every interface, which is Ray's way):
 
@@ -31,8 +31,9 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.video.ray_tls import RayAuthority
+from coordinator.video.ray_tls import LOOPBACK, RayAuthority
 from coordinator.video.settings import VideoSettings
+from machine.announce import addresses
 from machine.private import private_folder, write_private
 
 log = structlog.get_logger("coordinator.ray")
@@ -47,13 +48,18 @@ PORTS = 51
 LOOK_SECONDS = 10.0
 """Between two looks at this machine's address."""
 STARTED = b"Ray runtime started"
+USED = "used"
+"""A file beside the tables that a head came up with."""
+SESSIONS = 2
+"""Sessions whose logs stay; the newest may be gone on with."""
 MOST_SAID = 2**20
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 SLIM = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "PYTHONUNBUFFERED": "1",
+    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    "PYTHONUNBUFFERED": "1",
     "RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000", "RAY_health_check_failure_threshold": "4",
 }  # fmt: skip
@@ -80,6 +86,12 @@ def missing() -> str:
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed beside the coordinator: install macpool with its extra `video`"
     return ""
+
+
+def names(host: str) -> tuple[str, ...]:
+    """Give the addresses that a certificate for `host` has to name: Ray takes a loopback address for the machine's
+    own."""
+    return (host, *addresses()) if host in LOOPBACK else (host,)
 
 
 def environment(files: Path, inherited: Mapping[str, str], *, tls: bool) -> dict[str, str]:
@@ -115,9 +127,8 @@ class Head:
     `changed` is called when `facts` or `cause` is another."""
 
     def __init__(
-        self, state: Path, settings: VideoSettings, authority: Path, host: Callable[[], str],
-        changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, state: Path, settings: VideoSettings, host: Callable[[], str], changed: Callable[[], None]
+    ) -> None:
         self.files = state / "ray"
         self.facts: Facts | None = None
         """Of the newest head that was up; it may be starting again at the same place."""
@@ -125,7 +136,7 @@ class Head:
         """Why there is none."""
         self.pid: int | None = None
         self._settings = settings
-        self._authority_folder = authority
+        self._authority_folder = state / "authority"
         self._authority: RayAuthority | None = None
         self._host = host
         self._changed = changed
@@ -170,12 +181,11 @@ class Head:
     async def _live(self) -> str:
         """Run one head from start to end; say why it ended."""
         host = self._host()
+        called = names(host)
         port = self._settings.ray_port or (self.facts.port if self.facts else free_ports(host))
         facts = Facts(host, port, self._write(host), importlib.metadata.version("ray"))
         folder = short_folder(self.files)
-        for session in folder.glob("session_*"):
-            if not session.is_symlink():
-                shutil.rmtree(session, ignore_errors=True)
+        _prune(folder)
         process = await self._spawn(command(host, port, folder))
         self.pid = process.pid
         ended = asyncio.create_task(process.wait())
@@ -183,18 +193,27 @@ class Head:
             said = await _until_started(process)
             write_private(self._log_file, said)
             if STARTED not in said:
-                if self._storage and ended.done():
-                    self._storage = False  # this build of Ray cannot keep its tables on disk
+                self._without_tables()
                 return f"Ray did not start: {_last_words(said)}"
+            if self._storage:
+                (self.files / "tables" / USED).touch()
             log.info("ray head", address=facts.address, pid=process.pid, storage=self._storage)
             self._say(facts, "")
             reading = asyncio.create_task(_discard(process))
-            await self._while_here(host, ended)
+            await self._while_called(called, ended)
             reading.cancel()
             return "Ray's head has ended" if ended.done() else "this machine has another address now"
         finally:
             await _end(process, ended)
             self.pid = None
+
+    def _without_tables(self) -> None:
+        """Start with no tables of before the next time; and where that was so, with none on disk at all."""
+        tables = self.files / "tables"
+        if (tables / USED).exists():
+            shutil.rmtree(tables, ignore_errors=True)
+        else:
+            self._storage = False
 
     async def _spawn(self, words: list[str]) -> asyncio.subprocess.Process:
         variables = environment(self.files, os.environ, tls=self._settings.ray_tls)
@@ -214,14 +233,14 @@ class Head:
             write_private(file, secrets.token_hex(32).encode())
         authority = self.authority
         if authority is not None:
-            papers = authority.papers([host])
+            papers = authority.papers(names(host))
             write_private(self.files / "authority.pem", papers.authority)
             write_private(self.files / "certificate.pem", papers.certificate)
             write_private(self.files / "key.pem", papers.key)
         return file.read_text().strip()
 
-    async def _while_here(self, host: str, ended: asyncio.Task[int]) -> None:
-        while not ended.done() and self._host() == host:
+    async def _while_called(self, called: tuple[str, ...], ended: asyncio.Task[int]) -> None:
+        while not ended.done() and names(self._host()) == called:
             await asyncio.wait({ended}, timeout=LOOK_SECONDS)
 
     def _say(self, facts: Facts | None, cause: str) -> None:
@@ -277,6 +296,12 @@ def short_folder(files: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to somebody else")
     return private_folder(folder)
+
+
+def _prune(folder: Path) -> None:
+    sessions = [session for session in folder.glob("session_*") if not session.is_symlink()]
+    for session in sorted(sessions, key=lambda found: found.stat().st_mtime)[:-SESSIONS]:
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def free_ports(host: str) -> int:

@@ -1,4 +1,4 @@
-"""Certificates for what Ray says between machines: an authority of its own, for a Ray certificate opens Ray and no link.
+"""Certificates for what Ray says between machines, by an authority of its own: a Ray certificate opens no link.
 
 Ray verifies the address that it dials, so every certificate names addresses; and every process of Ray is client and
 server at once. A machine whose address changes gets a new certificate.

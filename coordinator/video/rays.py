@@ -10,12 +10,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from coordinator.video.head import BACK_OFF, HEALTHY, Facts, Head, environment, missing
-from coordinator.video.ray_tls import Papers
+from coordinator.video.head import BACK_OFF, HEALTHY, Facts, Head, environment, missing, names
+from coordinator.video.ray_tls import LOOPBACK, Papers
 from coordinator.video.settings import VideoSettings
 from coordinator.video.spoken import Connect, Create, Created, Ear, FromBroker, Kill, NotCreated, SpeechError, Up, said
 from machine.private import private_folder
@@ -29,7 +30,6 @@ log = structlog.get_logger("coordinator.ray")
 LINGER = 60.0
 """Seconds that Ray goes on when nobody offers videos any more: a Mac may come back."""
 GRACE = 2.0
-LOOPBACK = frozenset({"127.0.0.1", "::1"})
 
 
 class Told(Protocol):
@@ -45,10 +45,14 @@ class Told(Protocol):
 
 
 class Rays:
-    """See the module. `failed` hears of a lease whose actor could not be started, and why."""
+    """See the module. `host` gives this machine's address as nodes know it; `failed` hears of a lease whose actor could
+    not be started, and why."""
 
-    def __init__(self, head: Head, settings: VideoSettings, links: Told, failed: Callable[[str, str], None]) -> None:
-        self._head = head
+    def __init__(
+        self, state: Path, settings: VideoSettings, host: Callable[[], str], links: Told,
+        failed: Callable[[str, str], None],
+    ) -> None:  # fmt: skip
+        self._head = Head(state, settings, host, self._head_changed)
         self._settings = settings
         self._links = links
         self._failed = failed
@@ -118,7 +122,7 @@ class Rays:
 
     # -- the head ---------------------------------------------------------------------------
 
-    def head_changed(self) -> None:
+    def _head_changed(self) -> None:
         """The head is up, or another one, or gone."""
         facts = self._head.facts
         if facts is None or self._head.cause or not self._running:
@@ -147,7 +151,7 @@ class Rays:
             return RayHead(facts.address, facts.token, host, version=facts.version)
         papers = self._papers.get(host)
         if papers is None:
-            papers = self._papers[host] = authority.papers([host])
+            papers = self._papers[host] = authority.papers(names(host))
         return RayHead(facts.address, facts.token, host, papers.authority, papers.certificate, papers.key,
                        facts.version)  # fmt: skip
 

@@ -55,6 +55,9 @@ class Started:
     def stop(self, lease: str) -> None:
         self.stopped.append(lease)
 
+    def forget(self, node: str) -> None:
+        return
+
 
 @dataclass
 class VideoPeer:
