@@ -47,6 +47,8 @@ PERIODIC_SLEEPS = {
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "coordinator/video/conductor.py": "until a node is asked again that did not answer",
+    "coordinator/video/head.py": "back-off before Ray is started again",
+    "coordinator/video/rays.py": "back-off before the broker is started again",
     "machine/announce.py": "looks at our own addresses, which nobody announces",
     "node/bonjour.py": "the time in which a second cluster may answer",
     "node/supervise.py": "the period of pings to a busy engine",

@@ -204,8 +204,7 @@ class Conductor:
         self.tell(boards.Said(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
-        """A node's link ended."""
-        self._heard.pop(node, None)
+        """A node's link ended. Its last report was heard already, and says nothing new in a later picture."""
         self.tell(boards.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
