@@ -1,6 +1,7 @@
 """Videos: ask for one, see how it goes, fetch it; and the memory that is lent to them."""
 
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -169,13 +170,13 @@ def _raise_if_failed(made: dict[str, Any]) -> None:
 
 
 def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]:
-    began, told = time.monotonic(), ""
+    began, told, pause = time.monotonic(), "", threading.Event()
     with _progress(session) as bar:
         while (made := _get(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise Problem(TIMED_OUT, f"{video} is {made['status']} ({plain(made['phase'])}) after {timeout:.0f} s")
             told = bar.tell(made["progress"], plain(made["phase"]), told)
-            time.sleep(LOOK_SECONDS)
+            pause.wait(LOOK_SECONDS)
     return made
 
 
