@@ -37,7 +37,7 @@ from wire.frames import RayHead
 BACK_OFF = (1.0, 60.0)
 """First and longest wait before Ray is started again, in seconds."""
 HEALTHY = 120.0
-START_SECONDS = 90.0
+START_SECONDS = 120.0
 GRACE = 5.0
 STORE = 80_000_000
 PORTS = 60
@@ -50,7 +50,7 @@ SLIM = {
     "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    "RAY_kill_child_processes_on_worker_exit": "true", "PYTHONUNBUFFERED": "1",
+    "RAY_kill_child_processes_on_worker_exit": "true", "RAY_raylet_start_wait_time_s": "90", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 """What every process of Ray on a node is told."""
 NAME = re.compile(r"RAY_[A-Za-z0-9_]{1,80}")
