@@ -74,8 +74,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
             assert ended.code == "worker_lost"
             assert members(worker) == ()
             assert (node.limiter.leases, node.ceiling) == (0, before)
-        first = raylet.pid
-        await node.until(lambda: raylet.node and raylet.pid != first)
+        await node.until(lambda: raylet.node and raylet.pid != family[0].pid)
         assert node.supervisor.state.restarts == 0, "the engine never noticed"
         with capsys.disabled():
             print(f"\nRay on a node: {mine >> 20} MiB of its own in {len(family)} processes", end="")

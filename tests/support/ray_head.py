@@ -20,7 +20,9 @@ from tests.support.processes import ROOT, environment
 from wire.frames import LeaseGranted, RayHead
 
 DRIVER = """
-import json, sys
+import json, os, sys
+out = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from node.video.actor import Host
@@ -28,7 +30,7 @@ from node.video.actor import Host
 ray.init(address=sys.argv[1], namespace="video", log_to_driver=False, logging_level="ERROR")
 kind = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=4)(Host)
 actors = {}
-print(json.dumps({"up": True}), flush=True)
+print(json.dumps({"up": True}), file=out)
 for line in sys.stdin:
     order = json.loads(line)
     if order["do"] == "begin":
@@ -42,7 +44,7 @@ for line in sys.stdin:
         answer = {"killed": True}
     else:
         answer = {"why": ray.get(actors[order["lease"]].wait.remote(), timeout=60)}
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), file=out)
 """
 
 
