@@ -41,6 +41,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "load": ("POST /api/v1/models/load",),
     "unload": ("POST /api/v1/models/unload",),
     "profile": ("POST /api/v1/models/profile",),
+    "video": "a group",
+    "video install": "runs on the node alone",
     "place": ("POST /api/v1/place",),
     "explain": ("GET /api/v1/requests", "GET /api/v1/requests/{request_id}", "GET /api/v1/decisions"),
     "replay": "reads a file",

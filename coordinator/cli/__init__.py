@@ -17,6 +17,7 @@ COMMANDS = {
     "load": ("coordinator.cli.models:load", "Load a model into the memory of a node."),
     "unload": ("coordinator.cli.models:unload", "Give back the memory that a model takes."),
     "profile": ("coordinator.cli.models:profile", "Measure anew what a model takes on a node."),
+    "video": ("coordinator.cli.video:video", "Prepare a machine for videos."),
     "place": ("coordinator.cli.use:place", "Show where a request would go, with every node's arithmetic."),
     "simulate": ("coordinator.cli.simulate:simulate", "Play a pool in virtual time, under every placement policy."),
     "explain": ("coordinator.cli.use:explain", "Show what became of a request, and why it went where it went."),
