@@ -23,7 +23,7 @@ COMMANDS = {
     "replay": ("coordinator.cli.use:replay", "Take recorded decisions again by another policy."),
     "videos": ("coordinator.cli.videos:videos", "List videos; create, show, wait for, get or cancel one."),
     "lease": ("coordinator.cli.videos:lease", "Show the memory that nodes lend to videos."),
-    "video": ("coordinator.cli.video:video", "Prepare a pool for videos: measure what they take."),
+    "video": ("coordinator.cli.video:video", "Prepare a machine for videos; measure what they take."),
     "chat": ("coordinator.cli.use:chat", "Ask a model something."),
     "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),
     "token": ("coordinator.cli.access:token", "Make, list and revoke join tokens."),

@@ -1,10 +1,11 @@
-"""`cluster video`: what videos take, measured on this pool."""
+"""`cluster video`: what has to be there before a machine makes videos, and what they take, measured on this pool."""
 
 from typing import Any
 
 import click
 
 from coordinator.cli.session import Session, options, table
+from coordinator.cli.video_install import install
 from coordinator.cli.videos import calibration, known_models, measured_sizes
 from wire.units import show_size
 
@@ -14,6 +15,9 @@ MATRIX = "384x224,640x368,832x480,1280x720"
 @click.group()
 def video() -> None:
     """Prepare a pool for videos."""
+
+
+video.add_command(install)
 
 
 @video.command()

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheelhouse", type=Path, help="take all packages from this folder, and ask nobody")
     options = parser.parse_args(arguments)
     try:
-        environment = install(options.folder.resolve(), options.wheelhouse and options.wheelhouse.resolve())
+        environment = install(options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute())
     except (Failure, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

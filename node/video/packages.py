@@ -46,7 +46,7 @@ def find(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
     found: dict[str, Package] = {}
     for name, folder in _places(folders, hub):
         if name not in found and valid_model(name):
-            described = describe(name, folder)
+            described = _described(name, folder)
             if described is not None:
                 found[name] = Package(folder, described)
     return found
@@ -59,14 +59,21 @@ def _places(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, P
         yield from snapshots(hub, PACKAGE)
 
 
+def _described(name: str, folder: Path) -> VideoPackage | None:
+    try:
+        return describe(name, folder)
+    except Exception as error:  # whatever a stranger's files make of us, the others are offered
+        return VideoPackage(name, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
+
+
 def describe(name: str, folder: Path) -> VideoPackage | None:
     """Describe a folder; None when it is no package of a kind that the worker knows."""
     try:
         index = _object(folder / PACKAGE)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     pipeline = index.get("_class_name")
-    if pipeline not in PIPELINES:
+    if not isinstance(pipeline, str) or pipeline not in PIPELINES:
         return None
     digest = hashlib.sha256(json.dumps(index, sort_keys=True).encode())
     parts = {part: _component(folder / part, digest) for part in sorted({*EXPERTS, *NEEDED})}
@@ -74,7 +81,7 @@ def describe(name: str, folder: Path) -> VideoPackage | None:
     two = len(experts) == len(EXPERTS)
     side = _token_side(folder, two=two)
     return VideoPackage(
-        name, digest.hexdigest()[:32], str(pipeline), "", max((one.bits for one in experts), default=0),
+        name, digest.hexdigest()[:32], pipeline, "", max((one.bits for one in experts), default=0),
         sum(one.size for one in parts.values()), max((one.size for one in experts), default=0), max(1, len(experts)),
         side, _vae(folder).get("scale_factor_temporal", 4), 16 if two else 24, 40 if two else 50, 81 if two else 121,
         _cause(folder, index, parts),

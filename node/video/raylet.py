@@ -37,20 +37,22 @@ from wire.frames import RayHead
 BACK_OFF = (1.0, 60.0)
 """First and longest wait before Ray is started again, in seconds."""
 HEALTHY = 120.0
-START_SECONDS = 90.0
+START_SECONDS = 120.0
 GRACE = 5.0
 STORE = 80_000_000
 PORTS = 60
 MOST_SAID = 2**20
 STARTED = b"Ray runtime started"
 RESOURCE = "video_lease_gib"
-KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+ROOT = str(Path(__file__).parents[2])
+"""Where the actor is imported from."""
+KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 SLIM = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    "RAY_kill_child_processes_on_worker_exit": "true", "PYTHONUNBUFFERED": "1",
+    "RAY_kill_child_processes_on_worker_exit": "true", "RAY_raylet_start_wait_time_s": "90", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 """What every process of Ray on a node is told."""
 NAME = re.compile(r"RAY_[A-Za-z0-9_]{1,80}")
@@ -90,7 +92,8 @@ def environment(head: RayHead, inherited: Mapping[str, str], files: Path, node: 
     """Give the environment of this node's Ray; `files` holds token and certificates, `node` will be its id."""
     found = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
     found |= {name: value for name, value in head.environment if NAME.fullmatch(name)}
-    found |= {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node, "TMPDIR": str(files)}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
+    found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
     if head.token:
         found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
     if head.certificate:
@@ -160,7 +163,10 @@ class Raylet:
         while self._wanted:
             self._again.clear()
             head, began = self._head, loop.time()
-            cause = unusable(head) or await self._live(head)
+            try:
+                cause = unusable(head) or await self._live(head)
+            except OSError as error:
+                cause = f"Ray could not be started: {error}"
             self._say("", "" if not self._wanted else cause)
             if head != self._head or not self._wanted:
                 continue
@@ -173,11 +179,7 @@ class Raylet:
     async def _live(self, head: RayHead) -> str:
         """Run one Ray from start to end; say why it ended."""
         node = secrets.token_hex(28)
-        try:
-            process = await self._start(head, node)
-        except OSError as error:
-            return f"Ray could not be started: {error}"
-        self._process = process
+        process = self._process = await self._start(head, node)
         again = asyncio.create_task(self._again.wait())
         ended = asyncio.create_task(process.wait())
         try:
@@ -228,6 +230,7 @@ class Raylet:
                     if not piece:
                         break
                     said += piece
+        private_folder(self._log_file.parent)
         write_private(self._log_file, bytes(said))
         self._reading = asyncio.create_task(_discard(process.stdout))
         return STARTED in said
