@@ -50,6 +50,9 @@ LOOK_SECONDS = 10.0
 STARTED = b"Ray runtime started"
 USED = "used"
 """A file beside the tables that a head came up with."""
+CURRENT = "ray_current_cluster"
+"""Ray's note of a head in this folder. With it, and a node of ours on this machine that waits for its head to come
+back, Ray would take the head for running and refuse to start it."""
 SESSIONS = 2
 """Sessions whose logs stay; the newest may be gone on with."""
 MOST_SAID = 2**20
@@ -134,7 +137,6 @@ class Head:
         """Of the newest head that was up; it may be starting again at the same place."""
         self.cause = ""
         """Why there is none."""
-        self.pid: int | None = None
         self._settings = settings
         self._authority_folder = state / "authority"
         self._authority: RayAuthority | None = None
@@ -186,8 +188,8 @@ class Head:
         facts = Facts(host, port, self._write(host), importlib.metadata.version("ray"))
         folder = short_folder(self.files)
         _prune(folder)
+        (folder / CURRENT).unlink(missing_ok=True)
         process = await self._spawn(command(host, port, folder))
-        self.pid = process.pid
         ended = asyncio.create_task(process.wait())
         try:
             said = await _until_started(process)
@@ -205,7 +207,6 @@ class Head:
             return "Ray's head has ended" if ended.done() else "this machine has another address now"
         finally:
             await _end(process, ended)
-            self.pid = None
 
     def _without_tables(self) -> None:
         """Start with no tables of before the next time; and where that was so, with none on disk at all."""

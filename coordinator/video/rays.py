@@ -70,11 +70,6 @@ class Rays:
         """Why no actor can be started; empty when one can, or will be able to soon."""
         return missing()
 
-    @property
-    def pids(self) -> tuple[int | None, int | None]:
-        """The processes of head and broker; None for one that does not run."""
-        return self._head.pid, None if self._broker is None else self._broker.pid
-
     # -- what is wanted ---------------------------------------------------------------------
 
     def see(self, view: ClusterView) -> None:
@@ -130,6 +125,8 @@ class Rays:
         if self._broker is None:
             self._broker = Broker(self._head, self._failed)
             self._broker.start()
+        else:
+            self._broker.renew()  # it drove through a raylet that went with the head before
         self._papers.clear()
         self._tell([node for node in self._view.nodes if _offers(node)])
 
@@ -189,7 +186,7 @@ class Broker:
         self._writer: asyncio.StreamWriter | None = None
         self._pending: dict[str, Create] = {}
         self._task: asyncio.Task[None] | None = None
-        self.pid: int | None = None
+        self._process: asyncio.subprocess.Process | None = None
 
     def start(self) -> None:
         """Begin to keep it alive."""
@@ -200,6 +197,11 @@ class Broker:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def renew(self) -> None:
+        """Have another one in its place."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     def create(self, wanted: Create) -> None:
         """Have an actor started, now or as soon as there is a broker."""
@@ -239,7 +241,7 @@ class Broker:
                 cwd=private_folder(self._head.files / "empty"), start_new_session=True,
                 env=environment(self._head.files, os.environ, tls=self._head.authority is not None),
             )  # fmt: skip
-        self.pid = process.pid
+        self._process = process
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             writer.write(said(Connect(facts.address, facts.host)))
@@ -249,7 +251,7 @@ class Broker:
         except TimeoutError:
             return 0
         finally:
-            self._writer, self.pid = None, None
+            self._writer = self._process = None
             writer.close()
             await _end(process)
 
@@ -262,7 +264,7 @@ class Broker:
     def _take(self, one: FromBroker, writer: asyncio.StreamWriter) -> None:
         match one:
             case Up():
-                log.info("broker up", pid=self.pid)
+                log.info("broker up")
                 self._writer = writer
                 for wanted in self._pending.values():
                     writer.write(said(wanted))
