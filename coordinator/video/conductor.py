@@ -196,7 +196,10 @@ class Conductor:
             self._run()
 
     def _concerns(self, node: NodeView) -> bool:
-        return bool(node.video.leases) or self.board.held(node.id) is not None
+        """Whether what a node tells of its leases can change anything, its silence included."""
+        if node.video.leases or self.board.held(node.id) is not None:
+            return True
+        return any(job.node == node.id and job.state == State.FINALIZING for job in self.board.jobs.values())
 
     def hear(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Take what a node says of a lease."""

@@ -195,6 +195,18 @@ async def test_files_are_fetched_again_after_an_interruption_and_acknowledged_th
         assert one.peer.of(Release)[-1].cause == "acknowledged"
 
 
+async def test_files_whose_node_has_forgotten_them_are_lost(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        one.peer.told = {"video.mp4": one.peer.files.pop("video.mp4")}
+        one.peer.finish(next(iter(one.peer.leases)))
+        await one.port.until(lambda: state(one, video) == State.FINALIZING)
+        one.peer.leases.clear()
+        await one.until(video, "failed")
+        assert fault(one, video) == "artifact_lost"
+
+
 async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
     async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
         for _ in range(2):

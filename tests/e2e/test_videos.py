@@ -217,3 +217,35 @@ def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
     client = again(pool)
     with pytest.raises(openai.NotFoundError):
         client.videos.create(**SMALL)
+
+
+def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_path: Path):
+    pool = cluster_pool
+    client = up(pool)
+    state = ("--state", str(pool.state))
+    short = ("--size", "64x48", "--fps", "8", "--frames", "9")
+    assert "ready" in pool.run("nodes", *state).stdout
+    file = tmp_path / "fox.mp4"
+    done_ = pool.run("videos", "create", "a", "fox", *short, "--steps", "4", "--output-file", str(file), *state)
+    assert done_.returncode == 0, done_.stderr
+    assert file.read_bytes()[4:8] == b"ftyp"
+    assert "%" in done_.stderr, "a line for every phase where there is no terminal"
+    made = pool.cli("videos", "create", "a", "fox", *short, "--steps", "400")
+    phase(client, made["id"], "denoising")
+    assert made["id"] in pool.run("lease", "list", *state).stdout
+    assert "lends 36.0 GiB" in pool.run("nodes", *state).stdout
+    assert pool.run("videos", "wait", made["id"], "--timeout", "1s", *state).returncode == 7
+    assert pool.cli("videos", "cancel", made["id"])["status"] == "failed"
+    assert pool.run("videos", "wait", made["id"], *state).returncode == 6
+    assert pool.run("videos", "get", made["id"], *state).returncode == 6
+    assert pool.run("videos", "show", "video_x", *state).returncode == 5
+    listed = pool.run("videos", *state).stdout
+    assert "it was cancelled" in listed
+    assert "completed" in listed
+    assert pool.cli("videos", "show", made["id"])["error"]["code"] == "cancelled"
+    until(lambda: leases(pool) == [], 10, "its memory back")
+    found = pool.cli("video", "calibrate", "--sizes", "96x64,64x48", "--frames", "5", "--steps", "1")
+    assert [(one["size"], one["status"]) for one in found["clips"]] == [("64x48", "completed"), ("96x64", "completed")]
+    assert all(one["peak"] > 0 for one in found["clips"])
+    assert found["profiles"][0]["measured"] == 3
+    assert len(pool.cli("videos", "list")["data"]) == 2, "clips of a calibration are not kept"
