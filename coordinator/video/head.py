@@ -184,8 +184,8 @@ class Head:
         """Run one head from start to end; say why it ended."""
         host = self._host()
         called = names(host)
-        port = self._settings.ray_port or (self.facts.port if self.facts else free_ports(host))
-        facts = Facts(host, port, self._write(host), importlib.metadata.version("ray"))
+        token, port = self._write(host), self._settings.ray_port or self._any_port(host)
+        facts = Facts(host, port, token, importlib.metadata.version("ray"))
         folder = short_folder(self.files)
         _prune(folder)
         (folder / CURRENT).unlink(missing_ok=True)
@@ -207,6 +207,15 @@ class Head:
             return "Ray's head has ended" if ended.done() else "this machine has another address now"
         finally:
             await _end(process, ended)
+
+    def _any_port(self, host: str) -> int:
+        """Give ports that are free; the same as before if they are, so that nodes find the head where it was."""
+        file = self.files / "port"
+        known = int(file.read_text()) if file.exists() else 0
+        if not known or not _all_free(host, known):
+            known = free_ports(host)
+            write_private(file, str(known).encode())
+        return known
 
     def _without_tables(self) -> None:
         """Start with no tables of before the next time; and where that was so, with none on disk at all."""
@@ -309,14 +318,19 @@ def free_ports(host: str) -> int:
     """Find the first of PORTS ports that nobody listens on now."""
     for _ in range(100):
         first = 20_000 + secrets.randbelow(30_000)
-        if all(_free(host, first + offset) for offset in (*range(7), *range(20, PORTS, 5))):
+        if _all_free(host, first):
             return first
     raise OSError("no free ports for Ray: set video.ray_port")
+
+
+def _all_free(host: str, first: int) -> bool:
+    return all(_free(host, first + offset) for offset in (*range(7), *range(20, PORTS, 5)))
 
 
 def _free(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((host, port))
         except OSError:

@@ -4,6 +4,7 @@ Ray verifies the address that it dials, so every certificate names addresses; an
 server at once. A machine whose address changes gets a new certificate.
 """
 
+import hashlib
 import ipaddress
 import time
 from collections.abc import Callable, Iterable
@@ -11,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from coordinator.authority import CA_LIFE, certificate_builder, key_usage, named, read_pair, write_pair
+from coordinator.authority import CA_LIFE, AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
 from machine.private import private_folder
-from wire.certificate import LEAF_LIFE
+from wire.certificate import LEAF_LIFE, read_certificate
 
+Pair = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -38,14 +41,39 @@ class RayAuthority:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         private_folder(folder)
         self._clock = clock
+        self._folder = folder / "ray"
         file = folder / "ray-authority.pem"
         if not file.exists():
             write_pair(file, *self._made())
         self._key, self._certificate = read_pair(file)
 
     def papers(self, addresses: Iterable[str]) -> Papers:
-        """Make a certificate for a machine that is reached at these addresses."""
+        """Give a certificate for a machine that is reached at these addresses: the same one until two thirds of its
+        life are over, also after a restart, because a machine that gets another has to start its Ray anew."""
         wanted = sorted({*LOOPBACK, *addresses})
+        file = self._folder / f"{hashlib.sha256(' '.join(wanted).encode()).hexdigest()[:16]}.pem"
+        key, certificate = self._fresh(file) or self._written(file, wanted)
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        pem = certificate.public_bytes(Encoding.PEM)
+        return Papers(self._certificate.public_bytes(Encoding.PEM), pem, private)
+
+    def _fresh(self, file: Path) -> Pair | None:
+        """Read a certificate that is still good."""
+        try:
+            key, certificate = read_pair(file)
+            certificate.verify_directly_issued_by(self._certificate)
+        except (AuthorityError, InvalidSignature):
+            return None
+        known = read_certificate(certificate.public_bytes(Encoding.DER))
+        return (key, certificate) if self._clock() < known.renew_from else None
+
+    def _written(self, file: Path, wanted: list[str]) -> Pair:
+        private_folder(self._folder)
+        key, certificate = self._signed(wanted)
+        write_pair(file, key, certificate)
+        return key, certificate
+
+    def _signed(self, wanted: list[str]) -> Pair:
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -59,11 +87,9 @@ class RayAuthority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        pem = certificate.public_bytes(Encoding.PEM)
-        return Papers(self._certificate.public_bytes(Encoding.PEM), pem, private)
+        return key, certificate
 
-    def _made(self) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    def _made(self) -> Pair:
         key = ec.generate_private_key(ec.SECP256R1())
         name = "macpool ray authority"
         certificate = (

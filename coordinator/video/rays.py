@@ -16,7 +16,7 @@ from typing import Protocol
 import structlog
 
 from coordinator.video.head import BACK_OFF, HEALTHY, Facts, Head, environment, missing, names
-from coordinator.video.ray_tls import LOOPBACK, Papers
+from coordinator.video.ray_tls import LOOPBACK
 from coordinator.video.settings import VideoSettings
 from coordinator.video.spoken import Connect, Create, Created, Ear, FromBroker, Kill, NotCreated, SpeechError, Up, said
 from machine.private import private_folder
@@ -61,7 +61,6 @@ class Rays:
         self._running = False
         self._linger: asyncio.TimerHandle | None = None
         self._told: dict[NodeId, tuple[int, Facts, str]] = {}
-        self._papers: dict[str, Papers] = {}
         self._view = ClusterView()
         self._ending: asyncio.Task[None] | None = None
 
@@ -127,7 +126,6 @@ class Rays:
             self._broker.start()
         else:
             self._broker.renew()  # it drove through a raylet that went with the head before
-        self._papers.clear()
         self._tell([node for node in self._view.nodes if _offers(node)])
 
     def _tell(self, nodes: list[NodeView]) -> None:
@@ -146,9 +144,7 @@ class Rays:
         authority = self._head.authority
         if authority is None:
             return RayHead(facts.address, facts.token, host, version=facts.version)
-        papers = self._papers.get(host)
-        if papers is None:
-            papers = self._papers[host] = authority.papers(names(host))
+        papers = authority.papers(names(host))
         return RayHead(facts.address, facts.token, host, papers.authority, papers.certificate, papers.key,
                        facts.version)  # fmt: skip
 

@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from coordinator.video.settings import VideoSettings
 from machine.announce import addresses
 from router.view import ClusterView
 from tests.unit.coordinator.video.test_ledger import a_node
+from wire.certificate import LEAF_LIFE
 from wire.frames import Frame, RayHead
 from wire.identity import NodeId
 from wire.video import VideoPackage, VideoState
@@ -92,7 +94,11 @@ def test_papers_name_addresses_and_belong_to_an_authority_of_rays_own(tmp_path: 
         "10.0.0.7", "fd00::7", "127.0.0.1", "::1"}  # fmt: skip
     assert said.get_values_for_type(x509.UniformResourceIdentifier) == [], "it names no member of the cluster"
     assert load_pem_private_key(papers.key, None).public_key() == certificate.public_key()
-    assert RayAuthority(tmp_path).papers(["10.0.0.8"]).authority == papers.authority, "it stays the same"
+    again = RayAuthority(tmp_path)
+    assert again.papers(["10.0.0.8"]).authority == papers.authority
+    assert again.papers(["fd00::7", "10.0.0.7"]) == papers, "who has another certificate has to start Ray anew"
+    later = RayAuthority(tmp_path, lambda: time.time() + LEAF_LIFE * 0.7)
+    assert later.papers(["10.0.0.7", "fd00::7"]) != papers
     assert (tmp_path / "ray-authority.pem").stat().st_mode & 0o777 == 0o600
 
 
