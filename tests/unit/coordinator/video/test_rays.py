@@ -123,12 +123,14 @@ def test_loopback_means_every_address_of_this_machine():
 async def test_where_nobody_offers_videos_nothing_runs(tmp_path: Path, video: VideoState, settings: dict[str, Any]):
     wire = Wire(a="10.0.0.2")
     made = rays(tmp_path, wire, **settings)
-    made.see(ClusterView((a_node("a", video=video),)))
-    assert not made._running
-    assert os.listdir(tmp_path) == []
-    assert wire.told == []
-    assert len(asyncio.all_tasks()) == 1
-    await made.close()
+    try:
+        made.see(ClusterView((a_node("a", video=video),)))
+        assert not made._running
+        assert os.listdir(tmp_path) == []
+        assert wire.told == []
+        assert len(asyncio.all_tasks()) == 1
+    finally:
+        await made.close()
 
 
 async def test_each_node_is_told_once_over_each_link_with_papers_for_its_address(tmp_path: Path):
