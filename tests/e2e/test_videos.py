@@ -41,10 +41,10 @@ def up(pool: Pool, *names: str, **more: Any) -> openai.OpenAI:
     return again(pool)
 
 
-def again(pool: Pool) -> openai.OpenAI:
+def again(pool: Pool, key: str = "") -> openai.OpenAI:
     """Give a client of a coordinator that runs."""
     direct = httpx.Client(trust_env=False, timeout=60)
-    return openai.OpenAI(base_url=pool.facts["base_url"], api_key=pool.key, max_retries=0, http_client=direct)
+    return openai.OpenAI(base_url=pool.facts["base_url"], api_key=key or pool.key, max_retries=0, http_client=direct)
 
 
 def video(pool: Pool, name: str) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
 
 def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_path: Path):
     pool = cluster_pool
-    client = up(pool)
+    up(pool)
     state = ("--state", str(pool.state))
     short = ("--size", "64x48", "--fps", "8", "--frames", "9")
     assert "ready" in pool.run("nodes", *state).stdout
@@ -231,7 +231,7 @@ def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_pat
     assert file.read_bytes()[4:8] == b"ftyp"
     assert "%" in done_.stderr, "a line for every phase where there is no terminal"
     made = pool.cli("videos", "create", "a", "fox", *short, "--steps", "400")
-    phase(client, made["id"], "denoising")
+    phase(again(pool, pool.secret), made["id"], "denoising")
     assert made["id"] in pool.run("lease", "list", *state).stdout
     assert "lends 36.0 GiB" in pool.run("nodes", *state).stdout
     assert pool.run("videos", "wait", made["id"], "--timeout", "1s", *state).returncode == 7
