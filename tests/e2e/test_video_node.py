@@ -175,7 +175,7 @@ async def test_a_worker_whose_footprint_cannot_be_read_is_ended(make: Make, monk
     node = await make()
     node.ask(job=LONG)
     worker = await node.working(Phase.LOADING)
-    monkeypatch.setattr(watch, "footprint", lambda group: None)
+    monkeypatch.setattr(watch, "footprint_of", lambda pids: None)
     assert (await node.ended()).code == "monitor_failed"
     assert members(worker) == ()
 
