@@ -29,7 +29,7 @@ from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
 from node.video import watchdog
-from node.video.folder import OUT, Grant
+from node.video.folder import GRANT, OUT, SCRATCH, Grant
 from node.video.offer import Offer
 from node.video.spec import Spec, read_spec
 from node.video.watch import COMPLETED, LOOK, Watch, kill, worker_environment
@@ -44,7 +44,9 @@ CONFIRM_SECONDS = 5.0
 """Longest wait for the engine to say that it holds to lower limits, or that it made room."""
 ACKNOWLEDGED = "acknowledged"
 NO_DISK = "disk_full"
+STOPPING = "node_stopping"
 SILENT = "engine_silent"
+RETRY_SOON = 2.0
 KEPT = 32
 """Leases that ended and are not acknowledged yet; of more the oldest are forgotten with their files."""
 PREFIX = "artifact:"
@@ -68,6 +70,7 @@ class Lender:
         self._watch: Watch | None = None
         self._asked: tuple[str, int] | None = None
         self._order = ""
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._told: tuple[object, ...] = ()
@@ -120,12 +123,12 @@ class Lender:
         held = self._ledger.find(ask.lease, ask.generation)
         if held is not None:
             self._repeat(held)
+        elif self._stopping:
+            self.say(leases.no(ask, STOPPING, "this node is stopping", leases.RETRY_READY))
         elif self._task is not None or self._asked is not None:
             holding = self._ledger.holding
-            what = f"to {holding.job}" if holding is not None else "already"
-            self.say(
-                leases.no(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", leases.RETRY_HELD)
-            )
+            what, wait = (f"to {holding.job}", leases.RETRY_HELD) if holding is not None else ("already", RETRY_SOON)
+            self.say(leases.no(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
         else:
             self._asked, self._order = (ask.lease, ask.generation), ""
             self._task = asyncio.get_running_loop().create_task(self._live(ask))
@@ -175,13 +178,17 @@ class Lender:
         if held.worker is not None:
             await kill(held.worker, 0.0)
         self._give_back()
+        place = self._place(held)
+        (place / GRANT).unlink(missing_ok=True)
+        shutil.rmtree(place / SCRATCH, ignore_errors=True)
         log.warning("lease recovered", lease=held.lease, job=held.job, size=show_size(held.size))
         self._conclude(held, End(watchdog.LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
-        """End the worker and give the lease back."""
+        """End the worker and give the lease back; nothing is lent any more."""
+        self._stopping = True
         if self._task is not None:
-            self._order = self._order or "node_stopping"
+            self._order = self._order or STOPPING
             self._news.set()
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -299,7 +306,7 @@ class Lender:
                 generation=held.generation,
                 size=held.size,
                 python=str(self._offer.python),
-                environment=worker_environment(os.environ, place / "scratch"),
+                environment=worker_environment(os.environ, place / SCRATCH),
                 job=job,
             )
         )

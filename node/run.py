@@ -173,6 +173,7 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
     try:
         await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
+            await studio.lender.stop()
             await agent.stop(drain, reason)
         await run
         if reason == "leave":

@@ -67,10 +67,14 @@ def open_sensor(pid: int) -> Sensor:
 
 
 def footprint(group: int) -> int | None:
-    """Read all living processes of a group once, as the video worker's, and add them up; None when there is none, or
-    one of those that live on cannot be read."""
+    """Read all living processes of a group once, as the video worker's; None when there is none, or not all can be."""
+    return footprint_of(members(group))
+
+
+def footprint_of(pids: tuple[int, ...]) -> int | None:
+    """Read some processes once and add them up; None when there is none, or one of those that live cannot be read."""
     total = 0
-    for pid in members(group):
+    for pid in pids:
         found = _footprint(pid)
         if found is None and born(pid):
             return None

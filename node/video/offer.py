@@ -93,6 +93,12 @@ class Offer:
                 self.changed()
 
     def _look(self) -> Found:
+        try:
+            return self._seen()
+        except OSError as error:
+            return Found({}, f"packages and environment cannot be looked at: {error}")
+
+    def _seen(self) -> Found:
         engine = environment.engine_of(environment.locks())
         missing = environment.missing(self.environments)
         found = packages.find(self._settings.models.folders, self._hub)

@@ -238,7 +238,7 @@ class Raylet:
     def _last_words(self) -> str:
         with suppress(OSError):
             lines = [line.strip() for line in self._log_file.read_text(errors="replace").splitlines() if line.strip()]
-            return " / ".join(lines[-3:])[:500]
+            return lines[-1][:300] if lines else "it said nothing"
         return "it said nothing"
 
     def _say(self, node: str, cause: str) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from node.lending import Lender
 from node.limits import Limiter
 from node.poll import Poll
@@ -12,6 +14,8 @@ from node.video.offer import Offer
 from node.video.raylet import Raylet
 from wire.frames import Frame
 from wire.units import GIB
+
+log = structlog.get_logger("node.video")
 
 
 class Studio:
@@ -35,7 +39,11 @@ class Studio:
 
     async def start(self) -> None:
         """Take up leases of an earlier agent, and look for packages."""
-        await self.lender.start()
+        try:
+            await self.lender.start()
+        except OSError as error:
+            log.error("video off", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
+            return
         await self.offer.start()
         self._offered()
 

@@ -19,7 +19,7 @@ import msgspec
 
 from machine.private import private_folder, write_private
 from node.leases import Held, Phase, Worker
-from node.memory.sensor import born, footprint, members
+from node.memory.sensor import born, footprint_of, members
 from node.video import watchdog
 from node.video.folder import (
     ATTENDED,
@@ -174,12 +174,12 @@ class Watch:
 
     def _judge(self, worker: Worker, now: float) -> End | None:
         assert self.state is not None  # noqa: S101  it begins with the worker
-        read = footprint(worker.pid)
-        alive = bool(living(worker))
+        alive = living(worker)
+        read = footprint_of(alive)
         self.footprint = read or 0
         if self.job.end is not None and (not alive or now - self.job.said_at >= LEAVE):
             return self.job.end
-        seen = Seen(read, self.job.mark, alive, locked(self.folder / ATTENDED))
+        seen = Seen(read, self.job.mark, bool(alive), locked(self.folder / ATTENDED))
         if not alive:  # its last words may have come between
             for line in self._tail.lines():
                 self.job.hear(line, now)
@@ -190,7 +190,8 @@ class Watch:
 
     async def kill(self, end: End) -> None:
         """End the worker's group, and return when no process of it lives."""
-        (self.folder / GRANT).unlink(missing_ok=True)
+        with suppress(OSError):
+            (self.folder / GRANT).unlink(missing_ok=True)
         if self.worker is not None:
             await kill(self.worker, 0.0 if end.at_once else self._grace)
 

@@ -19,10 +19,12 @@ from node.leases import Phase
 from node.memory.sensor import members
 from node.video import watch
 from node.video.watchdog import Bounds
+from tests import models
 from tests.support import studio
 from tests.support.processes import ROOT, environment, until
 from tests.support.studio import JOB, LEASE, LONG, Node, flat, spoiled
-from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
+from wire.codec import encode
+from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused, Load
 from wire.report import Level
 from wire.units import GIB, MIB
 from wire.verdict import headroom, level
@@ -175,7 +177,7 @@ async def test_a_worker_whose_footprint_cannot_be_read_is_ended(make: Make, monk
     node = await make()
     node.ask(job=LONG)
     worker = await node.working(Phase.LOADING)
-    monkeypatch.setattr(watch, "footprint", lambda group: None)
+    monkeypatch.setattr(watch, "footprint_of", lambda pids: None)
     assert (await node.ended()).code == "monitor_failed"
     assert members(worker) == ()
 
@@ -400,3 +402,42 @@ async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make,
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "engine_silent"
     assert (node.ceiling, node.limiter.leases, node.lender.states()) == (before, 0, ())
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["idle", "preloaded"])
+async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
+    make: Make, tmp_path: Path, pinned: bool
+):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "large").symlink_to(models.path("llama", trained=False, preset="bench50m"))
+    node = await make(
+        attends=False, engine__kind="mlx", models__folders=f"{studio.tiny_wan()},{tmp_path / 'models'}",
+        models__profile="off", models__preload="large" if pinned else "", memory__cap="6GiB", memory__margin="64MiB",
+        memory__canary="off",
+    )  # fmt: skip
+    if not pinned:
+        node.supervisor.send(encode(Load(1, "large")), Load, 1)
+
+    def loaded() -> bool:
+        report = node.supervisor.report
+        return report is not None and any(model.loaded for model in report.models if model.name == "large")
+
+    def settled() -> bool:
+        memory = node.poll.memory()
+        return memory.phys is not None and memory.recent <= memory.phys + 4 * MIB
+
+    await node.until(lambda: loaded() and settled())
+    memory = node.poll.memory()
+    room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
+    assert room is not None
+    node.ask(room + 64 * MIB)
+    answer = await node.answer()
+    if pinned:
+        assert isinstance(answer, LeaseRefused)
+        assert answer.code == "no_headroom"
+        assert "large (preloaded)" in answer.waiting_for
+        assert loaded()
+    else:
+        assert isinstance(answer, LeaseGranted)
+        assert not loaded()
+        assert level(node.poll.memory()) is Level.OK
