@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import structlog
 
 from coordinator.store import StoreError
-from coordinator.video import board as boards
+from coordinator.video import events
 from coordinator.video.artifacts import Artifacts, Interrupted
-from coordinator.video.board import Board, Event, Hold, advance
+from coordinator.video.board import Board, Hold, advance
 from coordinator.video.jobs import Fault, Job, State, Wanted
 from coordinator.video.ledger import Choice, choose, packages_of, profile_of
 from coordinator.video.predictor import Profile, ProfileKey, key_of
@@ -110,7 +110,7 @@ class Conductor:
         self.board = Board(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
         self._heard: dict[str, float] = {}
-        self._events: deque[Event] = deque()
+        self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -119,7 +119,7 @@ class Conductor:
         self.broken = ""
         """Why nothing can be written down any more; empty while it can."""
         if self.board.jobs:
-            self.tell(boards.Restarted())
+            self.tell(events.Restarted())
             self.artifacts.sweep(set(self.board.jobs))
 
     async def close(self) -> None:
@@ -149,18 +149,18 @@ class Conductor:
             idempotency=idempotency, digest=digest,
         )  # fmt: skip
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
-        self.tell(boards.Submitted(job))
+        self.tell(events.Submitted(job))
         await self._written()
         return self.board.jobs.get(job.id, job)
 
     async def cancel(self, job: str) -> None:
         """End a job."""
-        self.tell(boards.Cancelled(job))
+        self.tell(events.Cancelled(job))
         await self._written()
 
     async def delete(self, job: str) -> None:
         """End a job and forget it."""
-        self.tell(boards.Deleted(job))
+        self.tell(events.Deleted(job))
         await self._written()
 
     def job(self, name: str) -> Job | None:
@@ -190,7 +190,7 @@ class Conductor:
         for node in view.nodes:
             if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
                 self._heard[node.id] = node.heard_at
-                self.tell(boards.Reported(node.id, node.video.leases))
+                self.tell(events.Reported(node.id, node.video.leases))
         if not self._running:
             self._look()
             self._run()
@@ -204,27 +204,27 @@ class Conductor:
     def hear(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Take what a node says of a lease."""
         log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
-        self.tell(boards.Said(node, frame))
+        self.tell(events.Said(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
         """A node's link ended. Its last report was heard already, and says nothing new in a later picture."""
-        self.tell(boards.NodeAway(node))
+        self.tell(events.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
         """A node is no member any more."""
         self._heard.pop(node, None)
         if self.starter is not None:
             self.starter.forget(node)
-        self.tell(boards.NodeRemoved(node))
+        self.tell(events.NodeRemoved(node))
 
     def not_started(self, lease: str, message: str) -> None:
         """Ray could not start the actor of a lease."""
         log.warning("actor not started", lease=lease, message=message)
-        self.tell(boards.NotStarted(lease, message))
+        self.tell(events.NotStarted(lease, message))
 
     # -- the board -------------------------------------------------------------------------
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: events.Event) -> None:
         """Tell the board what happened and do what it says; what follows from that is told after it."""
         self._events.append(event)
         self._run()
@@ -242,7 +242,7 @@ class Conductor:
             self._running = False
         self._plan()
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: events.Event) -> None:
         before = self.board
         self.board, actions = advance(before, event, self._wall())
         for action in actions:
@@ -262,9 +262,9 @@ class Conductor:
         if found is None:
             return
         if isinstance(found, Choice):
-            self._events.append(boards.Placed(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
+            self._events.append(events.Placed(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
         elif (found.job.phase, found.job.due is None) != (found.phase, found.busy):
-            self._events.append(boards.Waits(found.job.id, found.phase, found.busy))
+            self._events.append(events.Waits(found.job.id, found.phase, found.busy))
 
     def _plan(self) -> None:
         if not self.board.jobs and not self.board.holds:
@@ -283,31 +283,31 @@ class Conductor:
 
     def _tick(self) -> None:
         self._timer = None
-        self.tell(boards.Tick())
+        self.tell(events.Tick())
 
-    def _act(self, action: boards.Action) -> None:
+    def _act(self, action: events.Action) -> None:
         match action:
-            case boards.Save(job):
+            case events.Save(job):
                 self._save(lambda: self._store.put_job(job))
-            case boards.Ask(job):
+            case events.Ask(job):
                 self._ask(job)
-            case boards.GiveBack(node, lease, generation, cause):
+            case events.GiveBack(node, lease, generation, cause):
                 self._links.send(NodeId(node), Release(lease, generation, cause))
-            case boards.Start(job, folder):
+            case events.Start(job, folder):
                 self._start(job, folder)
-            case boards.Stop(lease):
+            case events.Stop(lease):
                 if self.starter is not None:
                     self.starter.stop(lease)
-            case boards.Fetch(job, artifacts):
+            case events.Fetch(job, artifacts):
                 if job.id not in self._fetching:
                     task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
                     task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
-            case boards.Measured(job, peak):
+            case events.Measured(job, peak):
                 self._measured(job, peak)
-            case boards.Drop(job):
+            case events.Drop(job):
                 self._save(lambda: self._store.drop_job(job))
                 self._remove(job)
-            case boards.Expire(job):
+            case events.Expire(job):
                 self._remove(job)
 
     def _save(self, write: Callable[[], None]) -> None:
@@ -321,12 +321,12 @@ class Conductor:
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"
             refused = LeaseRefused(job.lease, job.generation, "link_lost", why, retry_after=AGAIN, waiting_for=why)
-            self._events.append(boards.Said(job.node, refused))
+            self._events.append(events.Said(job.node, refused))
 
     def _start(self, job: Job, folder: str) -> None:
         node = self.view.node(NodeId(job.node))
         if self.starter is None or node is None or not node.video.ray:
-            self._events.append(boards.NotStarted(job.lease, "Ray is not up on its node"))
+            self._events.append(events.NotStarted(job.lease, "Ray is not up on its node"))
         else:
             self.starter.start(job.lease, job.generation, node.video.ray, folder, job.size)
 
@@ -342,9 +342,9 @@ class Conductor:
             if now is None or (now.state, now.generation) != (State.FINALIZING, job.generation):
                 return
         if isinstance(found, Fault):
-            self.tell(boards.NotFetched(job.id, job.generation, found))
+            self.tell(events.NotFetched(job.id, job.generation, found))
         else:
-            self.tell(boards.Fetched(job.id, job.generation, found))
+            self.tell(events.Fetched(job.id, job.generation, found))
 
     def _measured(self, job: Job, peak: int) -> None:
         package = next((one for node, one in packages_of(self.view, job.wanted.model) if node.id == job.node), None)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.video.board import (
+from coordinator.video.board import Board, Rules, advance
+from coordinator.video.events import (
     ACKNOWLEDGED,
     Action,
     Ask,
-    Board,
     Cancelled,
     Deleted,
     Drop,
@@ -27,14 +27,12 @@ from coordinator.video.board import (
     Placed,
     Reported,
     Restarted,
-    Rules,
     Said,
     Save,
     Start,
     Submitted,
     Tick,
     Waits,
-    advance,
 )
 from coordinator.video.jobs import MOVES, Fault, IllegalMoveError, Job, Kept, State, Wanted, moved, shown
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
