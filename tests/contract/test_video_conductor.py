@@ -1,12 +1,14 @@
 """The conductor over the real link: peers that refuse, vanish, come back, lie, and a coordinator that begins again."""
 
 import asyncio
+import errno
 import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.video import artifacts as artifacts_module
 from coordinator.video.artifacts import Artifacts
 from coordinator.video.jobs import Fault, State
 from tests.contract.test_videos import Pool, pool
@@ -271,3 +273,20 @@ async def test_a_disk_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     assert isinstance(found, Fault)
     assert found.code == "storage_failed"
     assert "the coordinator cannot write" in found.message
+
+
+async def test_a_full_disk_is_a_clear_error_and_the_node_may_drop_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(descriptor: int, piece: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(artifacts_module, "_write", full)
+    async with pool(tmp_path) as one:
+        video = await asked(one)
+        failed = await one.until(video, "failed")
+        assert failed["error"]["code"] == "storage_full"
+        assert "the disk of the coordinator is full" in failed["error"]["message"]
+        await one.port.until(lambda: one.peer.ended == {})
+        folder = one.conductor.artifacts.folder(video)
+        await one.port.until(lambda: not folder.exists())
