@@ -340,7 +340,9 @@ class Lender:
         """Look until there is an end to it."""
         while True:
             if self._order:
-                return End(self._order, "this node is stopping" if self._stopping else "the coordinator ended the lease")
+                return End(
+                    self._order, "this node is stopping" if self._stopping else "the coordinator ended the lease"
+                )
             end = watch.look()
             self._note(watch)
             if end is not None:
