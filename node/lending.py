@@ -23,13 +23,13 @@ from msgspec.structs import replace
 
 from machine.private import private_folder, write_private
 from node import leases
-from node.leases import Held, Ledger, Phase
+from node.leases import Held, Ledger, Phase, Worker
 from node.limits import Limiter
 from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
 from node.video import watchdog
-from node.video.folder import GRANT, OUT, SCRATCH, Grant
+from node.video.folder import GRANT, OUT, SCRATCH, Grant, read_claim
 from node.video.offer import Offer
 from node.video.spec import Spec, read_spec
 from node.video.watch import COMPLETED, LOOK, Watch, kill, worker_environment
@@ -175,10 +175,12 @@ class Lender:
         if held is None:
             return
         self._limiter.leases = held.size
-        if held.worker is not None:
-            await kill(held.worker, 0.0)
-        self._give_back()
         place = self._place(held)
+        claim = read_claim(place)
+        worker = held.worker or (Worker(pid=claim.worker, born=claim.born) if claim is not None else None)
+        if worker is not None:
+            await kill(worker, 0.0)
+        self._give_back()
         (place / GRANT).unlink(missing_ok=True)
         shutil.rmtree(place / SCRATCH, ignore_errors=True)
         log.warning("lease recovered", lease=held.lease, job=held.job, size=show_size(held.size))
@@ -338,7 +340,9 @@ class Lender:
         """Look until there is an end to it."""
         while True:
             if self._order:
-                return End(self._order, "the coordinator ended the lease")
+                return End(
+                    self._order, "this node is stopping" if self._stopping else "the coordinator ended the lease"
+                )
             end = watch.look()
             self._note(watch)
             if end is not None:

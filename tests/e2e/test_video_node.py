@@ -12,12 +12,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from node.leases import Phase
-from node.memory.sensor import members
+from node.leases import Held, Ledger, Phase
+from node.memory.sensor import born, members
 from node.video import watch
+from node.video.folder import Claim
 from node.video.watchdog import Bounds
 from tests import models
 from tests.support import studio
@@ -255,6 +257,28 @@ async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the
         assert "restarted" in ended.message
         node.ask(lease="l-2")
         assert isinstance(await node.answer("l-2"), LeaseGranted), "and the next is served"
+    finally:
+        await node.stop()
+
+
+async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(tmp_path: Path):
+    """Agent and attendant were killed at once, before the agent wrote down who the worker is, and that one hangs."""
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220  it is started at once
+    settings = flat()
+    place = tmp_path / "node" / "node" / "video" / "leases"
+    (place / "l-1.1" / "scratch").mkdir(parents=True)
+    held = Held(lease="l-1", generation=1, job="video_l-1", model="tiny-wan", size=LEASE)
+    (place / "leases.json").write_bytes(msgspec.json.encode(Ledger().put(held)))
+    claim = Claim(attendant=1, worker=sleeper.pid, born=born(sleeper.pid))
+    (place / "l-1.1" / "claim.json").write_bytes(msgspec.json.encode(claim))
+    (place / "l-1.1" / "lease.json").write_text("{}")
+    node = Node(tmp_path / "node", settings)
+    try:
+        await node.start()
+        assert sleeper.wait(10) == -signal.SIGKILL
+        assert (await node.ended()).code == "worker_lost"
+        assert sorted(one.name for one in (place / "l-1.1").iterdir()) == ["claim.json"]
+        assert node.limiter.leases == 0
     finally:
         await node.stop()
 
