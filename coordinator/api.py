@@ -35,6 +35,8 @@ from coordinator.metrics.service import Metrics, Unreachable
 from coordinator.qr import squares
 from coordinator.registry import Registry, measured, standing
 from coordinator.store import AUDIT_KEPT
+from coordinator.video.conductor import Conductor
+from coordinator.video.shown import lease_row, package_rows, profile_rows
 from coordinator.web.live import Live
 from coordinator.web.visitors import CODE_SECONDS, PAGE, Visitors
 from router.dialects.openapi import ALWAYS, openapi_schemas, told
@@ -240,6 +242,7 @@ class Api:
         ring: KeyRing,
         traffic: Traffic,
         loads: Loads,
+        conductor: Conductor,
         facts: Facts,
         paths: Mapping[str, Any],
         visitors: Visitors,
@@ -251,6 +254,7 @@ class Api:
         self._ring = ring
         self._traffic = traffic
         self._loads = loads
+        self._conductor = conductor
         self._facts = facts
         self._paths = paths
         self._visitors = visitors
@@ -293,6 +297,8 @@ class Api:
             ("POST", "/models/load", "admin", self.load),
             ("POST", "/models/unload", "admin", self.unload),
             ("POST", "/models/profile", "admin", self.profile),
+            ("GET", "/videos/models", "infer", self.video_models),
+            ("GET", "/leases", "metrics", self.leases),
             ("POST", "/place", "metrics", self.place),
             ("GET", "/requests", "metrics", self.requests),
             ("GET", "/requests/{request_id}", "metrics", self.request),
@@ -548,6 +554,21 @@ class Api:
         if wrong is not None:
             raise ProblemError(_problem(wrong))
         return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
+
+    async def video_models(self) -> dict[str, Any]:
+        """List the models that make videos, where they are, and what is known of the memory that they take."""
+        conductor = self._conductor
+        models = package_rows(self._registry.view(), conductor.profiles)
+        return {"schema": 1, "lease": conductor.settings.lease_bytes, "models": models,
+                "profiles": profile_rows(conductor.profiles)}  # fmt: skip
+
+    async def leases(self) -> dict[str, Any]:
+        """List the memory that nodes have lent to videos, oldest first; sizes in bytes."""
+        view = self._registry.view()
+        return {
+            "schema": 1,
+            "leases": [lease_row(hold, self._conductor.board, view) for hold in self._conductor.holds()],
+        }
 
     def _node_view(self, node: str | None) -> NodeView | None:
         return None if node is None else self._registry.view().node(self._find(node))

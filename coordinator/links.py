@@ -36,6 +36,9 @@ from wire.frames import (
     Frame,
     Goodbye,
     Hello,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
     Ping,
     Refusal,
     Renew,
@@ -51,7 +54,8 @@ STRANGER_BYTES = 16 * 1024
 STRANGERS = 64
 """Connections without a certificate; a quarter of it from one address. Who shows one of ours is never turned away here,
 so a crowd of strangers cannot keep a node out, not even one behind the same address."""
-FROM_NODES = (Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed)
+FROM_NODES = (Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed, LeaseGranted, LeaseRefused,
+              LeaseEnded)  # fmt: skip
 """What a linked node may send."""
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024
@@ -342,6 +346,11 @@ class LinkServer:
         """Send on the node's newest link; False when there is none."""
         link = self._links.get(node)
         return link is not None and link.send(frame)
+
+    def address(self, node: NodeId) -> str:
+        """Give the address from which a node dialed its newest link; empty when there is none."""
+        link = self._links.get(node)
+        return "" if link is None else link.address
 
     def hang_up(self, node: NodeId, reason: str, denied: Denied | None = None) -> None:
         """End every link of a node at once, telling it why when there is a reason that it should know."""

@@ -20,6 +20,7 @@ from coordinator.enrolment import Conversation, Enrolment, plain_hardware
 from coordinator.links import LinkServer
 from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
 from coordinator.store import MemberRow, Store
+from coordinator.video.shown import video_row
 from router.view import ClusterView, NodeView, view_of
 from wire.advert import plain
 from wire.certificate import read_certificate
@@ -437,6 +438,7 @@ class Registry:
                 }
                 for m in view.models.values()
             ],
+            "video": video_row(view.video),
         }
 
 

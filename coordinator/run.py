@@ -49,6 +49,10 @@ from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
+from coordinator.video.api import Videos
+from coordinator.video.conductor import Conductor
+from coordinator.video.placing import Both
+from coordinator.video.rays import Rays
 from coordinator.web.page import Page
 from coordinator.web.visitors import Visitors
 from machine.announce import Announcement, addresses
@@ -181,7 +185,13 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
         quotas=Quotas(ring.limits),
     )  # fmt: skip
-    registry.placing = dispatcher
+    conductor = Conductor(state, settings.video, registry.links)
+    stack.push_async_callback(conductor.close)
+    registry.placing = Both(dispatcher, conductor)
+    rays = Rays(state, settings.video, lambda: _ray_host(options.cluster_listen[0]), registry.links,
+                conductor.not_started)  # fmt: skip
+    stack.push_async_callback(rays.close)
+    conductor.starter = rays
     cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
     stack.push_async_callback(registry.links.close)
 
@@ -198,10 +208,10 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     loads = Loads(dispatcher, time.monotonic)
     metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
     conditions = _conditions(settings, metrics, stack)
-    api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(),
+    api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(),
               Visitors(ring, pepper, time.time), Seen(metrics, conditions, events, log_file))  # fmt: skip
-    control = Page(ShortBodies(api.app))
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=control), settings.http.hosts)
+    videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(ShortBodies(api.app)))
+    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
     await stack.enter_async_context(_http(app, door, sockets, context))
@@ -404,6 +414,11 @@ def _reachable(host: str) -> str:
         return f"[{host}]" if ":" in host else host
     best = next(iter(addresses()), "127.0.0.1")
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
+
+
+def _ray_host(host: str) -> str:
+    """Give the address at which Ray's head listens: the one where nodes reach us."""
+    return host if host not in ("0.0.0.0", "::") else next(iter(addresses()), "127.0.0.1")  # noqa: S104
 
 
 def _from_here(host: str) -> str:

@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from coordinator.video.settings import VideoSettings
 from router.settings import RouterSettings
 from wire.settings import Section
 
-OTHERS = frozenset({"memory", "engine", "models", "node"})
+OTHERS = frozenset({"memory", "engine", "models", "node", "worker"})
 """Sections of the same file that belong to the node on this machine."""
 
 
@@ -60,3 +61,4 @@ class CoordinatorSettings(Section, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     router: RouterSettings = RouterSettings()
     conditions: ConditionSettings = ConditionSettings()
+    video: VideoSettings = VideoSettings()

@@ -167,7 +167,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
         try:
-            connection = _open(folder / "cluster.db")
+            connection = open_database(folder / "cluster.db", MIGRATIONS)
             self._load(connection)
         except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
             self._lock.release()
@@ -355,7 +355,10 @@ class Store:
             self._failure = StoreError(f"the state could not be written ({error}): make room, then restart")
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
+    """Open a database of ours (0600, WAL, synchronous=FULL) in the schema that the last of `migrations` makes.
+
+    StoreError when it cannot be opened, is damaged, or was written by a newer macpool."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         path.chmod(0o600)
@@ -363,7 +366,7 @@ def _open(path: Path) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"cannot write {path}: {error}") from None
     try:
-        _prepare(connection, path)
+        _prepare(connection, path, migrations)
     except sqlite3.Error as error:
         connection.close()
         raise StoreError(f"{path} cannot be used: {error}; restore a backup or move it away") from None
@@ -373,18 +376,18 @@ def _open(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, migrations: Sequence[str]) -> None:
     (state,) = connection.execute("PRAGMA quick_check").fetchone()
     if state != "ok":
         raise StoreError(f"{path} is damaged ({state}): restore a backup or move it away")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > len(MIGRATIONS):
+    if version > len(migrations):
         raise StoreError(
-            f"{path} was written by a newer macpool (schema {version}, we know {len(MIGRATIONS)}): update macpool"
+            f"{path} was written by a newer macpool (schema {version}, we know {len(migrations)}): update macpool"
         )
-    for number, script in enumerate(MIGRATIONS[version:], version + 1):
+    for number, script in enumerate(migrations[version:], version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
 
 

@@ -54,6 +54,8 @@ ENTRIES = (
     Entry("engine", "The engine answers on Metal", mac_engine.engine_answers),
     Entry("engine-pressure", "A prompt that does not fit is refused, not paged"),
     Entry("interval-height", "The interval high-water mark of a footprint"),
+    Entry("worker-group", "The processes of a video worker's group, and when one began"),
+    Entry("video-worker", "A clip of Wan2.2, its peak and its wired limit"),
     Entry("pressure-level", "The system's own word for its memory pressure"),
     Entry("wired-follows", "The engine's wired limit follows its cap and the leases"),
     Entry("prefill-transients", "What a prefill takes for a moment on Metal, beside the estimate"),

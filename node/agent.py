@@ -28,12 +28,14 @@ from msgspec.structs import replace
 from node import bonjour
 from node.alarm import Alarm
 from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
+from node.lending import PREFIX, Lender
 from node.limits import Limiter
 from node.link import Link, dial
 from node.memory.sensor import footprint
 from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
+from node.video.raylet import Raylet
 from wire.codec import decode, encode, head_of
 from wire.frames import (
     TAGS,
@@ -49,10 +51,13 @@ from wire.frames import (
     Generate,
     Goodbye,
     Hello,
+    Lease,
     Load,
     Ping,
     Profile,
+    RayHead,
     Refusal,
+    Release,
     Renew,
     Renewed,
     Report,
@@ -62,6 +67,7 @@ from wire.frames import (
 from wire.identity import PROTOCOL
 from wire.measures import GateMeasures, NodeMeasures
 from wire.report import Enforcement, Hardware, Memory, System
+from wire.video import VideoState
 
 SILENCE = 10.0
 """Seconds without a frame after which the link is given up."""
@@ -114,6 +120,8 @@ class Agent:
         self.supervisor: Supervisor | None = None
         self.limiter: Limiter | None = None
         self.poll: Poll | None = None
+        self.lender: Lender | None = None
+        self.raylet: Raylet | None = None
         self.welcomed = asyncio.Event()
         self.on_ready: Callable[[str], None] = lambda address: None
         """Called with the coordinator's address whenever this node is linked and its engine is up."""
@@ -245,10 +253,24 @@ class Agent:
                 self._denied(frame)
             case Ask():
                 self._answer(link, frame)
+            case Lease() | Release() | RayHead():
+                self._lend(frame)
             case Renewed():
                 self._spawn(self._take_over(frame))
             case _:
                 link.abort(f"the coordinator sent {type(frame).__name__}, which only nodes send")
+
+    def _lend(self, frame: Lease | Release | RayHead) -> None:
+        """Hand on what is about video."""
+        assert self.lender is not None  # noqa: S101  set before the first link
+        assert self.raylet is not None  # noqa: S101  set with it
+        match frame:
+            case Lease():
+                self.lender.ask(frame)
+            case Release():
+                self.lender.release(frame)
+            case RayHead():
+                self.raylet.follow(frame)
 
     def _welcomed(self, link: Link, welcome: Welcome) -> None:
         older, self._link = self._link, link
@@ -260,6 +282,8 @@ class Agent:
         self._renewing = False
         self.welcomed.set()
         self.report()
+        if self.lender is not None:
+            self.lender.linked()
         self._tell_ready()
 
     def _retire(self, link: Link) -> None:
@@ -310,7 +334,21 @@ class Agent:
         """Report soon when a request came or ended or the engine's state changed; bytes written can wait."""
         if self.poll is not None:
             self.poll.changed()
+        if self.lender is not None:
+            self.lender.engine_changed()
         self._tell_ready()
+        self._report_soon()
+
+    def video_changed(self) -> None:
+        """Report soon when a lease, an environment, a package or Ray is another than before."""
+        self._report_soon()
+
+    def tell(self, frame: Frame) -> None:
+        """Send a frame to the coordinator; without a link nobody hears it, and a report says how things stand."""
+        if self._link is not None:
+            self._link.send(frame)
+
+    def _report_soon(self) -> None:
         if self._link is not None and self._told != self._tellable():
             now = asyncio.get_running_loop().time()
             self._next_report.sooner(max(now, self._reported_at + CHANGE_GAP))
@@ -324,7 +362,15 @@ class Agent:
         standing = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
         level = self.poll.state.level if self.poll else 0
         acked = snapshot.acked_seq if snapshot else 0
-        return (state.state, state.running, state.waiting, ceiling, standing, acked, level)
+        video = self._video()
+        told = self.lender.tellable() if self.lender is not None else ()
+        offered = (video.ready, video.cause, video.ray, video.ray_cause, len(video.packages))
+        return (state.state, state.running, state.waiting, ceiling, standing, acked, level, told, offered)
+
+    def _video(self) -> VideoState:
+        if self.lender is None or self.raylet is None:
+            return VideoState()
+        return replace(self.lender.video(), ray=self.raylet.node, ray_cause=self.raylet.cause)
 
     def _tell_ready(self) -> None:
         if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":
@@ -358,9 +404,10 @@ class Agent:
                 self._ping,
                 self.poll.system() if self.poll else System(),
                 self.poll.enforcement() if self.poll else Enforcement(),
+                self._video(),
             )
         )
-        busy = state.running + state.waiting > 0
+        busy = state.running + state.waiting > 0 or (self.lender is not None and self.lender.holding)
         settings = self._settings.node
         # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
         due = settings.report_busy if busy else settings.report_idle * 1.5
@@ -391,6 +438,8 @@ class Agent:
             link.later(_pieces(ask, self._log_file))
         elif ask.what == "metrics":
             link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
+        elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
+            link.later(_pieces(ask, made))
         else:
             link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
 

@@ -25,6 +25,8 @@ from node.settings import ModelSettings
 from wire.identity import valid_model
 from wire.report import Kv, Transient
 
+MODEL, PACKAGE = "config.json", "model_index.json"
+"""The files by which a model and a diffusers package are known."""
 DEPTH = 3
 """Levels below a configured folder: FOLDER/publisher/model and one more."""
 MOST_FOLDERS = 20_000
@@ -144,19 +146,19 @@ def hub_folder(environment: Mapping[str, str]) -> Path:
     return Path(home) / "hub"
 
 
-def roots(top: Path) -> Iterator[tuple[str, Path]]:
-    """Find model folders at or below `top`; a name is the path below it, or the folder's own name for itself."""
+def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+    """Find model folders at or below `top`, or diffusers packages by their marker; a name is the path below it, or the
+    folder's own name for itself. Neither lies in the other."""
     looked = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
     while waiting and looked < MOST_FOLDERS:
         folder, depth = waiting.pop(0)
         looked += 1
         names = _names(folder)
-        if "model_index.json" in names:
-            continue
-        if "config.json" in names:
+        kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
+        if kind == marker:
             yield (folder.name if folder == top else str(folder.relative_to(top))), folder
-        elif depth < DEPTH:
+        elif kind is None and depth < DEPTH:
             waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
 
 
@@ -171,28 +173,28 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def snapshots(hub: Path) -> Iterator[tuple[str, Path]]:
+def snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Find what is downloaded: `models--publisher--name/snapshots/REVISION`, the revision that `main` names."""
     for entry in _names(hub):
         kind, _, rest = entry.partition("--")
         if kind != "models" or not rest:
             continue
         folder = hub / entry
-        snapshot = _snapshot(folder)
-        if snapshot is not None and not (snapshot / "model_index.json").exists():
+        snapshot = _snapshot(folder, marker)
+        if snapshot is not None and (marker == PACKAGE or not (snapshot / PACKAGE).exists()):
             yield rest.replace("--", "/"), snapshot
 
 
-def _snapshot(folder: Path) -> Path | None:
+def _snapshot(folder: Path, marker: str) -> Path | None:
     try:
         revision = (folder / "refs" / "main").read_text().strip()
     except OSError:
         revision = ""
     named = folder / "snapshots" / revision
-    if revision and (named / "config.json").exists():
+    if revision and (named / marker).exists():
         return named
     held = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
-    return next((one for one in held if (one / "config.json").exists()), None)
+    return next((one for one in held if (one / marker).exists()), None)
 
 
 def _state(folder: Path) -> tuple[object, ...]:
@@ -278,6 +280,15 @@ def _indexed(folder: Path) -> set[str]:
 
 def _header(file: Path, digest: Digest) -> tuple[int, int]:
     """Read one header: bytes of its tensors, and of its unquantized numbers (0: none). ValueError when it is broken."""
+    raw, end = read_header(file)
+    tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
+    digest.update(raw)
+    return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0)
+
+
+def read_header(file: Path) -> tuple[bytes, int]:
+    """Read the header of a safetensors file: as it is, and the bytes of its tensors. ValueError when it is broken, or
+    the file is not whole."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= LONGEST_HEADER:
@@ -290,8 +301,7 @@ def _header(file: Path, digest: Digest) -> tuple[int, int]:
     end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
     if 8 + length + end > held:
         raise ValueError(f"it is cut off: it has {held} bytes of {8 + length + end}, download it again")
-    digest.update(raw)
-    return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0)
+    return raw, end
 
 
 def _object(raw: bytes) -> dict[str, Any]:

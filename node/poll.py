@@ -103,6 +103,11 @@ class Poll:
         busy = bool(self._supervisor.live) or any(model.loading for model in models)
         return enforcer.pause(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
+    def memory(self) -> Memory:
+        """Read the engine now, and put it beside the limits of this moment."""
+        self._phys = self._supervisor.phys().phys
+        return self._judged(self._limiter.now(self._phys))
+
     # what the report says of it
 
     def system(self) -> System:

@@ -34,12 +34,13 @@ from node.memory.sensor import open_machine
 from node.poll import Poll
 from node.settings import NodeSettings, node_name, resolve
 from node.supervise import Supervisor
+from node.video.studio import Studio
 from wire.advert import Advert
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
 from wire.settings import Resolved, SettingsError, from_environment, from_pairs, from_tree
 
-OTHERS = frozenset({"cluster", "http", "router", "conditions"})
+OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
 DRAIN_SECONDS = 20.0
 FIND_SECONDS = 5.0
@@ -140,11 +141,14 @@ async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) ->
     )  # fmt: skip
     poll = Poll(limiter, machine, supervisor)
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
+    studio = Studio(settings, state, limiter, poll, supervisor)
+    agent.lender, agent.raylet = studio.lender, studio.raylet
+    studio.connect(agent.tell, agent.video_changed)
     agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, poll)
+    return await _serve(options, agent, supervisor, poll, studio)
 
 
-async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll) -> int:
+async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll, studio: Studio) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -162,12 +166,14 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
     if not options.leave:
         poll.start()
         await supervisor.start()
+        await studio.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code = 0
     try:
         await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
+            await studio.lender.stop()
             await agent.stop(drain, reason)
         await run
         if reason == "leave":
@@ -177,6 +183,7 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         print(f"error: {error}", file=sys.stderr)
         code = 8 if error.reason == "protocol" else 4
     finally:
+        await studio.stop()
         poll.stop()
         waiting.cancel()
         await supervisor.stop()

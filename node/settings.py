@@ -122,6 +122,32 @@ class ModelSettings(Section, frozen=True):
         "loads it again."))] = 0.0  # fmt: skip
 
 
+class WorkerSettings(Section, frozen=True):
+    """Video on this node: memory is lent to a worker, one job at a time. The pool's side of it is `video`."""
+
+    enabled: Annotated[bool, Meta(description=(
+        "Offer video where its environment is installed (`cluster video install`) and a video package is here; without "
+        "them nothing is started."))] = True  # fmt: skip
+    environments: Annotated[str, Meta(description=(
+        "Folder in which `cluster video install` keeps the worker's environment; empty: STATE/node/video/environments."
+        ))] = ""  # fmt: skip
+    job_timeout: Annotated[float, Meta(ge=1, le=10**6, description=(
+        "Seconds after which a worker is ended that is not done, unless its job says otherwise."
+        ))] = 7200.0  # fmt: skip
+    stall_timeout: Annotated[float, Meta(ge=1, le=10**6, description=(
+        "Seconds without a step, a phase or a transformer block after which a worker is ended."))] = 300.0  # fmt: skip
+    start_timeout: Annotated[float, Meta(ge=1, le=10**4, description=(
+        "Seconds that a granted lease waits for its worker before it is given back."))] = 90.0  # fmt: skip
+    grace: Annotated[float, Meta(ge=0, le=60, description=(
+        "Seconds that a worker has to leave after SIGTERM before SIGKILL; none where it has broken its lease."
+        ))] = 1.0  # fmt: skip
+    ray_ports: Annotated[int, Meta(ge=1024, le=65400, description=(
+        "First of the 60 TCP ports that this node's Ray uses while video is offered."))] = 6480  # fmt: skip
+    ray_folder: Annotated[str, Meta(description=(
+        "Folder for Ray's sockets and logs; its path must be short (macOS takes 103 bytes of a socket's). Empty: one "
+        "of this node's own below /tmp."))] = ""  # fmt: skip
+
+
 class AgentSettings(Section, frozen=True):
     """The node itself."""
 
@@ -144,6 +170,7 @@ class NodeSettings(Section, frozen=True):
     engine: EngineSettings = EngineSettings()
     models: ModelSettings = ModelSettings()
     node: AgentSettings = AgentSettings()
+    worker: WorkerSettings = WorkerSettings()
 
 
 SECTIONS = frozenset(field.name for field in msgspec.structs.fields(NodeSettings))

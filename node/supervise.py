@@ -59,6 +59,7 @@ from wire.frames import (
     Generate,
     Limits,
     Load,
+    MakeRoom,
     Ping,
     Pong,
     Profile,
@@ -194,7 +195,7 @@ class Supervisor:
         self._child: Child | None = None
         self._live: set[int] = set()
         self._limits: Limits | None = None
-        self._numbered = 0
+        self._numbered = self._rooms = 0
         self._report: EngineReport | None = None
         self._reported_at: float | None = None
         self._state = "starting"
@@ -251,6 +252,16 @@ class Supervisor:
         """The number of the limits that the engine says it holds; 0 before its first word."""
         return 0 if self._report is None else self._report.held
 
+    @property
+    def told(self) -> int:
+        """The number of the limits that were put in force last."""
+        return self._numbered
+
+    @property
+    def roomed(self) -> int:
+        """The last `make_room` that the engine says it has acted on."""
+        return 0 if self._report is None else self._report.roomed
+
     def highs(self) -> Highs:
         """Read the kernel's high-water marks of the child."""
         return Highs() if self._child is None else self._child.sensor.highs()
@@ -295,6 +306,13 @@ class Supervisor:
         """Tell the engine that it stands over a line."""
         if self._child is not None:
             self._child.write(encode(order))
+
+    def make_room(self, size: int) -> int:
+        """Ask the engine to give up what can be had again so that `size` bytes fit; give the order's number."""
+        self._rooms += 1
+        if self._child is not None:
+            self._child.write(encode(MakeRoom(self._rooms, size)))
+        return self._rooms
 
     def end(self, blame: str) -> None:
         """Kill the present child, for this reason; another is started as after any death."""

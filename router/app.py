@@ -112,13 +112,7 @@ class FrontDoor:
             self._counters.answered(exchange.status)
 
     def _allowed(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
-        if exchange.method not in methods:
-            return wrong_method(exchange.method, ", ".join(methods))
-        presented = credential(exchange.headers)
-        key = self._keys.anonymous if presented is None else self._keys.check(presented)
-        if key is None:
-            return NO_KEY if presented is None else WRONG_KEY
-        return key if key.allows(scope) else missing_scope(scope)
+        return allowed(self._keys, exchange, methods, scope)
 
     # what models answer
 
@@ -225,6 +219,17 @@ class FrontDoor:
             await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
             return
         await exchange.answer(b'{"status":"ok"}')
+
+
+def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
+    """Give the key of a request that may use one of these methods; else why not."""
+    if exchange.method not in methods:
+        return wrong_method(exchange.method, ", ".join(methods))
+    presented = credential(exchange.headers)
+    key = keys.anonymous if presented is None else keys.check(presented)
+    if key is None:
+        return NO_KEY if presented is None else WRONG_KEY
+    return key if key.allows(scope) else missing_scope(scope)
 
 
 async def nothing_else(scope: Scope, receive: Receive, send: Send) -> None:

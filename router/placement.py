@@ -392,6 +392,8 @@ def _missing(serving: list[NodeView], request: Demand) -> str:
 
 
 def _no_model(view: ClusterView, request: Demand) -> Refused:
+    if any(package.name == request.model for node in view.nodes for package in node.video.packages):
+        return Refused(Code.INVALID, f"the model {request.model!r} makes videos and does not chat: POST /v1/videos")
     known = view.models()
     if not known:
         return Refused(Code.NOT_READY, "no node of the cluster has reported a model yet; `cluster nodes` shows who is "

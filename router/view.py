@@ -8,6 +8,7 @@ out. The node's own gate remains the judge of what runs. Texts are bounded and p
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
 from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, System
+from wire.video import LeaseState, VideoPackage, VideoState
 
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
@@ -37,6 +39,9 @@ MOST_EVICTED, MOST_HASH = 64, 32
 """Evictions of a node's prefix cache that are looked at, and bytes of the hash of each."""
 MOST_WARNINGS = 8
 MOST_STEP = 65_536
+MOST_PACKAGES, MOST_LEASES = 64, 16
+MOST_SIDE, MOST_FRAMES, MOST_FPS = 1024, 64, 1000
+_LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _RATIOS = (0.25, 64.0)
 
 
@@ -58,6 +63,7 @@ class NodeView:
     system: System = field(default_factory=System)
     enforcement: Enforcement = field(default_factory=Enforcement)
     labels: frozenset[str] = frozenset()
+    video: VideoState = field(default_factory=VideoState)
 
     @property
     def life(self) -> int:
@@ -121,7 +127,43 @@ def view_of(
         system=_honest_system(report.system),
         enforcement=_honest_enforcement(report.enforcement),
         labels=labels,
+        video=honest_video(report.video),
     )
+
+
+def honest_video(video: VideoState) -> VideoState:
+    """Give what a node says of its video without what cannot be."""
+    packages = tuple(_honest_package(one) for one in video.packages[:MOST_PACKAGES] if _possible_package(one))
+    leases = tuple(_honest_lease(one) for one in video.leases[:MOST_LEASES] if _LEASE_NAME.fullmatch(one.lease))
+    ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
+    return VideoState(
+        video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause)
+    )  # fmt: skip
+
+
+def _possible_package(package: VideoPackage) -> bool:
+    return (
+        valid_model(package.name)
+        and 8 <= package.token_side <= MOST_SIDE
+        and 1 <= package.token_frames <= MOST_FRAMES
+        and 1 <= package.fps <= MOST_FPS
+        and all(0 <= size <= MOST_BYTES for size in (package.weights, package.expert))
+    )
+
+
+def _honest_package(package: VideoPackage) -> VideoPackage:
+    return replace(
+        package, engine=_printable(package.engine)[:40], pipeline=_printable(package.pipeline),
+        fingerprint=_printable(package.fingerprint), cause=_printable(package.cause), bits=max(0, package.bits),
+    )  # fmt: skip
+
+
+def _honest_lease(lease: LeaseState) -> LeaseState:
+    return replace(
+        lease, job=_printable(lease.job), phase=_printable(lease.phase)[:40], size=max(0, lease.size),
+        progress=min(100, max(0, lease.progress)), step=max(0, lease.step), steps=max(0, lease.steps),
+        footprint=max(0, lease.footprint), peak=max(0, min(lease.peak, MOST_BYTES)),
+    )  # fmt: skip
 
 
 def honest_memory(memory: Memory) -> Memory:

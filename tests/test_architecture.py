@@ -51,9 +51,13 @@ PERIODIC_SLEEPS = {
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "coordinator/web/live.py": "the next look at the pool, while a page is open",
+    "coordinator/video/conductor.py": "until a node is asked again that did not answer",
+    "coordinator/video/head.py": "back-off before Ray is started again",
+    "coordinator/video/rays.py": "back-off before the broker is started again",
     "machine/announce.py": "looks at our own addresses, which nobody announces",
     "node/bonjour.py": "the time in which a second cluster may answer",
     "node/supervise.py": "the period of pings to a busy engine",
+    "node/video/watch.py": "the death of processes that are not our children, which the kernel tells nobody",
 }
 """Files that may sleep: a clock, not an event, is what they wait for."""
 

@@ -13,6 +13,7 @@ from enum import IntEnum
 from wire.measures import GateMeasures
 from wire.refusals import Refused
 from wire.report import CacheState, Counts, Enforcement, EngineState, Hardware, Level, Memory, Model, Part, System
+from wire.video import Artifact, VideoState
 
 
 class Channel(IntEnum):
@@ -125,6 +126,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     ping: int = 0
     system: System = System()
     enforcement: Enforcement = Enforcement()
+    video: VideoState = VideoState()
 
 
 class Goodbye(Frame, frozen=True, array_like=True, gc=False):
@@ -160,8 +162,8 @@ class Renewed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ask(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: give `limit` bytes of `what` (`logs`, `metrics`) from `offset`; a negative one counts from
-    the end.
+    """coordinator → node: give `limit` bytes of `what` (`logs`, `metrics`, `artifact:LEASE/NAME`) from `offset`; a
+    negative one counts from the end.
 
     Long answers are asked for in windows, so a slow reader of one holds up nobody and fills no memory."""
 
@@ -401,6 +403,92 @@ class Failed(Frame, frozen=True, array_like=True, gc=False):
     message: str
 
 
+# video: memory is lent for one job at a time, and the node alone decides
+
+
+class Lease(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: lend `size` bytes to this job. Answered by LeaseGranted or LeaseRefused; once granted, by
+    LeaseEnded, whatever happens. `generation` grows with every lease of a job: of two, the older is fenced off.
+
+    `spec` is a JSON object for the worker: `prompt`, and as wanted `negative_prompt`, `width`, `height`, `frames`,
+    `fps`, `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; the node's settings otherwise)."""
+
+    lease: str
+    generation: int
+    job: str
+    model: str
+    size: int
+    spec: bytes
+
+
+class Release(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: give the lease back and end its worker (`cause` becomes the code of its end: `cancelled`,
+    `worker_lost`, …); with cause `acknowledged`: its end was heard, forget it and its files."""
+
+    lease: str
+    generation: int
+    cause: str
+
+
+class RayHead(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: take part in this Ray cluster while you can make video; an empty `address`: leave it.
+
+    `address` is host:port of its head, `host` the address at which this node is reached, as its certificate says.
+    `authority`, `certificate` and `key` are PEM (empty: no TLS), `token` is what every process of it has to show.
+    `version` is the head's, which has to be the node's. `base_port` is where the ports of this node's Ray begin (0: as
+    the node's own setting says), `environment` what all of its processes must agree on beside these."""
+
+    address: str
+    token: str = ""
+    host: str = ""
+    authority: bytes = b""
+    certificate: bytes = b""
+    key: bytes = b""
+    version: str = ""
+    base_port: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class LeaseGranted(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: the ceiling is lowered and the engine holds to it; the job may be started on this node.
+    `folder` is what the actor has to be told to find the lease."""
+
+    lease: str
+    generation: int
+    folder: str = ""
+
+
+class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: no. `need` and `headroom` in bytes, `retry_after` in seconds (0: it will not help),
+    `waiting_for` says what would have to happen, for a person. Codes as in `wire.refusals`, or `lease_held`,
+    `lease_superseded`, `guard_off`, `video_not_ready`."""
+
+    lease: str
+    generation: int
+    code: str
+    message: str
+    need: int = 0
+    headroom: int | None = None
+    retry_after: float = 0.0
+    waiting_for: str = ""
+
+
+class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
+    """node → coordinator: the memory is back, its worker dead. Code `completed`, or what went wrong: `cancelled`,
+    `worker_crashed`, `worker_stalled`, `job_timeout`, `memory_lease_exceeded`, `monitor_failed`, `output_invalid`,
+    `worker_lost`, … Said again on every new link until it is acknowledged. `peak` are the most bytes that were read,
+    `seconds` the worker's life, `made` a JSON object of what was really made (width, height, frames, fps, seed, …)."""
+
+    lease: str
+    generation: int
+    code: str
+    message: str = ""
+    artifacts: tuple[Artifact, ...] = ()
+    peak: int = 0
+    seconds: float = 0.0
+    made: bytes = b""
+
+
 # agent ↔ engine only
 
 
@@ -428,6 +516,14 @@ class Enforce(Frame, frozen=True, array_like=True, gc=False):
     excess: int = 0
 
 
+class MakeRoom(Frame, frozen=True, array_like=True, gc=False):
+    """agent → engine: let `size` bytes fit beside what must stay, by giving up what can be had again (free buffers,
+    reusable cache, idle models that nobody pinned); nothing, where all of that would not do. `number` grows."""
+
+    number: int
+    size: int
+
+
 class Ban(Part, frozen=True, array_like=True, gc=False):
     """A model that is not loaded for `seconds` more, and why."""
 
@@ -446,7 +542,8 @@ class Restore(Frame, frozen=True, array_like=True, gc=False):
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
     `held`. `enforced` is the last `Enforce.poll` that it has acted on; `unreturned` are the bytes that did not
-    come back after its last model had gone; `measures` is for who asks the agent for metrics."""
+    come back after its last model had gone; `measures` is for who asks the agent for metrics; `roomed` is the last
+    `MakeRoom.number` that it has acted on."""
 
     memory: Memory
     models: tuple[Model, ...]
@@ -460,6 +557,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     enforced: int = 0
     unreturned: int = 0
     measures: GateMeasures = GateMeasures()
+    roomed: int = 0
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):
@@ -474,7 +572,8 @@ TAGS: dict[int, type[Frame]] = {
     19: Ask, 20: Answer, 21: Fragment,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload, 39: Profile, 40: Count,
-    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce,
+    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom,
+    60: Lease, 61: Release, 62: RayHead, 63: LeaseGranted, 64: LeaseRefused, 65: LeaseEnded,
 }  # fmt: skip
 """Never reuse a number."""
 

@@ -46,7 +46,7 @@ def nodes(session: Session) -> None:
 def _print_nodes(answer: dict[str, Any]) -> None:
     columns = (
         "NAME", "STATE", "CHIP", "CAP", "BOUND BY", "PHYS", "MARGIN", "HEADROOM", "GUARD", "IN FLIGHT", "MODELS",
-        "HEARD", "VERSION",
+        "VIDEO", "HEARD", "VERSION",
     )  # fmt: skip
     table(columns, [_row(node) for node in answer["nodes"]], alarming=ALARMING)
     for node in answer["nodes"]:
@@ -60,8 +60,19 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     models = ", ".join(standing(m["name"], m) for m in node["models"]) or "-"
     return (
         node["name"], state, node["chip"], cap, node["bound_by"] or "-", phys, margin, show_size(node["headroom"]),
-        guard_of(node), str(node["in_flight"]), models, ago(node["heard_seconds"]), node["version"],
+        guard_of(node), str(node["in_flight"]), models, _video(node.get("video")), ago(node["heard_seconds"]),
+        node["version"],
     )  # fmt: skip
+
+
+def _video(video: dict[str, Any] | None) -> str:
+    """Say what a node does for videos: nothing, could, or lends so much."""
+    if not video or not video["packages"]:
+        return "-"
+    lent = [lease for lease in video["leases"] if lease["size"]]
+    if lent:
+        return ", ".join(f"lends {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
+    return "ready" if video["ready"] and video["ray"] else "not ready"
 
 
 @nodes.command()

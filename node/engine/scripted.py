@@ -41,6 +41,7 @@ from wire.frames import (
     Generate,
     Limits,
     Load,
+    MakeRoom,
     Ping,
     Profile,
     Refusal,
@@ -124,7 +125,7 @@ class Scripted:
         self._running: list[Sequence] = []
         self._rows = 0
         self._deadline = 0.0
-        self._acked = self._enforced = self._sheds = self._forwards = self._steps = 0
+        self._acked = self._enforced = self._sheds = self._forwards = self._steps = self._roomed = 0
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
@@ -141,6 +142,8 @@ class Scripted:
             self.gate.hold(frame)
         elif isinstance(frame, Enforce):
             return self._enforce(frame, now)
+        elif isinstance(frame, MakeRoom):
+            self._roomed = frame.number  # nothing here could be given up
         elif isinstance(frame, Load | Unload | Profile):
             return [self._ordered(frame)]
         elif isinstance(frame, Count):
@@ -178,7 +181,7 @@ class Scripted:
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
             Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps,
                    sheds=self._sheds),
-            held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(),
+            held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(), roomed=self._roomed,
         )  # fmt: skip
 
     # requests

@@ -53,6 +53,7 @@ from wire.frames import (
     Generate,
     Limits,
     Load,
+    MakeRoom,
     Ping,
     Profile,
     Refusal,
@@ -125,7 +126,7 @@ class TextEngine:
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._unread: dict[int, tuple[int, Resident | None]] = {}
         self._orders: dict[int, str] = {}
-        self._acked = self._wired_for = self._enforced = 0
+        self._acked = self._wired_for = self._enforced = self._roomed = 0
         self._cancelled: dict[int, None] = {}
         for name in settings.models.preload:
             found = library.find(name)
@@ -167,6 +168,9 @@ class TextEngine:
                 self._hold(work)
             case Enforce():
                 return self._enforce(work)
+            case MakeRoom():
+                self._roomed = work.number
+                self._shelf.make_room(work.size)
             case Load():
                 return self._load(work, now)
             case Unload():
@@ -220,7 +224,7 @@ class TextEngine:
         return EngineReport(
             memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
             counts, self._reuse.state(), self.gate.held,
-            self._enforced, shelf.returns.unreturned, self.gate.measures(),
+            self._enforced, shelf.returns.unreturned, self.gate.measures(), self._roomed,
         )  # fmt: skip
 
     def _looks_at(self) -> float | None:

@@ -15,6 +15,9 @@ from wire.units import MIB
 
 SYSTEM = "/usr/lib/libSystem.B.dylib"
 RUSAGE_INFO_V4 = 4
+PROC_PIDTBSDINFO = 3
+ZOMBIE = 5
+MOST_MEMBERS = 1024
 HOST_VM_INFO64 = 4
 HOST_VM_INFO64_COUNT = 38
 
@@ -59,6 +62,19 @@ class VmStatistics64(ctypes.Structure):
     ]  # fmt: skip
 
 
+class ProcBsdInfo(ctypes.Structure):
+    """`struct proc_bsdinfo`, 136 bytes (<sys/proc_info.h>): what a process is and when it began."""
+
+    status: int
+    start_seconds: int
+    start_microseconds: int
+    _fields_: ClassVar = [
+        ("flags", c_uint32), ("status", c_uint32), ("others", c_uint32 * 10),
+        ("names", c_uint8 * 48), ("more", c_uint32 * 6),
+        ("start_seconds", c_uint64), ("start_microseconds", c_uint64),
+    ]  # fmt: skip
+
+
 class System:
     """The few calls of libSystem that we need. OSError when the library cannot be loaded."""
 
@@ -69,6 +85,10 @@ class System:
         self._reset_interval = getattr(calls, "proc_reset_footprint_interval", None)
         if self._reset_interval is not None:
             self._reset_interval.argtypes, self._reset_interval.restype = [c_int], c_int
+        self._list_group = calls.proc_listpgrppids
+        self._list_group.argtypes, self._list_group.restype = [c_int, c_void_p, c_int], c_int
+        self._pid_info = calls.proc_pidinfo
+        self._pid_info.argtypes, self._pid_info.restype = [c_int, c_int, c_uint64, c_void_p, c_int], c_int
         self._sysctl = calls.sysctlbyname
         self._sysctl.argtypes = [c_char_p, c_void_p, POINTER(c_size_t), c_void_p, c_size_t]
         self._sysctl.restype = c_int
@@ -99,6 +119,19 @@ class System:
     def _usage(self, pid: int) -> RusageV4 | None:
         usage = RusageV4()
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
+
+    def members(self, group: int) -> tuple[int, ...]:
+        """List the processes of a group that live; the dead that nobody has waited for hold no memory any more."""
+        found = (c_int * MOST_MEMBERS)()
+        count = self._list_group(group, found, ctypes.sizeof(found))
+        return tuple(pid for pid in found[: max(0, count)] if pid > 0 and self.born(pid))
+
+    def born(self, pid: int) -> str:
+        """Give what tells a process from a later one of the same number: when it began; empty when it is gone."""
+        described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
+        if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
+            return ""
+        return f"{described.start_seconds}.{described.start_microseconds}"
 
     def total_memory(self) -> int | None:
         """Give the RAM in bytes."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from node.memory.reading import Highs
 
+DEAD = (b"Z", b"X")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
@@ -62,6 +63,47 @@ class Statm:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def members(group: int, proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """List the processes of a group that live; the dead that nobody has waited for hold no memory any more."""
+    wanted = str(group).encode()
+    return tuple(
+        number for number in _numbers(proc)
+        if (stat := _stat(f"{proc}/{number}")) is not None and stat[2] == wanted and stat[0] not in DEAD
+    )  # fmt: skip
+
+
+def born(pid: int, proc: Path = Path("/proc")) -> str:
+    """Give what tells a process from a later one of the same number: the boot and its start in it; empty when gone."""
+    stat = _stat(f"{proc}/{pid}")
+    try:
+        boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{boot}:{int(stat[19])}" if stat is not None and stat[0] not in DEAD else ""
+
+
+def _numbers(proc: Path) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(proc) if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _stat(folder: str) -> list[bytes] | None:
+    """Read the fields behind the name, which may hold anything: state, parent, group, session, …"""
+    try:
+        file = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fields = os.read(file, 1024).rpartition(b")")[2].split()
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return fields if len(fields) > 19 else None
 
 
 def memory_fields(proc: Path = Path("/proc")) -> dict[str, int]:

@@ -66,13 +66,38 @@ def open_sensor(pid: int) -> Sensor:
     return Sensor(darwin.Footprint(pid, _system()) if sys.platform == "darwin" else linux.Statm(pid))
 
 
-def footprint(pid: int) -> int | None:
-    """Read another of our processes once, as the video worker's; None when it is gone or unreadable."""
+def footprint(group: int) -> int | None:
+    """Read all living processes of a group once, as the video worker's; None when there is none, or not all can be."""
+    return footprint_of(members(group))
+
+
+def footprint_of(pids: tuple[int, ...]) -> int | None:
+    """Read some processes once and add them up; None when there is none, or one of those that live cannot be read."""
+    total = 0
+    for pid in pids:
+        found = _footprint(pid)
+        if found is None and born(pid):
+            return None
+        total += found or 0
+    return total or None
+
+
+def _footprint(pid: int) -> int | None:
     sensor = open_sensor(pid)
     try:
         return sensor.phys().phys
     finally:
         sensor.close()
+
+
+def members(group: int) -> tuple[int, ...]:
+    """List the living processes of a group."""
+    return _system().members(group) if sys.platform == "darwin" else linux.members(group)
+
+
+def born(pid: int) -> str:
+    """Give what tells a process from a later one of the same number; empty when it is gone."""
+    return _system().born(pid) if sys.platform == "darwin" else linux.born(pid)
 
 
 class Machine(Protocol):

@@ -12,6 +12,7 @@ from router.dialects.completion_body import CompletionBody
 from router.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router.dialects.ollama_models import REFUSED
 from router.dialects.responses_body import ResponsesBody
+from router.dialects.video_body import VideoBody
 
 _KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"
@@ -68,8 +69,9 @@ REASONS = {
     404: "there is no such thing",
     405: "another method; Allow names those that are there",
     408: "the body did not arrive in time, or the client did not read",
-    409: "it is in use",
-    413: "the body is too large",
+    409: "it is in use, or not finished",
+    413: "the body is too large, or the video would take more memory than is lent",
+    416: "the file has no such bytes",
     421: "the host name is not one of ours",
     429: "a limit of this key; Retry-After says until when",
     431: "the head of the request is too large",
@@ -97,6 +99,11 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/api/show": (OllamaShowBody, "ollama_show", "Show one model in Ollama's shape", ""),
 }  # fmt: skip
 """Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
+
+
+_FORM = "multipart/form-data"
+_FILES = ("video/mp4", "image/webp", "image/jpeg", "image/png")
+_NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 
 
 def told(path: str, status: int) -> dict[str, Any]:
@@ -137,9 +144,58 @@ def openapi_paths() -> dict[str, Any]:
         },
         **{path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(REFUSED)},
         "/api/blobs/{digest}": {"post": _refused("/api/blobs") | {"parameters": [_named("digest")]}},
+        **_video_paths(),
         "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
         "/livez": {"get": _open("livez", "Say that the coordinator runs", ())},
     }
+
+
+def _video_paths() -> dict[str, Any]:
+    video, one = "/v1/videos", {"parameters": [_named("video")]}
+    schema = {"schema": {"$ref": _REF.format(model=VideoBody.__name__)}}
+    files = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _FILES}
+
+    def operation(name: str, summary: str, good: str, bad: tuple[int, ...] = _NAMED, **more: Any) -> dict[str, Any]:
+        return _operation(video, name, summary, good, bad, more.get("content"))
+
+    content = operation("get_video_content", "Download a video, or `variant=thumbnail`; Range is honoured", "the file",
+                        (*_NAMED, 409, 416), content=files)  # fmt: skip
+    content["responses"]["206"] = {"description": "the range that was asked for", "content": files}
+    created = operation("create_video", "Ask for a video; it is made when a node lends memory", "the job",
+                        (*_NAMED, 408, 409, 413, 429, 503))  # fmt: skip
+    created["requestBody"] = {"required": True, "content": dict.fromkeys(("application/json", _FORM), schema)}
+    return {
+        video: {
+            "post": created,
+            "get": operation("list_videos", "List the videos of this key, newest first, by pages", "a page", ALWAYS)
+            | {"parameters": [_asked("after"), _asked("limit"), _asked("order")]},
+        },
+        video + "/{video}": {
+            "get": operation("get_video", "Show a video: state, progress, phase, error", "the job") | one,
+            "delete": operation("delete_video", "Delete a video; one that is being made is ended", "it is gone",
+                                (*_NAMED, 503)) | one,
+        },
+        video + "/{video}/cancel": {
+            "post": operation("cancel_video", "End a video that waits or is made", "the job", (*_NAMED, 503)) | one
+        },
+        video + "/{video}/content": {"get": content | {"parameters": [_named("video"), _asked("variant")]}},
+        **{path: {"post": _no_video(path)} for path in _NO_VIDEOS},
+        "/v1/videos/{video}/remix": {"post": _no_video("/remix") | one},
+        "/v1/videos/characters/{character}": {
+            "get": _no_video("/get_character") | {"parameters": [_named("character")]}
+        },
+    }  # fmt: skip
+
+
+def _no_video(path: str) -> dict[str, Any]:
+    name = "videos_" + path.rpartition("/")[2]
+    operation = _operation("/v1/videos", name, "Refused: finished videos are not changed", "never", ALWAYS)
+    del operation["responses"]["200"]
+    return operation
+
+
+def _asked(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
 
 
 def _posted(path: str, body: type[BaseModel], name: str, summary: str, stream: str) -> dict[str, Any]:
@@ -153,8 +209,12 @@ def _posted(path: str, body: type[BaseModel], name: str, summary: str, stream: s
 
 def openapi_schemas() -> dict[str, Any]:
     """Give the component schemas that the path items refer to."""
-    _, found = models_json_schema([(about[0], "validation") for about in _BODIES.values()], ref_template=_REF)
+    _, found = models_json_schema([(body, "validation") for body in _bodies()], ref_template=_REF)
     return {**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
+
+
+def _bodies() -> list[type[BaseModel]]:
+    return [*(about[0] for about in _BODIES.values()), VideoBody]
 
 
 def _operation(

@@ -9,6 +9,7 @@ from router.dialects.chat_body import CHAT
 from router.dialects.completion_body import COMPLETION
 from router.dialects.parameters import Parameters
 from router.dialects.responses_body import RESPONSES
+from router.dialects.video_body import VIDEO
 
 TABLES: Mapping[str, Parameters[Any]] = MappingProxyType(
     {
@@ -19,6 +20,7 @@ TABLES: Mapping[str, Parameters[Any]] = MappingProxyType(
         "/v1/messages/count_tokens": anthropic_body.COUNT,
         "/api/chat": ollama_body.CHAT,
         "/api/generate": ollama_body.GENERATE,
+        "/v1/videos": VIDEO,
         "options of /api/chat and /api/generate": ollama_body.OPTIONS,
     }
 )

@@ -67,7 +67,7 @@ WITH_BODY = [
     "POST /v1/responses", "POST /api/chat", "POST /api/generate", "POST /api/show", "POST /api/v1/nodes/{node}/drain",
     "PUT /api/v1/nodes/{node}/labels", "POST /api/v1/models/load", "POST /api/v1/models/unload",
     "POST /api/v1/models/profile", "POST /api/v1/place", "POST /api/v1/tokens", "POST /api/v1/keys",
-    "PUT /api/v1/keys/{key}/limits", "POST /api/v1/page/visits",
+    "PUT /api/v1/keys/{key}/limits", "POST /api/v1/page/visits", "POST /v1/videos",
 ]  # fmt: skip
 HELLO = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, dict[str, Any]] = {

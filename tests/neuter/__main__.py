@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache"
+"""What tests have made once: a copy need not make it again."""
 RED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT})
 """pytest's exit code for red tests, and native code that died of what was let through; any other code means that the
 tests did not run."""
@@ -74,6 +76,8 @@ def check(entry: Entry, files: list[str]) -> str | None:
         for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, folder / file)
+        if CACHE.is_dir():
+            (folder / CACHE.name).symlink_to(CACHE.resolve())
         (folder / entry.file).write_text(text.replace(entry.find, entry.replace))
         code, last = run(folder, entry.tests)
     if code in RED:

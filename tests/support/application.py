@@ -24,6 +24,10 @@ from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store
 from coordinator.tokens import Tokens
+from coordinator.video.api import Videos
+from coordinator.video.conductor import Conductor
+from coordinator.video.placing import Both
+from coordinator.video.settings import VideoSettings
 from coordinator.web.page import Page
 from coordinator.web.visitors import Visitors
 from router.app import FrontDoor, openapi_paths
@@ -44,6 +48,7 @@ class Application:
     store: Store
     registry: Registry
     dispatcher: Dispatcher
+    conductor: Conductor
 
     def document(self) -> dict[str, Any]:
         """Give the OpenAPI document."""
@@ -52,7 +57,10 @@ class Application:
 
 @asynccontextmanager
 async def application(
-    folder: Path, limit: RateLimit | None = None, over: LoopbackCluster | None = None
+    folder: Path,
+    limit: RateLimit | None = None,
+    over: LoopbackCluster | None = None,
+    video: VideoSettings | None = None,
 ) -> AsyncGenerator[Application]:
     """Give the application over a new cluster in `folder`; `over` loopback nodes, which then serve it whole, as
     `coordinator.run` does."""
@@ -79,17 +87,21 @@ async def application(
         if over is not None:
             dispatcher = over.dispatcher
             dispatcher.quotas = Quotas(ring.limits)
-        registry.placing = dispatcher
+        conductor = Conductor(folder, video or VideoSettings(), registry.links)
+        registry.placing = Both(dispatcher, conductor)
         facts = Facts("home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0)
         loads = Loads(dispatcher, time.monotonic)
         metrics, conditions = Metrics(registry, dispatcher, ring, "0", authority.lives), Conditions()
         metrics.conditions = conditions.flags
         visitors = Visitors(ring, pepper, time.time)
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, facts, openapi_paths(), visitors,
+        api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(), visitors,
                   Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
-        door = FrontDoor(
-            dispatcher, ring, over.settings if over else settings.router, control=Page(ShortBodies(api.app))
-        )
+        used = over.settings if over else settings.router
+        videos = Videos(conductor, ring, used, dispatcher.counters, Page(ShortBodies(api.app)))
+        door = FrontDoor(dispatcher, ring, used, control=videos)
         if over is not None:
             over.app = Guard(door)
-        yield Application(door, api, admin, authority, store, registry, dispatcher)
+        try:
+            yield Application(door, api, admin, authority, store, registry, dispatcher, conductor)
+        finally:
+            await conductor.close()

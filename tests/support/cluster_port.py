@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 
 from coordinator.ratelimit import RateLimit
 from coordinator.store import MemberRow
+from coordinator.video.settings import VideoSettings
 from node.identity import Identity, authority_context, client_context, create, new_request
 from tests.support.application import Application, application
 from tests.support.enrolment import HARDWARE
@@ -147,6 +148,9 @@ class Port:
 
     def client(self, scope: str) -> httpx.AsyncClient:
         key = self.application.admin.create_key("test", [scope], None)["key"]
+        return self.client_of(key)
+
+    def client_of(self, key: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             transport=httpx.ASGITransport(self.application.app), base_url="http://127.0.0.1",
             headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60,
@@ -216,10 +220,12 @@ def the_no(frames: list[Frame]) -> Denied:
 
 
 @asynccontextmanager
-async def opened(folder: Path, limit: RateLimit | None = None) -> AsyncGenerator[Port]:
+async def opened(
+    folder: Path, limit: RateLimit | None = None, video: VideoSettings | None = None
+) -> AsyncGenerator[Port]:
     """Open the cluster port of a coordinator whose state is in `folder`."""
     with capture_logs() as logs:
-        async with application(folder / "state", limit) as made:
+        async with application(folder / "state", limit, video=video) as made:
             number = await made.registry.links.start("127.0.0.1", 0, made.authority.server_context())
             port = Port(made, folder, number, logs)
             try:

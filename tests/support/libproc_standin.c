@@ -1,6 +1,7 @@
 /* A stand-in for the calls of libSystem that node/memory/darwin.py makes, with Apple's signatures and layouts as in
  * <sys/resource.h>, <libproc.h>, <sys/sysctl.h> and <mach/vm_statistics.h>. The footprint of a process is its resident
  * set, so that a test can compare it with another reading; the machine has 128 GiB and 16 KiB pages. */
+#include <dirent.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -55,6 +56,60 @@ int proc_pid_rusage(int pid, int flavor, void *buffer) {
     usage->ri_lifetime_max_phys_footprint = lifetime = max(lifetime, usage->ri_phys_footprint);
     usage->ri_interval_max_phys_footprint = interval = max(interval, usage->ri_phys_footprint);
     return 0;
+}
+
+struct proc_bsdinfo {
+    uint32_t pbi_flags, pbi_status, pbi_xstatus, pbi_pid, pbi_ppid, pbi_uid, pbi_gid, pbi_ruid, pbi_rgid, pbi_svuid;
+    uint32_t pbi_svgid, rfu_1;
+    char pbi_comm[16], pbi_name[32];
+    uint32_t pbi_nfiles, pbi_pgid, pbi_pjobc, e_tdev, e_tpgid;
+    int32_t pbi_nice;
+    uint64_t pbi_start_tvsec, pbi_start_tvusec;
+};
+
+_Static_assert(sizeof(struct proc_bsdinfo) == 136, "proc_bsdinfo");
+_Static_assert(offsetof(struct proc_bsdinfo, pbi_start_tvsec) == 120, "pbi_start_tvsec");
+
+static int stat_of(int pid, char *state, int *group, unsigned long long *start) {
+    char path[64], line[1024], *rest;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "r");
+    if (file == NULL) return 0;
+    size_t length = fread(line, 1, sizeof line - 1, file);
+    fclose(file);
+    line[length] = 0;
+    rest = strrchr(line, ')');
+    return rest && sscanf(rest + 1,
+        " %c %*d %d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", state, group, start) == 3;
+}
+
+int proc_pidinfo(int pid, int flavor, uint64_t argument, void *buffer, int size) {
+    struct proc_bsdinfo *info = buffer;
+    char state;
+    int group;
+    unsigned long long start;
+    if (flavor != 3 || argument != 0 || size != sizeof *info || !stat_of(pid, &state, &group, &start)) return 0;
+    memset(info, 0x5a, sizeof *info);
+    info->pbi_status = state == 'Z' ? 5 : 2;
+    info->pbi_pgid = (uint32_t)group;
+    info->pbi_start_tvsec = start;
+    info->pbi_start_tvusec = 0;
+    return size;
+}
+
+int proc_listpgrppids(int wanted, void *buffer, int size) {
+    int count = 0, group, *found = buffer;
+    char state;
+    unsigned long long start;
+    DIR *folder = opendir("/proc");
+    if (folder == NULL) return -1;
+    for (struct dirent *entry; (entry = readdir(folder)) != NULL;) {
+        int pid = atoi(entry->d_name);
+        if (pid > 0 && stat_of(pid, &state, &group, &start) && group == wanted && (count + 1) * (int)sizeof *found <= size)
+            found[count++] = pid;
+    }
+    closedir(folder);
+    return count;
 }
 
 #ifndef WITHOUT_RESET

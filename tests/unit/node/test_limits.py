@@ -1,5 +1,7 @@
 """The limiter over a machine whose every reading a test can set."""
 
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -15,6 +17,17 @@ from wire.report import Hardware
 from wire.settings import SettingsError
 from wire.units import GIB, MIB
 from wire.verdict import UNREADABLE
+
+WORKER = """
+import subprocess, sys
+below = "held = bytearray(64 * 2**20); print(flush=True); input()"
+mine = bytearray(32 * 2**20)
+with subprocess.Popen([sys.executable, "-c", below], stdin=-1, stdout=-1) as child:
+    child.stdout.readline()
+    print("both are here", flush=True)
+    sys.stdin.read()
+    child.communicate(b"\\n")
+"""
 
 
 @dataclass
@@ -195,15 +208,17 @@ def test_a_lease_is_told_at_once_however_small():
 
 
 def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
-    import os
-
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
     one.leases = GIB
     without = one.now(0).ceiling
-    one.worker = os.getpid()
-    assert one.worker_phys() > 0
-    assert one.now(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+    with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"both are here\n"
+        one.worker = worker.pid
+        assert one.worker_phys() > 96 * MIB, "the whole group counts"
+        assert one.now(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+        worker.communicate()
 
 
 def test_no_worker_or_one_that_is_gone_holds_nothing():

@@ -12,7 +12,8 @@ def resolved(**flat: object) -> NodeSettings:
 def test_every_setting_is_described_and_the_sections_are_known():
     settings = describe(NodeSettings)
     assert all(len(setting.description) > 20 for setting in settings)
-    assert {setting.key.split(".")[0] for setting in settings} == SECTIONS == {"memory", "engine", "models", "node"}
+    sections = {setting.key.split(".")[0] for setting in settings}
+    assert sections == SECTIONS == {"memory", "engine", "models", "node", "worker"}
 
 
 def test_defaults_pass_their_own_checks():

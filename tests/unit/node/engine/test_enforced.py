@@ -12,7 +12,7 @@ from node.library import Library
 from node.settings import EngineSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.frames import Channel, Enforce, EngineReport, Failed, Finished, Limits, Params, Refusal
+from wire.frames import Channel, Enforce, EngineReport, Failed, Finished, Limits, MakeRoom, Params, Refusal
 from wire.refusals import Code
 from wire.report import Hardware, Level
 from wire.units import GIB, MIB
@@ -201,3 +201,18 @@ def test_metals_wired_limit_follows_the_leases_before_they_are_confirmed(monkeyp
         engine.take(Limits(90 * GIB, max(1, 90 * GIB - leases), 0, "setting", leases=leases, number=number), 0.0)
         assert engine.report(0.0).held == number
     assert [limit for limit, _ in wired] == [80 * GIB, 54 * GIB, 1, 80 * GIB]
+
+
+def test_room_for_a_lease_is_made_of_idle_models_and_of_nothing_in_use(tmp_path: Path):
+    driver = three(tmp_path)
+    driver.take(squeezed(driver, -GIB))
+    room = report(driver).memory.headroom
+    assert room is not None
+    driver.take(MakeRoom(1, room // 2))
+    assert (loaded(driver), report(driver).roomed) == ({"a", "b", "c"}, 1), "it fits as it is"
+    driver.take(MakeRoom(2, 2 * GIB))
+    assert (loaded(driver), report(driver).roomed) == ({"a", "b", "c"}, 2), "nothing goes for what will not fit"
+    driver.take(MakeRoom(3, room + 512 * 1024))
+    assert "b" not in loaded(driver), "the least recently used goes"
+    assert "a" in loaded(driver), "the pinned stays"
+    assert report(driver).counts.evictions >= 1

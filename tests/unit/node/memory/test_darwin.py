@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from node.memory.cap import Bounds
-from node.memory.darwin import Footprint, RusageV4, System, VmStatistics64
+from node.memory.darwin import Footprint, ProcBsdInfo, RusageV4, System, VmStatistics64
 from node.memory.reading import Highs
 from node.memory.sensor import Mac
 from wire.report import Hardware
@@ -138,3 +138,16 @@ def test_reclaimable_is_free_and_inactive_and_a_share_of_active(system: System, 
 def test_a_missing_library_is_an_error():
     with pytest.raises(OSError):
         System("/nowhere/libSystem.dylib")
+
+
+def test_a_group_is_its_living_processes_and_a_start_tells_namesakes_apart(system: System):
+    assert ctypes.sizeof(ProcBsdInfo) == 136
+    assert ProcBsdInfo.start_seconds.offset == 120
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    assert system.members(child.pid) == (child.pid,)
+    assert system.born(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert (system.members(child.pid), system.born(child.pid)) == ((), ""), "a zombie holds nothing"
+    child.communicate()
+    assert (system.members(child.pid), system.born(child.pid)) == ((), "")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from node.memory.cap import Bounds
-from node.memory.sensor import footprint, machine, open_machine, open_sensor
+from node.memory.sensor import born, footprint, machine, members, open_machine, open_sensor
 from node.settings import NodeSettings, resolve
 from wire.units import GIB
 
@@ -29,11 +29,18 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     assert open_machine(NodeSettings()).hardware == machine(), "real models are judged on the real machine"
 
 
-def test_other_processes_of_ours_are_read_by_their_id():
-    assert footprint(os.getpid()) == pytest.approx(open_sensor(os.getpid()).phys().phys, rel=0.2)
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    assert footprint(child.pid) is None
+def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_of_it():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    assert members(child.pid) == (child.pid,)
+    mark = born(child.pid)
+    assert mark
+    assert mark != born(os.getpid())
+    assert footprint(child.pid) == pytest.approx(open_sensor(child.pid).phys().phys, rel=0.2)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert (members(child.pid), born(child.pid), footprint(child.pid)) == ((), "", None), "a zombie holds nothing"
+    child.communicate()
+    assert (members(child.pid), born(child.pid), footprint(child.pid)) == ((), "", None)
 
 
 def test_what_the_system_has_left_has_a_source_and_a_time():

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic.types import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming, MessageCreateParamsStreaming
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params as older
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
+from openai.types.video_create_params import VideoCreateParams
 
 from router.dialects import anthropic
 from router.dialects.anthropic import Messages
@@ -22,8 +24,16 @@ from router.dialects.parameters import Parameters, Row
 from router.dialects.responses import Responses
 from router.dialects.responses_kept import entry
 from router.dialects.tables import TABLES
+from router.dialects.video_body import VIDEO
 from router.problems import Problem
 from wire.frames import Message
+
+
+class Clip(msgspec.Struct):
+    """What a video's body asks for."""
+
+    fields: dict[str, Any]
+
 
 KEPT = Responses()
 KEPT.kept.put("key", "resp_1", entry(b"{}", (Message("user", "before"),)))
@@ -38,6 +48,7 @@ BASE: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "m", "messages": HELLO},
     "/api/chat": {"model": "m", "messages": HELLO},
     "/api/generate": {"model": "m", "prompt": "x"},
+    "/v1/videos": {"model": "m", "prompt": "x"},
     OPTIONS: {},
 }
 PARSE: dict[str, Callable[[bytes], object]] = {
@@ -48,6 +59,7 @@ PARSE: dict[str, Callable[[bytes], object]] = {
     "/v1/messages/count_tokens": lambda body: anthropic.count(body, 0),
     "/api/chat": lambda body: OllamaChat().parse(body, "key"),
     "/api/generate": lambda body: OllamaGenerate().parse(body, "key"),
+    "/v1/videos": lambda body: found if isinstance(found := VIDEO.read(body), Problem) else Clip(found[0].model_dump()),
     OPTIONS: lambda body: OllamaChat().parse(
         json.dumps({"model": "m", "messages": HELLO, "options": json.loads(body)}).encode(), "key"
     ),
@@ -75,6 +87,7 @@ SDK: dict[str, set[str]] = {
                   "top_logprobs"},
     "/api/generate": {"model", "prompt", "suffix", "images", "format", "options", "system", "template", "stream", "raw",
                       "keep_alive", "context", "think", "logprobs", "top_logprobs", "width", "height", "steps"},
+    "/v1/videos": set(VideoCreateParams.__annotations__),
     OPTIONS: {"numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
               "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "seed", "num_predict", "top_k",
               "top_p", "tfs_z", "typical_p", "repeat_last_n", "temperature", "repeat_penalty", "presence_penalty",
@@ -106,6 +119,9 @@ WITH: dict[str, dict[str, Any]] = {
     "system": {"system": "x"}, "thinking": {"thinking": {"type": "disabled"}}, "think": {"think": True},
     "output_config": {"output_config": {"effort": "low"}}, "options": {"options": {"seed": 5}}, "raw": {"raw": True},
     "previous_response_id": {"previous_response_id": "resp_1"}, "store": {"store": False}, "metadata": {"metadata": {}},
+    "seconds": {"seconds": "5"}, "size": {"size": "640x368"}, "frames": {"frames": 49}, "fps": {"fps": 8},
+    "steps": {"steps": 9}, "guidance": {"guidance": 4}, "guidance_2": {"guidance_2": "4.5"},
+    "negative_prompt": {"negative_prompt": "blur"},
     "text": {"text": {"format": {"type": "json_object"}}},
 }  # fmt: skip
 """A value of a field that changes what is asked of a node, with what it needs beside it."""

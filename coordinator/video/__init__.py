@@ -1,0 +1,1 @@
+"""Videos: jobs that borrow memory from a Mac that can spare it."""

@@ -1,0 +1,266 @@
+"""`/v1/videos`, as OpenAI's library speaks it: plain ASGI before the control application.
+
+A job belongs to the key that made it; to every other key it is not there. A key of the scope `admin` sees all.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from coordinator.admin import LOCAL
+from coordinator.store import StoreError
+from coordinator.video.admission import admit
+from coordinator.video.artifacts import THUMBNAIL, VIDEO
+from coordinator.video.conductor import Conductor
+from coordinator.video.content import send_file
+from coordinator.video.form import boundary_of, read_form
+from coordinator.video.jobs import Job, Kept, State, shown
+from router.app import App, allowed
+from router.dialects import video_body
+from router.dialects.strict_json import read_object
+from router.dialects.video_body import VideoBody
+from router.events import Send
+from router.exchange import Exchange, Receive, Scope
+from router.keys import ApiKey, KeyRing
+from router.problems import Header, Problem, invalid, not_found
+from router.settings import RouterSettings
+from wire.refusals import Code
+
+VIDEOS = "/v1/videos"
+JSON_BYTES = 64 * 1024
+MOST_LISTED = 100
+USUAL_LISTED = 20
+LONGEST_KEY = 200
+_ID = re.compile(r"video_[0-9a-f]{24}")
+_READ = ("GET", "HEAD")
+NOT_OFFERED: Mapping[str, str] = {
+    "remix": "a finished video cannot be made again with other words: make a new one with the prompt you want",
+    "edits": "a finished video cannot be edited",
+    "extensions": "a finished video cannot be made longer",
+    "characters": "characters are not offered by the models of a pool",
+}
+"""What OpenAI's API has beside, by the last word of its path."""
+VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
+
+
+class Answered(Protocol):
+    """Where answers are counted."""
+
+    def answered(self, status: int) -> None:
+        """Count one HTTP answer."""
+        ...
+
+
+class Videos:
+    """The ASGI app. `control` gets every other path."""
+
+    def __init__(
+        self, conductor: Conductor, keys: KeyRing, settings: RouterSettings, counters: Answered, control: App
+    ) -> None:
+        self._conductor = conductor
+        self._keys = keys
+        self._settings = settings
+        self._counters = counters
+        self._control = control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one connection scope."""
+        path: str = scope["path"] if scope["type"] == "http" else ""
+        if path != VIDEOS and not path.startswith(VIDEOS + "/"):
+            await self._control(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=None))
+        try:
+            await self._answer(exchange, path, query)
+        except StoreError as error:
+            await exchange.refuse(Problem(503, "storage_failed", str(error)))
+        finally:
+            self._counters.answered(exchange.status)
+
+    async def _answer(self, exchange: Exchange, path: str, query: Mapping[str, str]) -> None:
+        if path == VIDEOS:
+            await self._collection(exchange, query)
+            return
+        name, *rest = path[len(VIDEOS) + 1 :].split("/")
+        below = rest[0] if len(rest) == 1 else ""
+        if name in NOT_OFFERED or below == "remix":
+            await self._not_offered(exchange, "remix" if below == "remix" else name)
+        elif not rest:
+            await self._one(exchange, name)
+        elif below == "content":
+            await self._content(exchange, name, query)
+        elif below == "cancel":
+            await self._cancel(exchange, name)
+        else:
+            await exchange.refuse(not_found(path))
+
+    # -- the collection -------------------------------------------------------------------
+
+    async def _collection(self, exchange: Exchange, query: Mapping[str, str]) -> None:
+        key = allowed(self._keys, exchange, (*_READ, "POST"), "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+        elif exchange.method == "POST":
+            await self._create(exchange, key)
+        else:
+            await exchange.tell(self._listing(key, query))
+
+    async def _create(self, exchange: Exchange, key: ApiKey) -> None:
+        body = await self._body(exchange)
+        if body is None:
+            return
+        asked = body if isinstance(body, Problem) else _understood(body)
+        made = asked if isinstance(asked, Problem) else await self._made(exchange, key, asked)
+        if isinstance(made, Problem):
+            await exchange.refuse(made)
+        else:
+            await self._tell(exchange, made)
+
+    async def _made(self, exchange: Exchange, key: ApiKey, asked: VideoBody) -> Job | Problem:
+        idempotency = (exchange.header(b"idempotency-key") or b"").decode("latin-1")
+        if len(idempotency) > LONGEST_KEY or not idempotency.isprintable():
+            return invalid(f"Idempotency-Key must be at most {LONGEST_KEY} printable letters")
+        digest = hashlib.sha256(asked.model_dump_json().encode()).hexdigest()
+        conductor, owner = self._conductor, _owner(key)
+        known = conductor.known(owner, idempotency, digest)
+        if known is not None and not known.same:
+            return Problem(409, "idempotency_key_reused", "this Idempotency-Key was used for another request")
+        if known is not None:
+            return known.job
+        wanted = admit(asked, conductor.view, conductor.board, conductor.profiles, conductor.settings, key.limits)
+        if isinstance(wanted, Problem):
+            return wanted
+        if conductor.starter is not None and conductor.starter.cause:
+            return Problem(503, "video_not_ready", conductor.starter.cause)
+        return await conductor.submit(wanted, owner, idempotency, digest)
+
+    async def _body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
+        """Read a form or a JSON object; None when the client left."""
+        settings, content_type = self._settings, exchange.header(b"content-type") or b"application/json"
+        boundary = boundary_of(content_type)
+        if boundary is not None:
+            return await read_form(exchange, boundary, settings.body_bytes, settings.body_seconds)
+        if content_type.partition(b";")[0].strip().lower() != b"application/json":
+            kind = content_type[:60].decode("latin-1")
+            return invalid(f"the body must be application/json or multipart/form-data with a boundary, not {kind!r}")
+        short = msgspec.structs.replace(settings, body_bytes=min(settings.body_bytes, JSON_BYTES))
+        body = await exchange.body(short)
+        return read_object(body) if isinstance(body, bytes) else body
+
+    def _listing(self, key: ApiKey, query: Mapping[str, str]) -> bytes | Problem:
+        limit, order, after = query.get("limit", str(USUAL_LISTED)), query.get("order", "desc"), query.get("after")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_LISTED:
+            return invalid(f"limit must be 1 to {MOST_LISTED}", "limit")
+        if order not in ("asc", "desc"):
+            return invalid("order must be asc or desc", "order")
+        jobs = [job for job in self._conductor.jobs() if _sees(key, job)]
+        if order == "asc":
+            jobs.reverse()
+        if after is not None:
+            place = next((number for number, job in enumerate(jobs) if job.id == after), None)
+            if place is None:
+                return invalid("after: there is no such video", "after")
+            jobs = jobs[place + 1 :]
+        page = jobs[: int(limit)]
+        return msgspec.json.encode({
+            "object": "list", "data": [shown(job) for job in page], "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None, "has_more": len(jobs) > len(page),
+        })  # fmt: skip
+
+    # -- one video ------------------------------------------------------------------------
+
+    async def _one(self, exchange: Exchange, name: str) -> None:
+        found = self._find(exchange, (*_READ, "DELETE"), name)
+        if isinstance(found, Problem):
+            await exchange.refuse(found)
+        elif exchange.method == "DELETE":
+            await self._conductor.delete(found.id)
+            await exchange.answer(msgspec.json.encode({"id": found.id, "object": "video.deleted", "deleted": True}))
+        else:
+            await self._tell(exchange, found)
+
+    async def _cancel(self, exchange: Exchange, name: str) -> None:
+        found = self._find(exchange, ("POST",), name)
+        if isinstance(found, Problem):
+            await exchange.refuse(found)
+            return
+        await self._conductor.cancel(found.id)
+        await self._tell(exchange, self._conductor.job(found.id) or found)
+
+    async def _content(self, exchange: Exchange, name: str, query: Mapping[str, str]) -> None:
+        job = self._find(exchange, _READ, name)
+        file = job if isinstance(job, Problem) else self._file(job, query)
+        if isinstance(file, Problem):
+            await exchange.refuse(file)
+            return
+        try:
+            await send_file(exchange, *file)
+        except FileNotFoundError:
+            await exchange.refuse(_no_video(name))
+
+    def _file(self, job: Job, query: Mapping[str, str]) -> tuple[Path, Kept] | Problem:
+        kind = _wanted_kind(job, query)
+        if isinstance(kind, Problem):
+            return kind
+        found = self._conductor.artifacts.find(job, kind)
+        return found or Problem(404, "variant_not_found", f"this video has no {kind}", "variant")
+
+    async def _not_offered(self, exchange: Exchange, what: str) -> None:
+        key = allowed(self._keys, exchange, ("GET", "POST"), "infer")
+        text = f"{what} is not offered: {NOT_OFFERED[what]}"
+        await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=Code.UNSUPPORTED.value))
+
+    def _find(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> Job | Problem:
+        key = allowed(self._keys, exchange, methods, "infer")
+        if isinstance(key, Problem):
+            return key
+        job = self._conductor.job(name) if _ID.fullmatch(name) else None
+        return job if job is not None and _sees(key, job) else _no_video(name)
+
+    async def _tell(self, exchange: Exchange, job: Job) -> None:
+        headers: list[Header] = []
+        if job.open:
+            headers = [(b"openai-poll-after-ms", b"%d" % (self._conductor.settings.poll_seconds * 1000))]
+        await exchange.answer(msgspec.json.encode(shown(job)), headers=headers)
+
+
+def _owner(key: ApiKey) -> str:
+    """Say whose a job is: this machine's owner has another key after every start."""
+    return key.name if key.name == LOCAL else key.id
+
+
+def _sees(key: ApiKey, job: Job) -> bool:
+    return job.key == _owner(key) or key.allows("admin")
+
+
+def _understood(body: dict[str, Any]) -> VideoBody | Problem:
+    found = video_body.VIDEO.understand(body)
+    return found if isinstance(found, Problem) else found[0]
+
+
+def _wanted_kind(job: Job, query: Mapping[str, str]) -> str | Problem:
+    """Give the kind of file that is wanted, or why there is none."""
+    variant = query.get("variant", "video")
+    if variant not in VARIANTS:
+        known = ", ".join(VARIANTS)
+        return invalid(f"variant {variant[:40]!r} is not offered, only {known}", "variant", Code.UNSUPPORTED.value)
+    if job.state == State.FAILED:
+        why = "" if job.fault is None else f": {job.fault.message}"
+        return Problem(409, "video_failed", f"this video was not made{why}")
+    if job.state != State.COMPLETED:
+        return Problem(
+            409, "video_not_completed", f"this video is {shown(job)['status']}: ask again when it is completed"
+        )
+    if job.expired:
+        return Problem(404, "artifact_expired", f"this video is no longer kept (expires_at {int(job.expires or 0)})")
+    return VARIANTS[variant]
+
+
+def _no_video(name: str) -> Problem:
+    return Problem(404, "video_not_found", f"there is no video {name[:80]!r}", "video_id")

@@ -1,0 +1,155 @@
+"""The files of finished jobs: fetched from their nodes, checked, kept for their owners (0600), removed.
+
+A file is written beside its place while it comes, and gets its name only when its size and SHA-256 are those that its
+node told. Until then, and until that is acknowledged, the node keeps it.
+"""
+
+import asyncio
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from coordinator.video.jobs import Fault, Job, Kept
+from machine.private import private_folder
+from wire.identity import NodeId
+from wire.video import Artifact
+
+log = structlog.get_logger("coordinator.video.artifacts")
+
+VIDEO = "video"
+THUMBNAIL = "thumbnail"
+SUFFIXES = {".mp4": (VIDEO, "video/mp4"), ".webp": (THUMBNAIL, "image/webp"), ".jpg": (THUMBNAIL, "image/jpeg"),
+            ".png": (THUMBNAIL, "image/png")}  # fmt: skip
+"""What a file is by the end of its name; all others are left on the node."""
+MOST_FILES = 4
+LARGEST = 4 * 2**30
+"""Bytes of one file; a clip has some megabytes."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
+_JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
+
+AskNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
+"""`coordinator.links.LinkServer.ask`."""
+
+
+class Interrupted(Exception):
+    """The node does not answer now; it still has the files."""
+
+
+class Artifacts:
+    """The folder `folder`, made with the first file."""
+
+    def __init__(self, folder: Path, ask: AskNode) -> None:
+        self._folder = folder
+        self._ask = ask
+
+    async def fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> tuple[Kept, ...] | Fault:
+        """Get all files of a job; a fault when they can never be had whole. Raises Interrupted when the node stopped
+        answering."""
+        wanted = [one for one in artifacts[:MOST_FILES] if self._usable(one)]
+        if not any(kind_of(one.name) == VIDEO for one in wanted):
+            return Fault("output_invalid", "its node has made no video that can be read here")
+        kept: list[Kept] = []
+        for artifact in wanted:
+            found = await self._fetch(job, artifact)
+            if isinstance(found, Fault):
+                await self.remove(job.id)
+                return found
+            kept.append(found)
+        return tuple(kept)
+
+    def _usable(self, artifact: Artifact) -> bool:
+        return bool(_NAME.fullmatch(artifact.name)) and kind_of(artifact.name) != "" and 0 < artifact.size <= LARGEST
+
+    async def _fetch(self, job: Job, artifact: Artifact) -> Kept | Fault:
+        folder = self.folder(job.id)
+        beside = folder / f"{artifact.name}.part"
+        try:
+            await asyncio.to_thread(_prepare, self._folder, folder)
+            digest, size = await self._download(job, artifact, beside)
+            if (digest, size) != (artifact.sha256, artifact.size):
+                log.error("artifact broken", job=job.id, name=artifact.name, size=size, told=artifact.size)
+                return Fault("artifact_broken", f"{artifact.name} came with {size} of {artifact.size} bytes, or others "
+                             "than its node told")  # fmt: skip
+            await asyncio.to_thread(_finish, beside, folder / artifact.name)
+        except OSError as error:
+            log.exception("artifact not stored", job=job.id, name=artifact.name)
+            full = error.errno in FULL
+            text = "the disk of the coordinator is full" if full else f"the coordinator cannot write: {error.strerror}"
+            return Fault("storage_full" if full else "storage_failed", f"{artifact.name} could not be stored: {text}")
+        return Kept(artifact.name, artifact.size, artifact.sha256.hex())
+
+    async def _download(self, job: Job, artifact: Artifact, beside: Path) -> tuple[bytes, int]:
+        digest, size = hashlib.sha256(), 0
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            async for piece in self._ask(NodeId(job.node), f"artifact:{job.lease}/{artifact.name}", artifact.size):
+                digest.update(piece)
+                size += len(piece)
+                await asyncio.to_thread(_write, descriptor, piece)
+            await asyncio.to_thread(os.fsync, descriptor)
+        except (LookupError, TimeoutError) as error:
+            raise Interrupted(str(error) or "it stopped answering") from None
+        finally:
+            os.close(descriptor)
+        return digest.digest(), size
+
+    async def remove(self, job: str) -> None:
+        """Remove all files of a job."""
+        if _JOB.fullmatch(job):
+            await asyncio.to_thread(shutil.rmtree, self.folder(job), ignore_errors=True)
+
+    def folder(self, job: str) -> Path:
+        """Give where the files of a job are. Its id is one of ours, never a text from outside."""
+        if not _JOB.fullmatch(job):
+            raise ValueError(f"{job!r} is no job")
+        return self._folder / job
+
+    def find(self, job: Job, kind: str) -> tuple[Path, Kept] | None:
+        """Give the file of a kind; None where there is none."""
+        found = next((file for file in job.files if kind_of(file.name) == kind), None)
+        return None if found is None else (self.folder(job.id) / found.name, found)
+
+    def sweep(self, known: set[str]) -> None:
+        """Remove the files of jobs that nobody knows, left by a crash."""
+        with suppress(OSError):
+            for folder in self._folder.iterdir():
+                if folder.name not in known and _JOB.fullmatch(folder.name):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def kind_of(name: str) -> str:
+    """Say what a file is; empty for what we do not keep."""
+    return SUFFIXES.get(Path(name).suffix, ("", ""))[0]
+
+
+def media_type(name: str) -> str:
+    """Give the media type of a file of ours."""
+    return SUFFIXES[Path(name).suffix][1]
+
+
+def _prepare(root: Path, folder: Path) -> None:
+    private_folder(root)
+    private_folder(folder)
+
+
+def _write(descriptor: int, piece: bytes) -> None:
+    view = memoryview(piece)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _finish(beside: Path, path: Path) -> None:
+    beside.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,110 @@
+"""What must not be forgotten of videos: the jobs, and what was measured of packages.
+
+A database of its own beside the cluster's, made when the first job comes. As there, everything is in memory and each
+change is one transaction (WAL, synchronous=FULL) that one writer thread makes in order. `await flush()` returns when
+all changes so far are on the disk: a job is confirmed to its client only then.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from coordinator.store import StoreError, open_database
+from coordinator.video.jobs import Job
+from coordinator.video.predictor import Profile, ProfileKey
+
+log = structlog.get_logger("coordinator.video.store")
+
+MIGRATIONS = (
+    """
+    CREATE TABLE jobs (id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, record TEXT NOT NULL);
+    CREATE TABLE profiles (package TEXT, engine TEXT, bits INTEGER, record TEXT NOT NULL,
+                           PRIMARY KEY (package, engine, bits));
+    """,
+)
+"""One script per schema version, as in `coordinator.store`."""
+FILE = "videos.db"
+
+
+class VideoStore:
+    """The database in `folder`, opened at the first change unless it is there already. StoreError when it cannot be
+    opened; the folder's lock is the cluster store's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE
+        self._connection: sqlite3.Connection | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="videos")
+        self._failure: StoreError | None = None
+        self.jobs: tuple[Job, ...] = ()
+        """The jobs as they were when the database was opened."""
+        self.profiles: dict[ProfileKey, Profile] = {}
+        """What was measured, as it was then."""
+        if self._file.exists():
+            self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = self._connection = open_database(self._file, MIGRATIONS)
+            try:
+                self._load(connection)
+            except (sqlite3.Error, msgspec.MsgspecError) as error:
+                connection.close()
+                raise StoreError(f"{self._file} cannot be used: {error}; move it away, or restore a backup") from None
+        return self._connection
+
+    def _load(self, connection: sqlite3.Connection) -> None:
+        rows: Sequence[tuple[str]] = connection.execute("SELECT record FROM jobs ORDER BY sequence").fetchall()
+        self.jobs = tuple(msgspec.json.decode(record, type=Job) for (record,) in rows)
+        for package, engine, bits, record in connection.execute("SELECT * FROM profiles"):
+            self.profiles[ProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=Profile)
+
+    def put_job(self, job: Job) -> None:
+        """Add or replace a job."""
+        record = msgspec.json.encode(job).decode()
+        self._put("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
+
+    def drop_job(self, job: str) -> None:
+        """Forget a job."""
+        self._put("DELETE FROM jobs WHERE id = ?", job)
+
+    def put_profile(self, key: ProfileKey, profile: Profile) -> None:
+        """Add or replace what was measured of a package."""
+        record = msgspec.json.encode(profile).decode()
+        self._put("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
+
+    async def flush(self) -> None:
+        """Wait until every change so far is on the disk. StoreError when one of them could not be written."""
+        await asyncio.wrap_future(self._writer.submit(_nothing))
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Write what waits and close the file."""
+        self._writer.shutdown()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _put(self, statement: str, *values: object) -> None:
+        if self._failure is not None:
+            raise self._failure
+        connection = self._open()
+        self._writer.submit(self._execute, connection, statement, values)
+
+    def _execute(self, connection: sqlite3.Connection, statement: str, values: tuple[object, ...]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            connection.execute(statement, values)
+        except sqlite3.Error as error:
+            log.exception("video store write failed")
+            self._failure = StoreError(f"a video job could not be written down ({error}): make room, then restart")
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,170 @@
+"""The worker's environment: made once, locked by hash, and never changed.
+
+A folder of its own holds an interpreter and exactly the packages that a lock file names, each with its hash; it is
+named by the sha256 of its locks, so a new lock is a new environment beside the old one. It is built in a folder that
+nobody looks at, probed by importing the engine in isolation, and only then given its name: what has that name works.
+
+    macOS on Apple silicon    the product
+    Linux on x86-64           tests and development: the engine's text encoder runs on a build of torch for the CPU,
+                              which is taken from where pip's own configuration offers it. Where only the builds with
+                              gigabytes of CUDA are on offer, nothing is pulled, and that is said
+
+uv installs where it is at hand (`uv` on PATH, or as a module of this interpreter), pip otherwise: both demand every
+hash. `--wheelhouse FOLDER` takes all packages from that folder and asks nobody.
+
+Run as `python -m node.video.environment --state FOLDER`, which is what `cluster video install` does.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from machine.private import private_folder, write_private
+
+HERE = Path(__file__).parent
+LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"}
+"""What `<name>.lock` is for; `<name>.torch` beside it names what only pip knows where to find."""
+ENGINE = "mlx-gen"
+PROBE = "import mflux.models.wan.variants"
+READY = "ready.json"
+PROBE_SECONDS = 300.0
+NO_TORCH = (
+    "there is no CPU build of torch on offer, only such with gigabytes of CUDA, so nothing was installed: name an "
+    "index that has it in pip's configuration (extra-index-url, or find-links), or give a --wheelhouse with it"
+)
+
+
+class Failure(Exception):
+    """The environment cannot be made; a sentence for a person."""
+
+
+def locks() -> tuple[Path, ...]:
+    """Give the lock files for this machine; none where the engine does not run."""
+    name = LOCKS.get((platform.system(), platform.machine()))
+    files = (HERE / f"{name}.lock", HERE / f"{name}.torch") if name else ()
+    return tuple(file for file in files if file.exists())
+
+
+def named(folder: Path, files: Sequence[Path]) -> Path:
+    """Give the environment that belongs to these locks and to this version of Python."""
+    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    return folder / f"py{sys.version_info.major}.{sys.version_info.minor}-{digest[:20]}"
+
+
+def engine_of(files: Sequence[Path]) -> str:
+    """Give the engine's version that the locks name; empty when they name none."""
+    found = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
+    return next((match[1] for match in found if match), "")
+
+
+def interpreter(environment: Path) -> Path:
+    """Give the environment's own Python."""
+    return environment / "bin" / "python"
+
+
+def missing(folder: Path) -> str:
+    """Say why there is no environment in this folder for this machine; empty when there is one."""
+    files = locks()
+    if not files:
+        return f"the video engine does not run on {platform.system()} {platform.machine()}"
+    environment = named(folder, files)
+    if (environment / READY).exists() and interpreter(environment).exists():
+        return ""
+    return "the worker's environment is not installed: run `cluster video install` on this machine"
+
+
+def install(folder: Path, wheelhouse: Path | None = None) -> Path:
+    """Make the environment unless it is there, and give it. Failure when it cannot be made; nothing is left then."""
+    files = locks()
+    if not files:
+        raise Failure(missing(folder))
+    environment = named(folder, files)
+    if not missing(folder):
+        return environment
+    private_folder(folder)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
+        built = Path(making) / "environment"
+        _build(built, files, wheelhouse, Path(making) / "wheels")
+        _probe(built)
+        facts = {"engine": engine_of(files), "python": platform.python_version(), "locks": [one.name for one in files]}
+        write_private(built / READY, json.dumps(facts).encode())
+        shutil.rmtree(environment, ignore_errors=True)
+        built.rename(environment)
+    return environment
+
+
+def _build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
+    _run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
+    for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
+        _run([*_pip(built), "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest",
+              str(wheels), "--requirement", str(torch)], NO_TORCH)  # fmt: skip
+    where = ["--find-links", str(wheelhouse or wheels)] if wheelhouse or wheels.exists() else []
+    where += ["--no-index"] if wheelhouse else []
+    uv = _uv()
+    if uv:
+        install = [*uv, "pip", "sync", "--quiet", "--python", str(interpreter(built)), "--require-hashes"]
+        _run([*install, *where, *map(str, files)], "the packages could not be installed")
+    else:
+        install = [*_pip(built), "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", *where]
+        _run([*install, *(word for file in files for word in ("--requirement", str(file)))],
+             "the packages could not be installed")  # fmt: skip
+
+
+def _pip(built: Path) -> list[str]:
+    return [str(interpreter(built)), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def _uv() -> list[str]:
+    """Give the words that start uv; none where it is not at hand."""
+    found = shutil.which("uv")
+    if found:
+        return [found]
+    return [sys.executable, "-m", "uv"] if importlib.util.find_spec("uv") else []
+
+
+def _probe(built: Path) -> None:
+    """Import the engine as the worker will."""
+    _run([str(interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment")
+
+
+def _run(command: Sequence[str], otherwise: str) -> None:
+    """Run a step; Failure with the last that it said when it fails."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))
+    }
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        env=kept,
+    )  # fmt: skip
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        raise Failure(f"{otherwise}: {' / '.join(lines[-3:])[:600]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the environment of this machine, and say where it is."""
+    parser = argparse.ArgumentParser(prog="cluster video install", allow_abbrev=False)
+    parser.add_argument("--folder", type=Path, required=True, help="where environments are kept")
+    parser.add_argument("--wheelhouse", type=Path, help="take all packages from this folder, and ask nobody")
+    options = parser.parse_args(arguments)
+    try:
+        environment = install(options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute())
+    except (Failure, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"schema": 1, "environment": str(environment), "engine": engine_of(locks())}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

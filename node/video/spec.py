@@ -1,0 +1,52 @@
+"""What a job asks of the worker: read from a lease's `spec`, checked before any memory is lent. Pure.
+
+The coordinator has checked the same against the pool's limits; a node trusts no peer with its disk and its hours. What
+is not asked is the package's own default.
+"""
+
+from typing import Annotated, cast
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wire.video import VideoPackage
+
+MOST_PIXELS = 2**24
+Side = Annotated[int, Meta(ge=16, le=8192)]
+Text = Annotated[str, Meta(max_length=100_000)]
+Guidance = Annotated[float, Meta(ge=0, le=100)]
+Seconds = Annotated[float, Meta(gt=0, le=10**6)]
+
+
+class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A job. `timeout` and `stall` in seconds: None leaves them to the node's settings."""
+
+    prompt: Text
+    width: Side
+    height: Side
+    negative_prompt: Text | None = None
+    frames: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    fps: Annotated[int, Meta(ge=1, le=240)] | None = None
+    steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    guidance: Guidance | None = None
+    guidance_2: Guidance | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    timeout: Seconds | None = None
+    stall: Seconds | None = None
+
+    def job(self, package: VideoPackage) -> dict[str, object]:
+        """Give what the worker reads, with the package's defaults for what is not asked."""
+        asked = cast("dict[str, object]", msgspec.to_builtins(self))
+        known = {name: value for name, value in asked.items() if value is not None and name not in ("timeout", "stall")}
+        return {"frames": package.frames, "fps": package.fps, "steps": package.steps, **known}
+
+
+def read_spec(raw: bytes) -> Spec | str:
+    """Read a job; a sentence about what is wrong with it otherwise."""
+    try:
+        spec = msgspec.json.decode(raw, type=Spec)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"the job cannot be read: {error}"
+    if spec.width * spec.height > MOST_PIXELS:
+        return f"a picture of {spec.width} × {spec.height} is more than {MOST_PIXELS} pixels"
+    return spec

@@ -1,0 +1,58 @@
+"""The parts of a node that make video, put together: what is offered, what is lent, Ray's process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from node.lending import Lender
+from node.limits import Limiter
+from node.poll import Poll
+from node.settings import NodeSettings
+from node.supervise import Supervisor
+from node.video.offer import Offer
+from node.video.raylet import Raylet
+from wire.frames import Frame
+from wire.units import GIB
+
+log = structlog.get_logger("node.video")
+
+
+class Studio:
+    """Starts and ends them in their order. Where no video is offered, all it does is to look now and then."""
+
+    def __init__(
+        self, settings: NodeSettings, state: Path, limiter: Limiter, poll: Poll, supervisor: Supervisor
+    ) -> None:
+        folder = state / "node" / "video"
+        self.offer = Offer(settings, state)
+        self.lender = Lender(settings, limiter, poll, supervisor, self.offer, folder / "leases")
+        gib = limiter.cap.bytes // GIB
+        self.raylet = Raylet(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
+        self._changed: Callable[[], None] = lambda: None
+
+    def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
+        """Say by whom the coordinator is told, and who wants to know that something changed."""
+        self._changed = changed
+        self.lender.say, self.lender.changed = tell, changed
+        self.raylet.changed, self.offer.changed = changed, self._offered
+
+    async def start(self) -> None:
+        """Take up leases of an earlier agent, and look for packages."""
+        try:
+            await self.lender.start()
+        except OSError as error:
+            log.error("video off", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
+            return
+        await self.offer.start()
+        self._offered()
+
+    async def stop(self) -> None:
+        """End the job, then Ray."""
+        await self.offer.stop()
+        await self.lender.stop()
+        await self.raylet.stop()
+
+    def _offered(self) -> None:
+        self.raylet.offer(wanted=not self.offer.unready)
+        self._changed()

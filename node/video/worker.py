@@ -1,0 +1,259 @@
+"""The video worker: makes one clip, and ends. Started as `ENVIRONMENT/bin/python -I worker.py`, alone in its group.
+
+It stands alone on purpose: it runs in an environment of its own, where nothing else of this project is installed.
+
+    stdin    one line, the job as JSON; then nothing, for ever. Its end means that nobody needs us: we leave at once,
+             so no orphan keeps the lease's memory
+    stdout   one JSON object a line: start, loading, loaded, progress, beat, done | failed. Libraries that print there
+             print to stderr instead: the descriptor is duplicated before any of them is loaded
+    exit     0 done, 2 no job, 3 failed and said so, 4 nobody needs us
+
+The wired limit is set below the lease before any weight is read, the cache is small, and each of two experts leaves
+when its half of the steps is done: only one is in memory at a time. A counter of transformer blocks is the sign of
+life that a hanging GPU cannot give. Bounds that hold whatever the engine does are the watchdog's, outside.
+
+Engines differ in what they take: every call is filtered by the signature that it finds, so 0.18 and 0.38 both work.
+"""
+
+import errno
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+WIRED_LEFT = 2 * 1024**3
+"""Bytes of the lease that may not be wired: Python, torch's text encoder, what the system holds for us."""
+CACHE = 10**9
+"""Bytes of free buffers that MLX may keep."""
+BEAT = 1.0
+TRANSFORMER = (
+    "in_channels", "out_channels", "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "patch_size",
+    "text_dim", "freq_dim", "cross_attn_norm", "eps", "rope_max_seq_len",
+)  # fmt: skip
+"""What a transformer's config says of its shape."""
+EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
+
+
+class Line:
+    """The way out: one JSON object a line, from several threads."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+
+    def say(self, event: str, **facts: object) -> None:
+        """Write one event."""
+        line = json.dumps({"v": VERSION, "event": event, "at": round(time.monotonic() - self._began, 3), **facts})
+        with self._lock:
+            self._file.write(line + "\n")
+
+
+class Pulse:
+    """Counts what was computed, and tells it once a second."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.blocks = 0
+        self.peak: Callable[[], int] = lambda: 0
+
+    def count(self, kind: Any) -> None:
+        """Count each call of this class from now on."""
+        call: Callable[..., object] = kind.__call__
+
+        def counted(this: object, *given: object, **named: object) -> object:
+            result = call(this, *given, **named)
+            self.blocks += 1
+            return result
+
+        kind.__call__ = counted
+
+    def run(self) -> None:
+        """Tell it for ever."""
+        pause = threading.Event()
+        while not pause.wait(BEAT):
+            self._line.say("beat", blocks=self.blocks, peak=self.peak())
+
+
+def private_descriptor() -> int:
+    """Keep the way out for ourselves, and give fd 1 to whoever prints."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return kept
+
+
+def read_job() -> dict[str, Any] | None:
+    """Read the one line of stdin; None when it ends before it is whole."""
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = os.read(0, 65536)
+        if not piece:
+            return None
+        data += piece
+    return json.loads(data)
+
+
+def hold_on() -> None:
+    """Leave at once when stdin ends."""
+    while os.read(0, 4096):
+        pass
+    os._exit(EXIT_UNNEEDED)
+
+
+def fitting(call: Callable[..., Any], **named: object) -> Any:
+    """Call with those of these arguments that it takes."""
+    known = inspect.signature(call).parameters
+    return call(**{name: value for name, value in named.items() if name in known})
+
+
+def package_config(root: Path, config_class: Any) -> Any:
+    """Give the engine's config for a package: its catalogue's, with what the package's own configs say instead.
+    A quantized package has no configs of its components, a repository of somebody's else does."""
+    index = json.loads((root / "model_index.json").read_text())
+    two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
+    base = config_class.wan2_2_t2v_a14b() if two else config_class.wan2_2_ti2v_5b()
+    shape, picture, text = (_config(root, part) for part in ("transformer", "vae", "text_encoder"))
+    known = dict(base.transformer_overrides)
+    known |= {name: shape[name] for name in TRANSFORMER if name in shape}
+    known |= {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name) is not None}
+    known["has_transformer_2"] = two
+    known["vae_config"] = _narrowed(known["vae_config"], picture)
+    return fitting(
+        config_class, priority=base.priority, aliases=[], model_name=str(root), base_model=base.model_name,
+        controlnet_model=None, custom_transformer_model=None, num_train_steps=base.num_train_steps,
+        max_sequence_length=base.max_sequence_length, supports_guidance=True, requires_sigma_shift=False,
+        transformer_overrides=known, text_encoder_overrides=_narrowed(base.text_encoder_overrides, text),
+    )  # fmt: skip
+
+
+def _config(root: Path, part: str) -> dict[str, Any]:
+    file = root / part / "config.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _narrowed(known: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: said.get(name, value) for name, value in known.items()}
+
+
+def bound(mx: Any, size: int) -> int:
+    """Keep MLX below the lease, before anything is loaded; say what was set."""
+    wired = max(size - WIRED_LEFT, size // 2)
+    try:
+        most = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    except Exception:
+        most = 0
+    if most:
+        wired = min(wired, most)
+    mx.set_wired_limit(wired)
+    mx.set_memory_limit(size)
+    mx.set_cache_limit(min(CACHE, size // 8))
+    return wired
+
+
+def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
+    """Make the clip of a job, telling how it goes; give what was made."""
+    mx: Any = importlib.import_module("mlx.core")
+    wired = bound(mx, int(job["size"]))
+    line.say("start", pid=os.getpid(), wired=wired, isolated=sys.flags.isolated, names=sorted(os.environ),
+             device=str(mx.default_device()))  # fmt: skip
+    pulse.peak = mx.get_peak_memory
+    threading.Thread(target=pulse.run, daemon=True).start()
+    engine: Any = importlib.import_module("mflux.models.wan.variants")
+    blocks: Any = importlib.import_module("mflux.models.wan.model.wan_transformer.wan_transformer_block")
+    configs: Any = importlib.import_module("mflux.models.common.config")
+
+    pulse.count(blocks.WanTransformerBlock)
+    line.say("loading")
+    root = Path(job["package"])
+    model = fitting(
+        engine.Wan2_2_TI2V, model_path=str(root), model_config=package_config(root, configs.ModelConfig),
+        quantize=job.get("quantize"), prompt_embed_disk_cache=False,
+    )  # fmt: skip
+    line.say("loaded", bits=model.bits, engine=importlib.metadata.version("mlx-gen"),
+             mlx=importlib.metadata.version("mlx"))  # fmt: skip
+
+    def got_on(event: Any) -> None:
+        line.say("progress", phase=event.phase, step=event.step, steps=event.total_steps)
+
+    wanted = {name: job[name] for name in ("guidance", "guidance_2", "negative_prompt") if job.get(name) is not None}
+    video = fitting(
+        model.generate_video, seed=job["seed"], prompt=job["prompt"], width=job["width"], height=job["height"],
+        num_frames=job["frames"], fps=job["fps"], num_inference_steps=job["steps"], progress_callback=got_on,
+        release_inactive_denoiser=True, release_denoisers_before_decode=True, clear_cache_each_step=True,
+        clear_cache_each_transformer_block=True, **wanted,
+    )  # fmt: skip
+    line.say("progress", phase="save", step=job["steps"], steps=job["steps"])
+    return saved(video, job, mx)
+
+
+def saved(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
+    """Write clip and thumbnail; give what was really made: the engine rounds sizes in silence."""
+    out = Path(job["out"])
+    part = out / "part.mp4"
+    fitting(video.save, path=part, overwrite=True, validate_health=True)
+    facts = look(part, out / "thumbnail.webp")
+    part.replace(out / "video.mp4")
+    files = ["video.mp4"] + ["thumbnail.webp"] * (out / "thumbnail.webp").exists()
+    return {**facts, "files": files, "seed": job["seed"], "steps": job["steps"], "mlx_peak": mx.get_peak_memory()}
+
+
+def look(clip: Path, thumbnail: Path) -> dict[str, Any]:
+    """Decode the clip as a player would: give its measures, keep its first picture. Black is the engine's own check."""
+    av: Any = importlib.import_module("av")
+    with av.open(str(clip)) as opened:
+        stream = opened.streams.video[0]
+        rate, frames = float(stream.average_rate), 0
+        for frame in opened.decode(stream):
+            if frames == 0:
+                frame.to_image().save(thumbnail)
+            frames += 1
+        if not frames:
+            raise ValueError("the clip has no frames")
+        return {"width": stream.width, "height": stream.height, "frames": frames, "fps": rate}
+
+
+def code_of(error: BaseException, *, began: bool) -> str:
+    """Name a failure: what came out was no clip, the package is broken, or the engine failed."""
+    if type(error).__name__ in ("VideoHealthError", "TensorHealthError"):
+        return "output_invalid"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    return "generation_failed" if began or isinstance(error, ValueError) else "model_invalid"
+
+
+def main() -> int:
+    """Make one clip; give the exit code."""
+    line = Line(private_descriptor())
+    try:
+        job = read_job()
+    except ValueError:
+        job = None
+    if job is None:
+        return EXIT_NO_JOB
+    threading.Thread(target=hold_on, daemon=True).start()
+    pulse = Pulse(line)
+    try:
+        made = make(job, line, pulse)
+    except BaseException as error:
+        code = code_of(error, began=pulse.blocks > 0)
+        line.say("failed", code=code, message=f"{type(error).__name__}: {error}"[:600],
+                 trace=traceback.format_exc()[-4000:])  # fmt: skip
+        return EXIT_FAILED
+    line.say("done", made=made)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,459 @@
+"""`/v1/videos` as OpenAI's own library speaks it, against the whole application and peers on the real link."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from coordinator.video.settings import VideoSettings
+from tests.support.cluster_port import Port, a_report, opened
+from tests.support.loopback_cluster import a_memory
+from tests.support.video_peer import CLIP, PICTURE, Started, VideoPeer
+from wire.frames import Generate, Lease, Release
+from wire.units import GIB
+from wire.video import VideoPackage
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Sora.*:DeprecationWarning", "ignore::DeprecationWarning")
+
+
+class Pool:
+    """A coordinator, its video nodes, and clients of it."""
+
+    def __init__(self, port: Port, peers: list[VideoPeer]) -> None:
+        self.port = port
+        self.peers = peers
+        self.conductor = port.application.conductor
+        self.started = Started(peers)
+        self.started.failed = self.conductor.not_started
+        self.conductor.starter = self.started
+        self.key = self.new_key()
+
+    @property
+    def peer(self) -> VideoPeer:
+        return self.peers[0]
+
+    def new_key(self, *scopes: str) -> str:
+        return self.port.application.admin.create_key("k", list(scopes) or ["infer"], None)["key"]
+
+    def http(self, key: str = "") -> httpx.AsyncClient:
+        return self.port.client_of(key or self.key)
+
+    def sdk(self, key: str = "") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url="http://127.0.0.1/v1", api_key=key or self.key, http_client=self.http(key), max_retries=0
+        )
+
+    async def until(self, video: str, status: str, seconds: float = 10.0) -> dict[str, Any]:
+        async with asyncio.timeout(seconds), self.http() as http:
+            while (found := (await http.get(f"/v1/videos/{video}")).json())["status"] != status:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return found
+
+
+@asynccontextmanager
+async def pool(folder: Path, *names: str, peer: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Pool]:
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(opened(folder, video=VideoSettings(**settings)))
+        peers = [VideoPeer(port, name, **(peer or {})) for name in names or ("a",)]
+        made = Pool(port, peers)
+        for one in peers:
+            await one.link()
+        yield made
+
+
+async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    video = await client.videos.create(**({"model": "wan", "prompt": "a fox in the snow"} | fields))
+    await one.until(video.id, "completed")
+    return video
+
+
+# what the library does
+
+
+async def test_create_poll_download_delete(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client:
+        video = await client.videos.create_and_poll(
+            model="wan", prompt="a fox", seconds="4", size="1280x720", poll_interval_ms=20,
+            extra_body={"steps": 8, "seed": 7, "fps": 8, "negative_prompt": "blur", "guidance": 4.5},
+        )  # fmt: skip
+        assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "1280x720", "4.125")
+        assert (video.object, video.model, video.prompt, video.error) == ("video", "wan", "a fox", None)
+        assert video.expires_at is not None
+        assert video.completed_at is not None
+        assert video.expires_at - video.completed_at == pytest.approx(86400, abs=1)
+        assert video.model_extra is not None
+        assert {name: video.model_extra[name] for name in ("frames", "fps", "steps", "seed", "phase")} == {
+            "frames": 33, "fps": 8, "steps": 8, "seed": 7, "phase": "completed"}  # fmt: skip
+        (lease,) = one.peer.of(Lease)
+        assert lease.size == 36 * GIB
+        assert json.loads(lease.spec) == {
+            "prompt": "a fox", "width": 1280, "height": 720, "frames": 33, "fps": 8, "steps": 8,
+            "negative_prompt": "blur", "guidance": 4.5, "seed": 7,
+        }  # fmt: skip
+        content = await client.videos.download_content(video.id)
+        assert content.read() == CLIP
+        assert content.response.headers["content-type"] == "video/mp4"
+        picture = await client.videos.download_content(video.id, variant="thumbnail")
+        assert picture.read() == PICTURE
+        assert (await client.videos.delete(video.id)).deleted
+        with pytest.raises(openai.NotFoundError) as gone:
+            await client.videos.retrieve(video.id)
+        assert gone.value.code == "video_not_found"
+        await one.port.until(lambda: not (tmp_path / "state" / "videos" / video.id).exists())
+
+
+async def test_json_is_read_as_well_and_says_when_to_ask_again(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one, one.http() as http:
+        answer = await http.post("/v1/videos", json={"prompt": "a fox", "seconds": 3, "size": "480x272"})
+        assert answer.status_code == 200
+        assert answer.headers["openai-poll-after-ms"] == "2000"
+        assert answer.json()["model"] == "wan", "the only one that the pool has"
+        assert answer.json()["status"] in ("queued", "in_progress")
+
+
+async def test_pages_of_ones_own_videos(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client, one.sdk(one.new_key()) as other:
+        ids = [(await made(one, client)).id for _ in range(5)]
+        assert [video.id async for video in client.videos.list(limit=2)] == ids[::-1]
+        assert [video.id async for video in client.videos.list(limit=1, order="asc")] == ids
+        page = await client.videos.list(limit=2, after=ids[3])
+        assert [video.id for video in page.data] == [ids[2], ids[1]]
+        assert page.has_more
+        assert [video.id async for video in other.videos.list()] == []
+        async with one.http() as http:
+            for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=video_1", "limit=9999999999999"):
+                assert (await http.get(f"/v1/videos?{query}")).status_code == 400, query
+
+
+async def test_jobs_are_there_for_their_own_key_and_for_admins(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client:
+        video = await made(one, client)
+        async with one.http(one.new_key("infer")) as other, one.http(one.new_key("admin")) as admin:
+            for method, path in (("GET", ""), ("GET", "/content"), ("POST", "/cancel"), ("DELETE", "")):
+                answer = await other.request(method, f"/v1/videos/{video.id}{path}")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "video_not_found")
+            assert (await admin.get(f"/v1/videos/{video.id}/content")).content == CLIP
+            assert [found["id"] for found in (await admin.get("/v1/videos")).json()["data"]] == [video.id]
+
+
+# one range
+
+
+async def test_one_range_is_sent_and_nothing_more(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client, one.http() as http:
+        url = f"/v1/videos/{(await made(one, client)).id}/content"
+        size = len(CLIP)
+        whole = await http.get(url)
+        tag = whole.headers["etag"]
+        for header, status, expected in (
+            ("bytes=0-99", 206, CLIP[:100]), ("bytes=100-", 206, CLIP[100:]), ("bytes=-7", 206, CLIP[-7:]),
+            (f"bytes={size - 1}-{size + 5}", 206, CLIP[-1:]), (f"bytes=-{size * 9}", 206, CLIP),
+            ("bytes=0-1,5-6", 200, CLIP), ("bytes=" + ",".join(["0-"] * 500), 200, CLIP), ("lines=0-5", 200, CLIP),
+            ("bytes=9-5", 200, CLIP), ("bytes=x-", 200, CLIP), ("bytes=-", 200, CLIP),
+        ):  # fmt: skip
+            answer = await http.get(url, headers={"range": header})
+            assert (answer.status_code, answer.content == expected) == (status, True), header[:40]
+            assert ("content-range" in answer.headers) == (status == 206)
+        assert (await http.get(url, headers={"range": "bytes=0-9"})).headers["content-range"] == f"bytes 0-9/{size}"
+        for header in (f"bytes={size}-", "bytes=-0", f"bytes={10**17}-"):
+            answer = await http.get(url, headers={"range": header})
+            assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{size}"), header
+            assert answer.json()["error"]["code"] == "range_not_satisfiable"
+        for condition, status in ((tag, 206), ('"other"', 200), ("Sat, 21 Nov 2026 00:00:00 GMT", 200)):
+            headers = {"range": "bytes=0-9", "if-range": condition}
+            assert (await http.get(url, headers=headers)).status_code == status
+        head = await http.head(url, headers={"range": "bytes=0-9"})
+        assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
+
+
+async def test_content_of_what_is_not_there(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False, "files": {"video.mp4": CLIP}}) as one, one.sdk() as client:
+        video = await client.videos.create(model="wan", prompt="x")
+        await one.until(video.id, "in_progress")
+        async with one.http() as http:
+            answer = await http.get(f"/v1/videos/{video.id}/content")
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+            assert answer.json()["error"]["code"] == "video_not_completed"
+            one.peer.finish(next(iter(one.peer.leases)))
+            await one.until(video.id, "completed")
+            for variant, status, code in (
+                ("thumbnail", 404, "variant_not_found"),
+                ("spritesheet", 400, "unsupported_parameter"),
+                ("x" * 99, 400, None),
+            ):
+                answer = await http.get(f"/v1/videos/{video.id}/content?variant={variant}")
+                assert answer.status_code == status
+                assert code in (None, answer.json()["error"]["code"])
+
+
+async def test_what_is_kept_no_longer_says_so(tmp_path: Path):
+    async with pool(tmp_path, keep_count=1) as one, one.sdk() as client:
+        first, second = await made(one, client), await made(one, client)
+        with pytest.raises(openai.NotFoundError) as gone:
+            await client.videos.download_content(first.id)
+        assert gone.value.code == "artifact_expired"
+        assert "expires_at" in gone.value.message
+        assert (await client.videos.retrieve(first.id)).status == "completed", "the record stays"
+        assert (await client.videos.download_content(second.id)).read() == CLIP
+
+
+# ending
+
+
+async def test_cancel_and_delete_while_it_waits_and_while_it_is_made(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one, one.sdk() as client, one.http() as http:
+        running, waiting = [await client.videos.create(model="wan", prompt="x") for _ in range(2)]
+        await one.until(running.id, "in_progress")
+        answer = await http.post(f"/v1/videos/{waiting.id}/cancel")
+        assert (answer.json()["status"], answer.json()["error"]["code"]) == ("failed", "cancelled")
+        again = await http.post(f"/v1/videos/{waiting.id}/cancel")
+        assert again.json() == answer.json(), "it has ended already"
+        await client.videos.delete(running.id)
+        await one.port.until(lambda: not one.conductor.board.holds)
+        await one.port.until(lambda: len(one.peer.of(Release)) > 1)
+        assert [said.cause for said in one.peer.of(Release)][:2] == ["cancelled", "acknowledged"]
+
+
+async def test_deleting_while_it_is_read_hurts_nobody(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client, one.http() as http:
+        video = await made(one, client)
+        reading = [asyncio.create_task(http.get(f"/v1/videos/{video.id}/content")) for _ in range(5)]
+        await client.videos.delete(video.id)
+        for answer in await asyncio.gather(*reading):
+            assert answer.status_code == 404 or answer.content == CLIP
+
+
+# the line
+
+
+async def test_a_full_line_is_a_429_with_retry_after(tmp_path: Path):
+    async with pool(tmp_path, peer={"muted": True}, queue=2) as one, one.sdk() as client:
+        for _ in range(3):  # one that is asked for a lease, two that wait
+            await client.videos.create(model="wan", prompt="x")
+            await asyncio.sleep(0)
+        with pytest.raises(openai.RateLimitError) as full:
+            await client.videos.create(model="wan", prompt="x")
+        assert full.value.code == "queue_full"
+        assert int(full.value.response.headers["retry-after"]) >= 1
+
+
+async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
+    async with pool(tmp_path, peer={"muted": True}) as one, one.http() as http, one.http(one.new_key()) as other:
+        headers, body = {"idempotency-key": "abc"}, {"prompt": "x"}
+        answers = await asyncio.gather(*(http.post("/v1/videos", json=body, headers=headers) for _ in range(3)))
+        assert len({answer.json()["id"] for answer in answers}) == 1
+        changed = await http.post("/v1/videos", json={"prompt": "y"}, headers=headers)
+        assert (changed.status_code, changed.json()["error"]["code"]) == (409, "idempotency_key_reused")
+        assert changed.headers["x-should-retry"] == "false"
+        theirs = await other.post("/v1/videos", json=body, headers=headers)
+        assert theirs.json()["id"] != answers[0].json()["id"], "it is a name within a key"
+        assert (await http.post("/v1/videos", json=body, headers={"idempotency-key": "x" * 201})).status_code == 400
+
+
+# what cannot be
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "words"),
+    [
+        ({"size": "9999x9999"}, 400, "size", "4096"),
+        ({"size": "99999x9"}, 400, "size", "4096"),
+        ({"size": "0x0"}, 400, "size", "32"),
+        ({"size": "1920x1080"}, 400, "size", "921600"),
+        ({"size": "1024x1792"}, 400, "size", "921600"),
+        ({"size": "big"}, 400, "size", ""),
+        ({"size": "-480x272"}, 400, "size", ""),
+        ({"seconds": "8.5"}, 400, "seconds", "whole number"),
+        ({"seconds": "8"}, 400, "seconds", "fps 15 would fit"),
+        ({"seconds": "0"}, 400, "seconds", "1 or more"),
+        ({"seconds": "-4"}, 400, "seconds", "1 or more"),
+        ({"seconds": "١"}, 400, "seconds", "whole number"),
+        ({"seconds": "9" * 400}, 400, "seconds", "whole number"),
+        ({"extra_body": {"frames": "122"}}, 400, "frames", "121"),
+        ({"extra_body": {"frames": "0"}}, 400, "frames", "121"),
+        ({"extra_body": {"frames": "49", "seconds": "3"}}, 400, "frames", "two ways"),
+        ({"extra_body": {"steps": "51"}}, 400, "steps", "50"),
+        ({"extra_body": {"steps": "0"}}, 400, "steps", "50"),
+        ({"extra_body": {"fps": "1000"}}, 400, "fps", "60"),
+        ({"extra_body": {"seed": "-1"}}, 400, "seed", ""),
+        ({"extra_body": {"guidance": "hot"}}, 400, "guidance", "number"),
+        ({"extra_body": {"guidance": "1e9"}}, 400, "guidance", "number"),
+        ({"extra_body": {"quality": "hd"}}, 400, "quality", "unknown field"),
+        ({"prompt": ""}, 400, "prompt", ""),
+        ({"prompt": " \n"}, 400, "prompt", ""),
+        ({"prompt": "x" * 8001}, 400, "prompt", "8000"),
+        ({"prompt": "x" * 70_000}, 413, None, "65536"),
+        ({"model": "sora-2"}, 404, "model", "nearest names are wan"),
+        ({"model": "tiny"}, 400, "model", "/v1/chat/completions"),
+        ({"model": "../../etc/passwd"}, 404, "model", ""),
+        ({"input_reference": ("a.png", b"\x89PNG" + b"x" * 2_000_000, "image/png")}, 400, "input_reference", "image"),
+        ({"extra_body": {"n": "2"}}, 400, "n", "one clip"),
+    ],
+)  # fmt: skip
+async def test_a_body_that_cannot_be_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], status: int, param: str | None, words: str
+):
+    async with pool(tmp_path) as one, one.sdk() as client:
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.videos.create(**({"model": "wan", "prompt": "x"} | fields))
+        error = refused.value
+        assert (error.status_code, error.param) == (status, param), error.message
+        assert words in error.message
+        assert one.peer.of(Lease) == []
+        assert one.conductor.board.jobs == {}
+
+
+async def test_what_is_rounded_is_said(tmp_path: Path):
+    async with pool(tmp_path, peer={"muted": True}) as one, one.http() as http:
+        answer = (await http.post("/v1/videos", json={"prompt": "x", "size": "470x270", "frames": 90})).json()
+        assert (answer["size"], answer["frames"], answer["seconds"]) == ("480x272", 93, "5.812")
+        assert ["480x272" in answer["warnings"][0], "93" in answer["warnings"][1], "81" in answer["warnings"][2]] == [
+            True, True, True]  # fmt: skip
+
+
+async def test_what_no_known_node_could_hold_is_a_413_with_numbers(tmp_path: Path):
+    package = VideoPackage("wan", engine="0.38.0", bits=8, expert=int(14.35 * GIB))
+    async with pool(tmp_path, peer={"package": package}) as one, one.http() as http:
+        answer = await http.post("/v1/videos", json={"prompt": "x", "size": "384x224"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (413, "video_memory_exceeded", "size")
+        assert "uncalibrated" in error["message"]
+        assert error["memory"]["predicted"] > error["memory"]["ceiling"] == 36 * GIB
+
+
+async def test_where_no_cap_holds_a_lease_it_is_a_413(tmp_path: Path):
+    async with pool(tmp_path, peer={"report_changes": {"memory": a_memory(8 * GIB)}}) as one, one.http() as http:
+        answer = await http.post("/v1/videos", json={"prompt": "x", "size": "384x224"})
+        assert answer.status_code == 413
+        assert "no node could ever lend 36.0 GiB" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "settings", "code"),
+    [
+        ({"report_changes": {"memory": a_memory(80 * GIB, 128 * GIB, guard=False)}}, {}, "guard_off"),
+        ({"video": {"ready": False, "cause": "no environment: run cluster video install"}}, {}, "video_not_ready"),
+        ({}, {"enabled": False}, "video_disabled"),
+    ],
+)
+async def test_where_no_videos_are_made_it_is_a_503(
+    tmp_path: Path, peer: dict[str, Any], settings: dict[str, Any], code: str
+):
+    async with pool(tmp_path, peer=peer, **settings) as one, one.http() as http:
+        answer = await http.post("/v1/videos", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        assert ("cluster video install" in answer.text) == (code == "video_not_ready")
+
+
+async def test_without_ray_here_it_is_a_503(tmp_path: Path):
+    async with pool(tmp_path) as one, one.http() as http:
+        one.started.cause = "Ray is not installed here: install macpool[video]"
+        answer = await http.post("/v1/videos", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, one.started.cause)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "words"),
+    [
+        ("text/plain", b'{"prompt":"x"}', "application/json or multipart"),
+        ("application/x-www-form-urlencoded", b"prompt=x", "application/json or multipart"),
+        ("multipart/form-data", b"--x\r\n", "application/json or multipart"),
+        ("multipart/form-data; boundary=" + "x" * 300, b"--x\r\n", "oundary"),
+        ("multipart/form-data; boundary=x", b"", "no end"),
+        ("multipart/form-data; boundary=x", b"junk", "form"),
+        ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\nx', "no end"),
+        ("multipart/form-data; boundary=x", b"--x\r\ncontent-disposition: form-data\r\n\r\nx\r\n--x--\r\n", "no name"),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\nx\r\n--x--\r\n", "no name"),
+        ("multipart/form-data; boundary=x",
+         b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\n\xff\xfe\r\n--x--\r\n', "UTF-8"),
+        ("multipart/form-data; boundary=x",
+         b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\nx\r\n' * 2 + b"--x--\r\n", "twice"),
+        ("multipart/form-data; boundary=x",
+         b'--x\r\ncontent-disposition: form-data; name="f"; filename="../../x"\r\n\r\nx\r\n--x--\r\n', "not read here"),
+        ("multipart/form-data; boundary=x",
+         b"".join(b'--x\r\ncontent-disposition: form-data; name="a%d"\r\n\r\nx\r\n' % n for n in range(40)), "32"),
+        ("multipart/form-data; boundary=x", b"--x\r\n" + b"a: " + b"b" * 5000 + b"\r\n\r\n", "form cannot be read"),
+        ("multipart/form-data; boundary=x", b"--x\r\n" + b"a: b\r\n" * 20 + b"\r\n", "form cannot be read"),
+        ("application/json", b'{"prompt":"x","prompt":"y"}', "twice"),
+        ("application/json", b"[]", "object"),
+    ],
+)  # fmt: skip
+async def test_a_body_that_is_none_is_a_400(tmp_path: Path, content_type: str, body: bytes, words: str):
+    async with pool(tmp_path) as one, one.http() as http:
+        answer = await http.post("/v1/videos", content=body, headers={"content-type": content_type})
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data; boundary=x"])
+async def test_a_hundred_megabytes_are_not_read(tmp_path: Path, content_type: str):
+    async with pool(tmp_path) as one, one.http() as http:
+        head = {"content-type": content_type, "content-length": str(100 * 2**20)}
+        assert (await http.post("/v1/videos", content=b"{}", headers=head)).status_code == 413
+
+        async def endless() -> AsyncIterator[bytes]:
+            yield b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\n'
+            for _ in range(1600):
+                yield b"x" * 65536
+
+        answer = await http.post("/v1/videos", content=endless(), headers={"content-type": content_type})
+        assert answer.status_code == 413, answer.text
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "..", "../../cluster.db", "video_", "video_" + "0" * 24, "video_" + "g" * 24, "%2e%2e%2fcluster.db",
+             "video_0000%00", "x" * 5000]
+)  # fmt: skip
+async def test_ids_that_are_none(tmp_path: Path, name: str):
+    async with pool(tmp_path) as one, one.http() as http:
+        for method, path in (("GET", ""), ("GET", "/content"), ("POST", "/cancel"), ("DELETE", "")):
+            answer = await http.request(method, f"/v1/videos/{name}{path}")
+            assert answer.status_code in (404, 405), (method, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("video_1/remix", "remix"), ("edits", "edits"), ("extensions", "extensions"), ("characters", "characters")],
+)
+async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path, path: str, words: str):
+    async with pool(tmp_path) as one, one.http() as http:
+        answer = await http.post(f"/v1/videos/{path}", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+        assert words in answer.json()["error"]["message"]
+        assert (await http.get("/v1/videos/characters/x")).status_code == 400
+
+
+# video models are not for chats
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+async def test_a_chat_on_a_video_model_is_told_where_to_ask_and_evicts_nobody(
+    tmp_path: Path, path: str, body: dict[str, Any]
+):
+    async with pool(tmp_path) as one, one.http() as http:
+        answer = await http.post(path, json={"model": "wan", **body})
+        assert answer.status_code == 400
+        assert "POST /v1/videos" in answer.text
+        assert one.peer.of(Generate) == []
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["tiny"], "what is listed there can chat"
+        found = (await http.get("/api/v1/videos/models")).json()
+        assert [model["name"] for model in found["models"]] == ["wan"]
+
+
+def test_a_report_without_video_is_as_before():
+    assert a_report().video.packages == ()

@@ -1,0 +1,251 @@
+"""Videos over a pool of real processes: the SDK, the coordinator, Ray, nodes, the real engine on a tiny package."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.support.processes import Pool, environment, gone, until
+from tests.support.studio import flat
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]  # fmt: skip
+SMALL: dict[str, Any] = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48"}
+QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
+LONG = {**QUICK, "steps": 400}
+LEASE = 36 * 2**30
+
+
+def settings(ports: int) -> list[str]:
+    made = flat(worker__ray_ports=ports, node__report_busy=0.2)
+    return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
+
+
+def up(pool: Pool, *names: str, **more: Any) -> openai.OpenAI:
+    """Start a coordinator and nodes; give a client once Ray is up on all of them."""
+    extra = [f"video.{key}={value}" for key, value in more.items()]
+    pool.up("video.ray_port=0", "video.max_steps=1000", *extra)
+    for number, name in enumerate(names or ("a",)):
+        pool.join(name, *settings(21000 + 100 * number))
+    for name in names or ("a",):
+        until(lambda: video(pool, name)["ray"], 120, f"Ray on {name}")  # noqa: B023  asked at once
+    return again(pool)
+
+
+def again(pool: Pool, key: str = "") -> openai.OpenAI:
+    """Give a client of a coordinator that runs."""
+    direct = httpx.Client(trust_env=False, timeout=60)
+    return openai.OpenAI(base_url=pool.facts["base_url"], api_key=key or pool.key, max_retries=0, http_client=direct)
+
+
+def video(pool: Pool, name: str) -> dict[str, Any]:
+    return pool.node(name)["video"]
+
+
+def ask(client: openai.OpenAI, name: str) -> Any:
+    return client.videos.retrieve(name)
+
+
+def phase(client: openai.OpenAI, name: str, *phases: str, seconds: float = 90.0) -> Any:
+    """Wait until a job is in one of these phases."""
+    return until(lambda: found if (found := ask(client, name)).phase in phases else None, seconds, f"{name} {phases}")
+
+
+def done(client: openai.OpenAI, name: str, seconds: float = 120.0) -> Any:
+    return until(lambda: found if (found := ask(client, name)).status in ("completed", "failed") else None, seconds)
+
+
+def leases(pool: Pool) -> list[dict[str, Any]]:
+    return pool.get("/api/v1/leases")["leases"]
+
+
+def below(pool: Pool, *words: str) -> list[psutil.Process]:
+    """Give the coordinator's processes whose command line has these words."""
+    assert pool.coordinator is not None
+    found: list[psutil.Process] = []
+    for process in pool.coordinator.children():
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if all(word in line for word in words):
+            found.append(process)
+    return found
+
+
+def chats(pool: Pool, client: openai.OpenAI) -> None:
+    said = client.chat.completions.create(
+        model="scripted-1", messages=[{"role": "user", "content": "hi"}], max_tokens=5, timeout=20
+    )
+    assert said.choices[0].message.content
+
+
+def probe(data: bytes, folder: Path) -> dict[str, Any]:
+    """Have ffprobe read a clip, where there is one; else only its first bytes."""
+    assert data[4:8] == b"ftyp"
+    file = folder / "clip.mp4"
+    file.write_bytes(data)
+    ffprobe = shutil.which("ffprobe")
+    if ffprobe is None:
+        return {"codec_name": "h264", "width": 64, "height": 48, "nb_read_frames": "9"}
+    command = [ffprobe, "-v", "error", "-count_frames", "-select_streams", "v", "-show_streams", "-of", "json", file]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, env=environment()).stdout)["streams"][0]
+
+
+def test_a_job_from_the_library_to_a_file_that_plays(cluster_pool: Pool, tmp_path: Path):
+    pool = cluster_pool
+    client = up(pool)
+    made = client.videos.create_and_poll(**SMALL, extra_body=QUICK, poll_interval_ms=200)
+    assert made.status == "completed", made
+    data = client.videos.download_content(made.id).read()
+    found = probe(data, tmp_path)
+    assert (found["codec_name"], found["width"], found["height"], found["nb_read_frames"]) == ("h264", 64, 48, "9")
+    assert client.videos.download_content(made.id, variant="thumbnail").read()[:4] == b"RIFF"
+    direct = client._client  # the library has no ranges
+    url = f"{pool.facts['base_url']}/videos/{made.id}/content"
+    part = direct.get(url, headers={"authorization": f"Bearer {pool.key}", "range": "bytes=4-7"})
+    assert (part.status_code, part.content) == (206, b"ftyp")
+    assert leases(pool) == []
+    state = pool.state / "videos" / made.id
+    assert {file.stat().st_mode & 0o777 for file in state.iterdir()} == {0o600}
+    until(lambda: not video(pool, "a")["leases"], 10, "the end acknowledged")
+    profiles = pool.get("/api/v1/videos/models")["profiles"]
+    assert [(one["package"], one["measured"], one["calibrated"]) for one in profiles] == [("tiny-wan", 1, True)]
+    client.videos.delete(made.id)
+    until(lambda: not state.exists(), 10, "its files removed")
+    assert "token" not in " ".join(word for process in below(pool) for word in process.cmdline()).lower().replace(
+        "token-fd", ""), "no secret on a command line"  # fmt: skip
+    chats(pool, client)
+
+
+def test_the_second_job_goes_to_the_second_node_and_a_cancelled_one_gives_its_memory_back(cluster_pool: Pool):
+    pool = cluster_pool
+    client = up(pool, "a", "b")
+    first = client.videos.create(**SMALL, extra_body=LONG)
+    second = client.videos.create(**SMALL, extra_body=LONG)
+    third = client.videos.create(**SMALL, extra_body=QUICK)
+    for job in (first, second):
+        phase(client, job.id, "denoising")
+    held = leases(pool)
+    assert {one["name"] for one in held} == {"a", "b"}
+    assert {one["size"] for one in held} == {LEASE}
+    assert "makes another video" in ask(client, third.id).phase
+    for name in ("a", "b"):
+        node = pool.node(name)
+        assert node["leases"] == LEASE
+    pool.run("videos", "cancel", first.id, "--state", str(pool.state))
+    until(lambda: first.id not in {one["job"] for one in leases(pool)}, 10, "its memory back")
+    assert done(client, third.id).status == "completed"
+    assert ask(client, second.id).status == "in_progress"
+    client.videos.delete(second.id)
+    until(lambda: leases(pool) == [], 10, "all memory back")
+    for name in ("a", "b"):
+        until(lambda: pool.node(name)["leases"] == 0, 10, f"nothing lent by {name}")  # noqa: B023  asked at once
+
+
+@pytest.mark.parametrize("who", ["broker", "head", "gcs"])
+def test_a_running_job_and_every_chat_outlive_broker_and_head(cluster_pool: Pool, who: str):
+    pool = cluster_pool
+    client = up(pool)
+    job = client.videos.create(**SMALL, extra_body={**QUICK, "steps": 120})
+    phase(client, job.id, "denoising")
+    words = {"broker": ("coordinator.video.broker",), "head": ("raylet_child", "--head"), "gcs": ("gcs_server",)}[who]
+    (victim, *_) = below(pool, *words)
+    victim.send_signal(signal.SIGKILL)
+    gone([victim])
+    chats(pool, client)
+    found = done(client, job.id, 180)
+    assert found.status == "completed", found
+    chats(pool, client)
+    until(lambda: leases(pool) == [], 10, "its memory back")
+    until(lambda: below(pool, *words), 60, f"another {who}")
+    again = client.videos.create(**SMALL, extra_body=QUICK)
+    assert done(client, again.id, 180).status == "completed", ask(client, again.id)
+
+
+def test_a_coordinator_that_is_killed_comes_back_to_its_running_job(cluster_pool: Pool):
+    pool = cluster_pool
+    client = up(pool)
+    job = client.videos.create(**SMALL, extra_body={**QUICK, "steps": 150})
+    waiting = client.videos.create(**SMALL, extra_body=QUICK)
+    phase(client, job.id, "denoising")
+    coordinator, cluster_url = pool.coordinator, pool.facts["cluster_url"]
+    assert coordinator is not None
+    children = coordinator.children()
+    coordinator.kill()
+    gone(children, 20)
+    pool.up("video.ray_port=0", "video.max_steps=1000", cluster_listen=cluster_url.removeprefix("macpool://"))
+    client = again(pool)
+    found = done(client, job.id, 180)
+    assert found.status == "completed", found
+    assert client.videos.download_content(job.id).read()[4:8] == b"ftyp"
+    assert done(client, waiting.id, 180).status == "completed", ask(client, waiting.id)
+
+
+@pytest.mark.parametrize(("rule", "status"), [("fail", "failed"), ("requeue", "completed")])
+def test_a_node_that_is_killed_ends_its_job_as_the_settings_say(cluster_pool: Pool, rule: str, status: str):
+    pool = cluster_pool
+    client = up(pool, "a", "b", on_node_loss=rule, away_seconds=3)
+    job = client.videos.create(**SMALL, extra_body={**QUICK, "steps": 60})
+    phase(client, job.id, "denoising")
+    (held,) = leases(pool)
+    pool.nodes[held["name"]].kill()
+    found = done(client, job.id, 180)
+    assert found.status == status, found
+    if rule == "fail":
+        assert found.error.code == "node_lost"
+    until(lambda: leases(pool) == [], 10, "its memory counted free")
+    chats(pool, client)
+
+
+def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
+    pool = cluster_pool
+    pool.up()
+    pool.join("a")
+    assert below(pool) == []
+    assert not (pool.state / "ray").exists()
+    assert not (pool.state / "videos.db").exists()
+    client = again(pool)
+    with pytest.raises(openai.NotFoundError):
+        client.videos.create(**SMALL)
+
+
+def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_path: Path):
+    pool = cluster_pool
+    up(pool)
+    state = ("--state", str(pool.state))
+    short = ("--size", "64x48", "--fps", "8", "--frames", "9")
+    assert "ready" in pool.run("nodes", *state).stdout
+    file = tmp_path / "fox.mp4"
+    done_ = pool.run("videos", "create", "a", "fox", *short, "--steps", "4", "--output-file", str(file), *state)
+    assert done_.returncode == 0, done_.stderr
+    assert file.read_bytes()[4:8] == b"ftyp"
+    assert "%" in done_.stderr, "a line for every phase where there is no terminal"
+    made = pool.cli("videos", "create", "a", "fox", *short, "--steps", "400")
+    phase(again(pool, pool.secret), made["id"], "denoising")
+    assert made["id"] in pool.run("lease", "list", *state).stdout
+    assert "lends 36.0 GiB" in pool.run("nodes", *state).stdout
+    assert pool.run("videos", "wait", made["id"], "--timeout", "1s", *state).returncode == 7
+    assert pool.cli("videos", "cancel", made["id"])["status"] == "failed"
+    assert pool.run("videos", "wait", made["id"], *state).returncode == 6
+    assert pool.run("videos", "get", made["id"], *state).returncode == 6
+    assert pool.run("videos", "show", "video_x", *state).returncode == 5
+    listed = pool.run("videos", *state).stdout
+    assert "it was cancelled" in listed
+    assert "completed" in listed
+    assert pool.cli("videos", "show", made["id"])["error"]["code"] == "cancelled"
+    until(lambda: leases(pool) == [], 10, "its memory back")
+    found = pool.cli("video", "calibrate", "--sizes", "96x64,64x48", "--frames", "5", "--steps", "1")
+    assert [(one["size"], one["status"]) for one in found["clips"]] == [("64x48", "completed"), ("96x64", "completed")]
+    assert all(one["peak"] > 0 for one in found["clips"])
+    assert found["profiles"][0]["measured"] == 3
+    assert len(pool.cli("videos", "list")["data"]) == 2, "clips of a calibration are not kept"

@@ -1,0 +1,216 @@
+"""The video side of a node for tests: the worker's real environment, made once, a very small package, and what the
+composition root makes of a node without its link, with real engine processes and real workers."""
+
+import asyncio
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from node.leases import Phase
+from node.limits import Limiter
+from node.memory.sensor import open_machine
+from node.poll import Poll
+from node.settings import NodeSettings, resolve
+from node.supervise import Patience, Supervisor
+from node.video import environment
+from node.video.studio import Studio
+from tests.support.processes import ROOT
+from tests.support.processes import environment as clean
+from wire.codec import decode, encode
+from wire.frames import Frame, Generate, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Message, Params, Release
+from wire.units import GIB
+
+CACHE = ROOT / ".cache" / "video"
+SCRIPT = ROOT / "tests" / "support" / "tiny_wan.py"
+JOB = {"prompt": "a red fox", "width": 64, "height": 48, "frames": 9, "fps": 8, "steps": 4, "seed": 1}
+LONG = {**JOB, "steps": 400}
+"""A job that nobody waits for."""
+WAIT = 60.0
+LEASE = 2 * GIB
+F = TypeVar("F", bound=Frame)
+
+
+@functools.cache
+def environments() -> Path:
+    """Give the folder with the worker's environment, which the first who asks installs as a user does."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    beside = Path(sys.prefix).resolve().parent / ".uv" / "bin"
+    path = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(beside)]))
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if environment.missing(CACHE):
+            command = [sys.executable, "-m", "node.video.environment", "--folder", str(CACHE)]
+            done = subprocess.run(command, capture_output=True, text=True, env=clean(PATH=path), cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+    return CACHE
+
+
+def python() -> Path:
+    """Give the environment's interpreter."""
+    return environment.interpreter(environment.named(environments(), environment.locks()))
+
+
+@functools.cache
+def tiny_wan() -> Path:
+    """Give a folder with the package `tiny-wan`, written once."""
+    interpreter = python()
+    digest = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]
+    folder = CACHE / f"packages-{digest}"
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "tiny-wan" / "text_encoder" / "model.safetensors").exists():
+            for old in CACHE.glob("packages-*"):
+                shutil.rmtree(old)
+            _write(interpreter, folder / "tiny-wan")
+    return folder
+
+
+def spoiled(folder: Path, how: str) -> Path:
+    """Give a folder whose package is broken in one way."""
+    shutil.copytree(tiny_wan() / "tiny-wan", folder / "tiny-wan")
+    _write(python(), folder / "tiny-wan", how)
+    return folder
+
+
+def _write(interpreter: Path, *words: str | Path) -> None:
+    subprocess.run([interpreter, "-I", SCRIPT, *words], check=True, env=clean(), stdin=subprocess.DEVNULL)
+
+
+def flat(**settings: object) -> dict[str, object]:
+    """Give the settings of a node with a pretended Mac of 128 GiB, a tiny package and quick clocks."""
+    return {
+        "engine.kind": "scripted", "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": False,
+        "models.folders": str(tiny_wan()), "worker.environments": str(environments()), "worker.start_timeout": 20,
+        **{key.replace("__", "."): value for key, value in settings.items()},
+    }  # fmt: skip
+
+
+class Node:
+    """What the composition root makes of a node, without a link. `attends`: a granted lease is attended by itself."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, object], *, attends: bool = True) -> None:
+        folder.mkdir(exist_ok=True)
+        resolved = resolve([("test", settings)])
+        self.settings: NodeSettings = resolved.value
+        self.folder = folder
+        self.machine = open_machine(self.settings)
+        self.limiter = Limiter(self.settings, self.machine, resolved.origins)
+        self.frames: list[Frame] = []
+        self.engine_frames: list[tuple[Frame, int]] = []
+        self.attendants: list[subprocess.Popen[bytes]] = []
+        self._attends = attends
+        self._changed = asyncio.Event()
+        self.supervisor = Supervisor(
+            self.settings, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
+            scratch=folder / "scratch", patience=Patience(first=0.01, longest=0.01),
+        )  # fmt: skip
+        self.poll = Poll(self.limiter, self.machine, self.supervisor)
+        self.studio = Studio(self.settings, folder, self.limiter, self.poll, self.supervisor)
+        self.studio.connect(self._said, self._changed.set)
+        self.lender = self.studio.lender
+
+    def _frame(self, tag: int, encoded: bytes, request: int) -> None:
+        self.engine_frames.append((decode(tag, encoded[5:]), request))
+        self._changed.set()
+
+    def _change(self) -> None:
+        self.poll.changed()
+        self.lender.engine_changed()
+        self._changed.set()
+
+    def _said(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        if isinstance(frame, LeaseGranted) and self._attends:
+            self.attend(frame)
+        self._changed.set()
+
+    def attend(self, granted: LeaseGranted) -> None:
+        """Attend to a lease as the actor does, in a process of its own."""
+        command = [sys.executable, "-m", "node.video.attendant", granted.folder, granted.lease, str(granted.generation)]
+        with (self.folder / "attendant.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, env=clean(OPENAI_API_KEY="sk-not-for-workers"), cwd=ROOT, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        self.attendants.append(process)
+
+    async def until(self, wanted: Callable[[], Any], seconds: float = WAIT) -> Any:
+        """Wait until something holds, asking whenever something was heard, and now and then."""
+        async with asyncio.timeout(seconds):
+            while not (found := wanted()):
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 0.1)
+        return found
+
+    async def start(self) -> "Node":
+        """Start the engine and wait until it is covered."""
+        self.poll.start()
+        await self.supervisor.start()
+        await self.studio.start()
+        await self.until(lambda: self.supervisor.ready and self.supervisor.held >= self.supervisor.told)
+        return self
+
+    async def stop(self) -> None:
+        """End everything."""
+        await self.studio.stop()
+        self.poll.stop()
+        await self.supervisor.stop()
+        for process in self.attendants:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+
+    # leases
+
+    def ask(self, size: int = LEASE, job: Mapping[str, object] = JOB, lease: str = "l-1", generation: int = 1) -> None:
+        """Ask for a lease; its job has the lease's name."""
+        self.lender.ask(Lease(lease, generation, f"video_{lease}", "tiny-wan", size, msgspec.json.encode(job)))
+
+    def release(self, cause: str, lease: str = "l-1", generation: int = 1) -> None:
+        """End a lease."""
+        self.lender.release(Release(lease, generation, cause))
+
+    async def frame(self, kind: type[F], lease: str = "l-1") -> F:
+        """Wait for the frame of this kind about a lease."""
+        return await self.until(lambda: next(
+            (one for one in self.frames if isinstance(one, kind) and getattr(one, "lease", "") == lease), None
+        ))  # fmt: skip
+
+    async def answer(self, lease: str = "l-1") -> LeaseGranted | LeaseRefused:
+        """Wait for the first word about a lease."""
+        return await self.until(lambda: next(
+            (one for one in self.frames if isinstance(one, LeaseGranted | LeaseRefused) and one.lease == lease), None
+        ))  # fmt: skip
+
+    async def ended(self, lease: str = "l-1") -> LeaseEnded:
+        """Wait for the end of a lease."""
+        return await self.frame(LeaseEnded, lease)
+
+    async def working(self, phase: Phase = Phase.DENOISING, lease: str = "l-1") -> int:
+        """Wait until a job has come to a phase; give its worker's number."""
+        await self.until(lambda: any(one.lease == lease and one.phase == phase for one in self.lender.states()))
+        assert self.limiter.worker is not None
+        return self.limiter.worker
+
+    @property
+    def ceiling(self) -> int:
+        """The ceiling of this moment."""
+        return self.limiter.now(self.supervisor.phys().phys).ceiling
+
+    def chat(self, number: int, tokens: int = 20_000) -> None:
+        """Begin a chat of the scripted engine."""
+        frame = Generate(
+            number, number, "r", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0, tokens
+        )
+        self.supervisor.send(encode(frame), Generate, number)

@@ -1,0 +1,188 @@
+"""A node that makes videos, as the coordinator sees it: a peer on the real link that answers leases as a script says.
+
+It holds what a node holds (leases with generations, ended ones until they are acknowledged, files), reports it, and
+answers `Ask` for files in windows as an agent does. Ray is not here: `Started` stands in for it and tells the peer.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from node.identity import Identity
+from router.view import ClusterView
+from tests.support.cluster_port import Ended, Line, Port, a_report
+from tests.support.loopback_cluster import a_memory
+from wire.frames import Answer, Ask, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.units import GIB
+from wire.video import Artifact, LeaseState, VideoPackage, VideoState
+
+WAN = VideoPackage("wan", engine="0.18.14", bits=8, expert=int(14.35 * GIB), weights=40 * GIB)
+CLIP = bytes(range(256)) * 5000
+PIECE = 32 * 1024
+PICTURE = b"RIFF....WEBPVP8 picture"
+
+
+def artifacts_of(files: dict[str, bytes]) -> tuple[Artifact, ...]:
+    return tuple(Artifact(name, len(data), hashlib.sha256(data).digest()) for name, data in files.items())
+
+
+@dataclass
+class Started:
+    """Stands in for Ray: an actor starts on the peer whose Ray node it names, or not at all with `refuses`."""
+
+    peers: list["VideoPeer"]
+    refuses: str = ""
+    cause: str = ""
+    failed: Callable[[str, str], None] = lambda lease, why: None
+    stopped: list[str] = field(default_factory=list)
+
+    def see(self, view: ClusterView) -> None:
+        return
+
+    def start(self, lease: str, generation: int, ray: str, folder: str, size: int) -> None:
+        assert folder == "/leases"
+        if self.refuses:
+            self.failed(lease, self.refuses)
+            return
+        for peer in self.peers:
+            if ray == f"ray-{peer.name}":
+                peer.begin(lease)
+
+    def stop(self, lease: str) -> None:
+        self.stopped.append(lease)
+
+    def forget(self, node: str) -> None:
+        return
+
+
+@dataclass
+class VideoPeer:
+    """One Mac. `refusal`: what it answers to leases; `plays`: a started worker goes on to its end by itself; `muted`:
+    say nothing to a lease; `files`: what a job makes, and `told` what is said of them if that is something else."""
+
+    port: Port
+    name: str
+    plays: bool = True
+    muted: bool = False
+    refusal: LeaseRefused | None = None
+    room: int = 80 * GIB
+    package: VideoPackage = WAN
+    files: dict[str, bytes] = field(default_factory=lambda: {"video.mp4": CLIP, "thumbnail.webp": PICTURE})
+    told: dict[str, bytes] | None = None
+    video: dict[str, Any] = field(default_factory=dict)
+    report_changes: dict[str, Any] = field(default_factory=dict)
+    leases: dict[str, LeaseState] = field(default_factory=dict)
+    ended: dict[str, LeaseEnded] = field(default_factory=dict)
+    heard: list[Frame] = field(default_factory=list)
+    who: Identity | None = None
+    line: Line | None = None
+    task: asyncio.Task[None] | None = None
+
+    async def link(self) -> None:
+        """Join once, link, and answer from then on."""
+        self.who = self.who or self.port.member(self.name)
+        self.line = await self.port.link(self.who, self.report())
+        for ended in self.ended.values():
+            self.line.send(ended)
+        self.task = asyncio.create_task(self._serve(self.line))
+        await self.port.until(lambda: self.port.state(self.who) == "ready")
+
+    async def cut(self) -> None:
+        """Let the link end."""
+        assert self.line is not None
+        assert self.task is not None
+        self.line.close()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.port.until(lambda: self.port.state(self.who) != "ready")
+
+    def report(self) -> Any:
+        video = VideoState(True, "", f"ray-{self.name}", (self.package,), tuple(self.leases.values()))
+        lent = sum(lease.size for lease in self.leases.values())
+        memory = a_memory(self.room - lent, 128 * GIB, leases=lent)
+        changes = {"memory": memory, "video": replace(video, **self.video)} | self.report_changes
+        return a_report(**changes)
+
+    def say(self, *frames: Frame) -> None:
+        assert self.line is not None
+        self.line.send(*frames)
+
+    async def _serve(self, line: Line) -> None:
+        beating = asyncio.create_task(self._beat(line))
+        try:
+            while True:
+                frame = await line.next(3600)
+                self.heard.append(frame)
+                self._hear(frame)
+        except Ended:
+            return
+        finally:
+            beating.cancel()
+
+    async def _beat(self, line: Line) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            line.send(self.report())
+
+    def _hear(self, frame: Frame) -> None:
+        match frame:
+            case Lease() if not self.muted:
+                self._lease(frame)
+            case Release():
+                self._release(frame)
+            case Ask():
+                self._ask(frame)
+            case _:
+                pass
+
+    def _lease(self, frame: Lease) -> None:
+        if self.refusal is not None:
+            self.say(replace(self.refusal, lease=frame.lease, generation=frame.generation))
+            return
+        self.leases[frame.lease] = LeaseState(frame.lease, frame.generation, frame.job, frame.size, "granted")
+        self.say(LeaseGranted(frame.lease, frame.generation, "/leases"))
+
+    def begin(self, lease: str) -> None:
+        """The actor is here: the worker runs."""
+        self.progress(lease, "denoising", 10)
+        if self.plays:
+            self.finish(lease)
+
+    def progress(self, lease: str, phase: str, progress: int, **more: Any) -> None:
+        self.leases[lease] = replace(self.leases[lease], phase=phase, progress=progress, **more)
+        self.say(self.report())
+
+    def finish(self, lease: str, code: str = "completed", message: str = "", peak: int = 20 * GIB) -> None:
+        """The worker is dead and the memory back."""
+        state = self.leases[lease] = replace(self.leases[lease], phase="ended", size=0)
+        files = artifacts_of(self.told or self.files) if code == "completed" else ()
+        ended = self.ended[lease] = LeaseEnded(
+            lease, state.generation, code, message, files, peak, 3.0, b'{"frames":49}' if files else b""
+        )  # fmt: skip
+        self.say(ended, self.report())
+
+    def _release(self, frame: Release) -> None:
+        if frame.cause == "acknowledged":
+            self.ended.pop(frame.lease, None)
+            self.leases.pop(frame.lease, None)
+        elif frame.lease in self.leases and frame.lease not in self.ended:
+            self.finish(frame.lease, frame.cause)
+
+    def _ask(self, frame: Ask) -> None:
+        name = frame.what.rpartition("/")[2]
+        data = self.files.get(name)
+        if data is None:
+            self.say(Answer(frame.ask, b"", True, "there is no such file"))
+            return
+        begin = frame.offset if frame.offset >= 0 else max(0, len(data) + frame.offset)
+        end = min(len(data), begin + frame.limit)
+        for at in range(begin, end, PIECE):
+            self.say(Answer(frame.ask, data[at : min(end, at + PIECE)]))
+        self.say(Answer(frame.ask, b"", True, next=end if end < len(data) else 0))
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Give what was heard of a kind."""
+        return [frame for frame in self.heard if isinstance(frame, kind)]

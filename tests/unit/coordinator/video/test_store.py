@@ -1,0 +1,91 @@
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.store import StoreError
+from coordinator.video.predictor import SEED, ProfileKey
+from coordinator.video.store import FILE, VideoStore
+from tests.support.processes import ROOT, environment
+from tests.unit.coordinator.video.test_board import a_job
+
+WRITER = """
+import asyncio, itertools, sys
+from pathlib import Path
+from coordinator.video.store import VideoStore
+from tests.unit.coordinator.video.test_board import a_job
+
+async def write():
+    store = VideoStore(Path(sys.argv[1]))
+    for number in itertools.count():
+        store.put_job(a_job(number))
+        await store.flush()
+        print(number, flush=True)
+
+asyncio.run(write())
+"""
+
+
+def test_a_pool_without_videos_has_no_database(tmp_path: Path):
+    VideoStore(tmp_path).close()
+    assert not (tmp_path / FILE).exists()
+
+
+async def test_what_was_put_is_there_again(tmp_path: Path):
+    store = VideoStore(tmp_path)
+    for number in (2, 1, 3):
+        store.put_job(a_job(number))
+    store.put_job(a_job(2, phase="changed"))
+    store.drop_job("video_3")
+    key = ProfileKey("wan", "0.18.14", 8)
+    store.put_profile(key, SEED.after(336, 2**40))
+    await store.flush()
+    store.close()
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    again = VideoStore(tmp_path)
+    assert again.jobs == (a_job(1), a_job(2, phase="changed"))
+    assert again.profiles == {key: SEED.after(336, 2**40)}
+    again.close()
+
+
+async def test_a_write_that_fails_is_not_confirmed(tmp_path: Path):
+    store = VideoStore(tmp_path)
+    store.put_job(a_job(1))
+    await store.flush()
+    with sqlite3.connect(tmp_path / FILE) as other:
+        other.execute("DROP TABLE jobs")
+    store.put_job(a_job(2))
+    with pytest.raises(StoreError, match="make room"):
+        await store.flush()
+    with pytest.raises(StoreError):
+        store.put_job(a_job(3))
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"junk" * 1000, b""])
+def test_a_damaged_database_says_what_to_do(tmp_path: Path, content: bytes):
+    (tmp_path / FILE).write_bytes(content)
+    if not content:
+        VideoStore(tmp_path).close()
+        return
+    with pytest.raises(StoreError, match="restore a backup"):
+        VideoStore(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_was_confirmed_survives_a_kill(tmp_path: Path):
+    script = tmp_path / "write.py"
+    script.write_text(WRITER)
+    command = [sys.executable, str(script), str(tmp_path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT)
+    assert writer.stdout is not None
+    confirmed = [int(writer.stdout.readline()) for _ in range(100)]
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    store = VideoStore(tmp_path)
+    assert set(confirmed) <= {job.sequence for job in store.jobs}
+    store.close()

@@ -1,0 +1,64 @@
+import json
+import stat
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from node.video import raylet
+from wire.frames import RayHead
+
+HEAD = RayHead("192.0.2.1:6380", "secret-token", "192.0.2.7", b"ca", b"certificate", b"key", version("ray"))
+
+
+def words(head: RayHead = HEAD) -> list[str]:
+    return raylet.command(head, 6480, Path("/tmp/mp"), 96)
+
+
+def test_the_ports_are_sixty_in_a_row_and_no_secret_is_a_word():
+    said = dict(word.removeprefix("--").split("=", 1) for word in words() if "=" in word)
+    ports = [int(value) for name, value in said.items() if name.endswith("port")]
+    assert min(ports) == 6480
+    assert max(ports) == 6480 + raylet.PORTS - 1
+    assert len(set(ports)) == len(ports) == 8
+    assert json.loads(said["resources"]) == {"video_lease_gib": 96}
+    assert (said["address"], said["node-ip-address"]) == ("192.0.2.1:6380", "192.0.2.7")
+    assert "secret" not in " ".join(words())
+    assert f"--node-manager-port={7000}" in words(RayHead("a:1", base_port=7000))
+
+
+def test_the_environment_is_named_and_holds_paths_of_secrets_alone(tmp_path: Path):
+    told = raylet.environment(HEAD, {"PATH": "/bin", "OPENAI_API_KEY": "sk", "RAY_ADDRESS": "evil"}, tmp_path, "ab")
+    assert "OPENAI_API_KEY" not in told
+    assert "RAY_ADDRESS" not in told
+    assert "secret-token" not in told.values()
+    assert told["RAY_AUTH_MODE"] == "token"
+    assert told["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
+    assert told["RAY_USE_TLS"] == "1"
+    assert told["RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"] == "minor"
+    assert "RAY_USE_TLS" not in raylet.environment(RayHead("a:1", "t"), {}, tmp_path, "ab")
+
+
+def test_a_head_says_only_what_is_rays(tmp_path: Path):
+    pairs = (("RAY_health_check_period_ms", "2000"), ("LD_PRELOAD", "/evil.so"), ("RAY_X\n", "1"))
+    told = raylet.environment(RayHead("a:1", environment=pairs), {}, tmp_path, "ab")
+    assert told["RAY_health_check_period_ms"] == "2000"
+    assert "LD_PRELOAD" not in told
+    assert "RAY_X\n" not in told
+
+
+def test_another_version_is_not_followed():
+    assert raylet.unusable(HEAD) == ""
+    assert "have to be the same" in raylet.unusable(RayHead("a:1", version="1.0"))
+
+
+def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    found = raylet.short_folder("", Path("/some/state"))
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert len(found.name) < 24
+    found.rmdir()
+    found.symlink_to(tmp_path)
+    with pytest.raises(PermissionError):
+        raylet.short_folder("", Path("/some/state"))
