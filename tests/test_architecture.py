@@ -57,6 +57,7 @@ PERIODIC_SLEEPS = {
     "machine/announce.py": "looks at our own addresses, which nobody announces",
     "node/bonjour.py": "the time in which a second cluster may answer",
     "node/supervise.py": "the period of pings to a busy engine",
+    "node/video/offer.py": "the next look at folders, which tell nobody of a change",
     "node/video/watch.py": "the death of processes that are not our children, which the kernel tells nobody",
 }
 """Files that may sleep: a clock, not an event, is what they wait for."""

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ class Found:
     missing: str = ""
 
 
-NOTHING = Found({}, "nobody has looked yet")
+NOTHING = Found({}, "this node is still looking for its video packages")
 
 
 class Offer:
@@ -41,7 +40,8 @@ class Offer:
         self._hub = hub_folder(environ) if settings.models.hub else None
         self._found = NOTHING
         self._task: asyncio.Task[None] | None = None
-        self._again = asyncio.Event()
+        self.looked = asyncio.Event()
+        """Set once it has been looked."""
         self.changed: Callable[[], None] = lambda: None
 
     @property
@@ -70,11 +70,13 @@ class Offer:
             return "no video package is here that can be used: download one, or name its folder (models.folders)"
         return ""
 
-    async def start(self) -> None:
-        """Look now, and from now on."""
+    def start(self) -> None:
+        """Look now, and from now on; nobody waits for it."""
+        self.looked.clear()
         if self.enabled:
-            self._found = await asyncio.to_thread(self._look)
             self._task = asyncio.create_task(self._keep())
+        else:
+            self.looked.set()
 
     async def stop(self) -> None:
         """Look no more."""
@@ -84,13 +86,13 @@ class Offer:
 
     async def _keep(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._again.wait(), EVERY)
             found = await asyncio.to_thread(self._look)
             if found != self._found:
                 self._found = found
                 log.info("video", packages=sorted(found.packages), unready=self.unready)
                 self.changed()
+            self.looked.set()
+            await asyncio.sleep(EVERY)
 
     def _look(self) -> Found:
         try:

@@ -44,7 +44,7 @@ class Studio:
         except OSError as error:
             log.error("video off", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
             return
-        await self.offer.start()
+        self.offer.start()
         self._offered()
 
     async def stop(self) -> None:

@@ -132,7 +132,8 @@ async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, 
     assert ended.code == "model_invalid"
     assert "SafetensorError" in ended.message
     await node.studio.offer.stop()
-    await node.studio.offer.start()
+    node.studio.offer.start()
+    await node.studio.offer.looked.wait()
     node.ask(lease="l-2")
     refused = await node.answer("l-2")
     assert isinstance(refused, LeaseRefused)

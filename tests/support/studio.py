@@ -158,6 +158,7 @@ class Node:
         self.poll.start()
         await self.supervisor.start()
         await self.studio.start()
+        await self.studio.offer.looked.wait()
         await self.until(lambda: self.supervisor.ready and self.supervisor.held >= self.supervisor.told)
         return self
 
