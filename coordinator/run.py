@@ -56,6 +56,7 @@ from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key, nobody_known
 from router.quotas import Quotas
+from router.ticket import Ticket
 from wire.advert import Advert, cluster_hint
 
 log = structlog.get_logger("coordinator.run")
@@ -177,6 +178,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
         registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
         quotas=Quotas(ring.limits),
     )  # fmt: skip
+    dispatcher.on_trouble = _log_trouble
     registry.placing = dispatcher
     cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
     stack.push_async_callback(registry.links.close)
@@ -361,6 +363,12 @@ async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) ->
         if isinstance(tls, Endpoint):
             tls.renew()
         await asyncio.sleep(RENEW_SECONDS)
+
+
+def _log_trouble(ticket: Ticket, code: str) -> None:
+    """Say which request broke, by the client's own id and by the number that node and engine know."""
+    log.warning("request broken", request_id=ticket.job.request_id, request=ticket.request, node=ticket.node_name,
+                code=code[:40])  # fmt: skip
 
 
 def _joined(store: Store, row: MemberRow) -> None:
