@@ -62,6 +62,7 @@ from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key, nobody_known
 from router.quotas import Quotas
+from router.ticket import Ticket
 from wire.advert import Advert, cluster_hint
 
 log = structlog.get_logger("coordinator.run")
@@ -187,6 +188,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     )  # fmt: skip
     conductor = Conductor(state, settings.video, registry.links)
     stack.push_async_callback(conductor.close)
+    dispatcher.on_trouble = _log_trouble
     registry.placing = Both(dispatcher, conductor)
     rays = Rays(state, settings.video, lambda: _ray_host(options.cluster_listen[0]), registry.links,
                 conductor.not_started)  # fmt: skip
@@ -376,6 +378,12 @@ async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) ->
         if isinstance(tls, Endpoint):
             tls.renew()
         await asyncio.sleep(RENEW_SECONDS)
+
+
+def _log_trouble(ticket: Ticket, code: str) -> None:
+    """Say which request broke, by the client's own id and by the number that node and engine know."""
+    log.warning("request broken", request_id=ticket.job.request_id, request=ticket.request, node=ticket.node_name,
+                code=code[:40])  # fmt: skip
 
 
 def _joined(store: Store, row: MemberRow) -> None:

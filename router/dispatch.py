@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
-import structlog
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
@@ -86,8 +85,6 @@ QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
 
 STOPPING = "the coordinator is stopping: send it again"
 
-log = structlog.get_logger("router.dispatch")
-
 
 class Dispatcher:
     """See the module. `send` writes a frame to a node's link and says whether there is one, without calling back in
@@ -124,6 +121,8 @@ class Dispatcher:
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.history = History()
         self.orders = Orders(send, lambda: numbers()[0])
+        self.on_trouble: Callable[[Ticket, str], None] = _nobody_told
+        """Told of a request that broke on its node, and of the code."""
         self._corrections: dict[NodeId, Correction] = {}
         self._live: dict[int, Ticket] = {}
         self._open: dict[int, Ticket] = {}
@@ -210,8 +209,7 @@ class Dispatcher:
         """Follow a request that broke on its node: by itself, or because the engine died with it or beside it."""
         if is_fault(frame.code):
             self.breakers.fault(node, frame.request, self._clock())
-        log.warning("request broken", request_id=ticket.job.request_id, request=frame.request, node=ticket.node_name,
-                    code=frame.code[:40])  # fmt: skip
+        self.on_trouble(ticket, frame.code)
         fall = fall_of(frame.code)
         if fall is None:
             self._end(ticket, Failure(frame.code, frame.message))
@@ -233,7 +231,7 @@ class Dispatcher:
         for ticket in self._on(node):
             self.counters.nodes_lost += 1
             name = ticket.node_name
-            log.warning("request dropped", request_id=ticket.job.request_id, request=ticket.request, node=name)
+            self.on_trouble(ticket, "node_lost")
             ticket.lost.add(node)
             why = Failure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
             self._fell(ticket, Fall.NODE, why)
@@ -855,6 +853,10 @@ class Dispatcher:
         elif ticket.still >= self._settings.keepalive_seconds:
             ticket.nudged = True
             ticket.flush()
+
+
+def _nobody_told(_: Ticket, __: str) -> None:
+    return
 
 
 def _chain(job: Job) -> Chain:

@@ -20,6 +20,8 @@ WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
 """All in seconds."""
 MOST_MODELS = 64
+MOST_PACES = 4096
+"""Pairs of node and model of which the last step is remembered; beyond them all are forgotten, and one gap of each."""
 OTHER = "other"
 FAILED = "failed"
 OUTCOMES = frozenset({
@@ -127,6 +129,8 @@ class Counters:
         the first of them, the `leader`, was so in the last step too. Else nobody waited for as long."""
         key = node, model
         last = self._paces.get(key)
+        if last is None and len(self._paces) >= MOST_PACES:
+            self._paces.clear()
         self._paces[key] = leader, now
         if last is not None and last[0] == leader:
             self.model(model).itl.observe(now - last[1], streams)

@@ -33,3 +33,27 @@ def test_a_long_log_is_put_aside_and_a_shorter_one_is_read_from_its_beginning(tm
     assert path.with_suffix(".log.1").stat().st_size == LONGEST + 1
     path.write_text("dead\n")
     assert log.tail(start) == "dead"
+
+
+def test_a_log_is_bounded_while_its_engine_writes_on(tmp_path: Path):
+    path = tmp_path / "engine.log"
+    log = EngineLog(path)
+    descriptor = log.open()
+    try:
+        os.write(descriptor, b"first\n")
+        log.bound()
+        assert log.size() == 6
+        os.write(descriptor, b"x" * LONGEST)
+        start = log.size()
+        log.bound()
+        assert log.size() == 0
+        older = path.with_suffix(".log.1")
+        assert (older.stat().st_size, older.stat().st_mode & 0o777) == (LONGEST, 0o600)
+        os.write(descriptor, b"dead\n")
+        assert (path.read_bytes(), log.tail(start)) == (b"dead\n", "dead")
+    finally:
+        os.close(descriptor)
+
+
+def test_a_log_that_is_not_there_is_bounded(tmp_path: Path):
+    EngineLog(tmp_path / "none.log").bound()

@@ -1,0 +1,35 @@
+"""The coordinator's own log: its newest part, what is added, and a file that began anew."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator import logs
+
+
+async def test_the_newest_bytes_are_read(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"0123456789" * 20_000)
+    for size in (1, 7, 200_000, 10**9):
+        found = b"".join([piece async for piece in logs.read(file, size)])
+        assert found == file.read_bytes()[-size:]
+
+
+async def test_a_file_that_is_not_there_is_said(tmp_path: Path):
+    with pytest.raises(OSError, match="none"):
+        await anext(logs.read(tmp_path / "none", 10))
+
+
+async def test_what_is_added_is_read_and_a_new_file_from_its_beginning(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"old line\n")
+    reading = logs.read(file, 100, every=0.01)
+    async with asyncio.timeout(10):
+        assert await anext(reading) == b"old line\n"
+        with file.open("ab") as opened:
+            opened.write(b"new\n")
+        assert await anext(reading) == b"new\n"
+        file.write_bytes(b"again\n")
+        assert await anext(reading) == b"again\n"
+    await reading.aclose()
