@@ -1,6 +1,7 @@
 """Videos over a pool of real processes: the SDK, the coordinator, Ray, nodes, the real engine on a tiny package."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,8 @@ SMALL: dict[str, Any] = {"model": "tiny-wan", "prompt": "a red fox", "size": "64
 QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
 LONG = {**QUICK, "steps": 400}
 LEASE = 36 * 2**30
+PORTS = 21000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""Where the ports of this worker's Rays begin: they are a range, so they cannot be any free ones."""
 
 
 def settings(ports: int) -> list[str]:
@@ -35,7 +38,7 @@ def up(pool: Pool, *names: str, **more: Any) -> openai.OpenAI:
     extra = [f"video.{key}={value}" for key, value in more.items()]
     pool.up("video.ray_port=0", "video.max_steps=1000", *extra)
     for number, name in enumerate(names or ("a",)):
-        pool.join(name, *settings(21000 + 100 * number))
+        pool.join(name, *settings(PORTS + 100 * number))
     for name in names or ("a",):
         until(lambda: video(pool, name)["ray"], 120, f"Ray on {name}")  # noqa: B023  asked at once
     return again(pool)
