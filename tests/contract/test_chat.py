@@ -493,7 +493,8 @@ def test_the_description_of_these_routes_is_whole():
     door = LoopbackCluster(LoopbackNode("a")).app
     by_pattern = {"/v1/models", "/v1/models/{model}", "/v1/responses/{response}", "/v1/messages/count_tokens",
                   "/api/blobs/{digest}", "/health", "/livez"}  # fmt: skip
-    assert set(paths) == set(door._dialects) | _OLLAMA | by_pattern
+    elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # what answers those has tests of its own
+    assert set(paths) - elsewhere == set(door._dialects) | _OLLAMA | by_pattern
     text = json.dumps(paths) + json.dumps(schemas)
     for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in schemas
