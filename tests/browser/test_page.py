@@ -221,8 +221,10 @@ def test_the_keyboard_is_enough(context: BrowserContext, home: Pool):
 def test_colours_are_remembered(context: BrowserContext, home: Pool):
     page = visit(context, home)
     page.get_by_label("Colours").select_option("dark")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.get_by_label("Colours").select_option("light")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
     page.reload()
     expect(page.get_by_label("Colours")).to_have_value("light")
