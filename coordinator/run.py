@@ -209,6 +209,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
                   trusted, options.origins)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
     metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
+    metrics.video = conductor.picture
     conditions = _conditions(settings, metrics, stack)
     api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(),
               Visitors(ring, pepper, time.time), Seen(metrics, conditions, events, log_file))  # fmt: skip

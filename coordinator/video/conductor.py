@@ -19,6 +19,7 @@ from coordinator.store import StoreError
 from coordinator.video import events
 from coordinator.video.artifacts import Artifacts, Interrupted
 from coordinator.video.board import Board, Hold, advance
+from coordinator.video.counters import VideoCounters, VideoPicture, picture
 from coordinator.video.jobs import Fault, Job, State, Wanted
 from coordinator.video.ledger import Choice, choose, packages_of, profile_of
 from coordinator.video.predictor import Profile, ProfileKey, key_of
@@ -107,6 +108,7 @@ class Conductor:
         self._store = VideoStore(folder)
         self.profiles: dict[ProfileKey, Profile] = dict(self._store.profiles)
         self.view = ClusterView()
+        self.counters = VideoCounters()
         self.board = Board(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
         self._heard: dict[str, float] = {}
@@ -174,6 +176,11 @@ class Conductor:
     def holds(self) -> list[Hold]:
         """Give the memory that is lent, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
+
+    def picture(self) -> VideoPicture:
+        """Take the picture of all jobs, for metrics."""
+        offered = any(node.video.packages for node in self.view.nodes)
+        return picture(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
 
     async def _written(self) -> None:
         if self.broken:
@@ -248,12 +255,21 @@ class Conductor:
         for action in actions:
             self._act(action)
         if before.jobs != self.board.jobs:
-            self._log(before)
+            self._tell_of_moves(before)
+        if before.holds != self.board.holds:
+            self._count_grants(before)
 
-    def _log(self, before: Board) -> None:
+    def _count_grants(self, before: Board) -> None:
+        for hold in self.board.holds.values():
+            old = before.holds.get(hold.lease)
+            if hold.granted and old is not None and not old.granted:
+                self.counters.granted(self._wall() - hold.since)
+
+    def _tell_of_moves(self, before: Board) -> None:
         for job in self.board.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
+                self.counters.moved(old, job, self._wall())
                 fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
                 log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
 

@@ -122,7 +122,8 @@ def main() -> int:
         return 1
     files = tracked()
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda entry: verdict(entry, files, failing), entries))
+        asked = [pool.submit(verdict, entry, files, failing) for entry in entries]
+        results = [one.result() for one in asked]
     bad = sum(wrong is not None for wrong in results)
     print(f"{len(entries) - bad} of {len(entries)} properties are guarded by tests that fail without them")
     return 1 if bad or not entries else 0
