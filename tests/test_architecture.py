@@ -210,7 +210,7 @@ def texts() -> Iterator[Path]:
     """Give every text file of the repository."""
     for folder in (*PACKAGES, "tests", "deploy", "dashboards", "docs", "requirements", ".ci"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if not file.is_file() or "__pycache__" in file.parts or file.suffix == ".safetensors":
+            if not file.is_file() or "__pycache__" in file.parts or file.suffix in (".safetensors", ".png"):
                 continue
             if file != Path(__file__):
                 yield file

@@ -1,6 +1,5 @@
 """Every panel of every dashboard, evaluated by a real Prometheus over a real pool under load: each must have data."""
 
-import json
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from dashboards.panels import Board, Kind, Panel
 from tests.support.engine_pool import HELLO, MLX, said
 from tests.support.processes import Pool, pool, until
 from tests.support.prometheus import Prometheus, needs, prometheus, token_file
-from tests.support.studio import flat
+from tests.support.studio import words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -76,12 +75,6 @@ def ask(made: Pool, model: str, text: str, *, stream: bool = False) -> int:
     return answer.status_code
 
 
-def film() -> tuple[str, ...]:
-    """Give the settings of a node that makes videos."""
-    settings = flat(worker__ray_ports=RAY_PORTS, engine__scripted__model="filmed", node__report_busy=0.2)
-    return tuple(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())
-
-
 def clip(made: Pool, *states: str, **changes: Any) -> None:
     """Ask for a video, and wait until it is in one of these states."""
     headers = {"authorization": f"Bearer {made.key}"}
@@ -123,7 +116,8 @@ def test_every_panel_has_data(tmp_path: Path):
     needs("prometheus")
     with pool(tmp_path) as made:
         made.up("router.queue_seconds=20", "video.ray_port=0", "video.max_steps=1000")
-        made.join("film", *film(), wait=False)
+        filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="filmed", node__report_busy=0.2)
+        made.join("film", *filming, wait=False)
         for name in ("one", "two"):
             made.join(name, *SMALL)
         made.join("mlx", *MLX)

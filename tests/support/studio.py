@@ -5,6 +5,7 @@ import asyncio
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -93,6 +94,12 @@ def flat(**settings: object) -> dict[str, object]:
         "models.folders": str(tiny_wan()), "worker.environments": str(environments()), "worker.start_timeout": 20,
         **{key.replace("__", "."): value for key, value in settings.items()},
     }  # fmt: skip
+
+
+def words(**settings: object) -> tuple[str, ...]:
+    """Give the same as words of `--set`."""
+    made = flat(**settings).items()
+    return tuple(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in made)
 
 
 class Node:
