@@ -112,7 +112,7 @@ def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]
     return len(result), sum(math.isfinite(float(value)) for value in points)
 
 
-def test_every_panel_has_data(tmp_path: Path):
+def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, object], None]):
     needs("prometheus")
     with pool(tmp_path) as made:
         made.up("router.queue_seconds=20", "video.ray_port=0", "video.max_steps=1000")
@@ -129,8 +129,9 @@ def test_every_panel_has_data(tmp_path: Path):
             clip(made, "completed")
             clip(made, "in_progress", steps=1000)
             until(lambda: _seen(found), 90, "everything has happened that panels show")
-            bad = [line for board in BOARDS.values() for line in _bad(board, found)]
-        assert bad == []
+            lines = [line for board in BOARDS.values() for line in _lines(board, found)]
+        record_property("seen", "\n".join(lines))
+        assert [line for line in lines if line.endswith("NO VALUE")] == []
 
 
 def _seen(found: Prometheus) -> bool:
@@ -147,12 +148,12 @@ def _seen(found: Prometheus) -> bool:
     return all(found.value(query) for query in queries)
 
 
-def _bad(board: Board, found: Prometheus) -> Iterator[str]:
+def _lines(board: Board, found: Prometheus) -> Iterator[str]:
+    """Say of each query how many series and values it gave."""
     values = chosen(board, found)
     for panel in board.panels():
         for query, _ in panel.queries:
             series, points = evaluate(found, panel, query, values)
             reason = EMPTY.get(panel.title)
-            print(f"{board.uid}: {panel.title}: {series} series, {points} values" + (f" ({reason})" if reason else ""))
-            if not points and reason is None:
-                yield f"{board.uid}: {panel.title}: {query}: {series} series, no value"
+            verdict = "" if points else f" ({reason})" if reason else f" of {query}: NO VALUE"
+            yield f"{board.uid}: {panel.title}: {series} series, {points} values{verdict}"
