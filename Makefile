@@ -9,7 +9,7 @@ FAST = $(if $(BLAS),LD_PRELOAD=$(BLAS)) OPENBLAS_NUM_THREADS=1
 PYTEST = $(FAST) $(BIN)/python -m pytest
 READY := .venv/.ready
 
-.PHONY: demo test quick lint types unit bench neuter docs screenshots manual lock clean mac-check
+.PHONY: demo test quick lint types unit bench neuter docs screenshots clients manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
@@ -49,6 +49,9 @@ screenshots: $(READY)
 docs: $(READY)
 	$(BIN)/python -m docs.generate
 	$(BIN)/python -m dashboards.generate
+
+clients: $(READY)
+	$(FAST) $(BIN)/python -m tests.clients.drive
 
 manual: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
