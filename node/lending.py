@@ -146,7 +146,8 @@ class Lender:
         if held is None and self._asked == (order.lease, order.generation):
             self._order = order.cause or "released"
         elif held is None:
-            self.say(LeaseEnded(order.lease, order.generation, watchdog.LOST, "this node knows of no such lease"))
+            if order.cause != ACKNOWLEDGED:  # an answer to an acknowledgement would be acknowledged, for ever
+                self.say(LeaseEnded(order.lease, order.generation, watchdog.LOST, "this node knows of no such lease"))
         elif held.ended is None:
             self._order = order.cause or "released"
             self._news.set()
