@@ -36,9 +36,13 @@ PORTS = 60
 RESOURCE = "video_lease_gib"
 ROOT = str(Path(__file__).parents[2])
 """Where the actor is imported from."""
-TOLD = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_raylet_start_wait_time_s": "90"}
+TOLD = {
+    "RAY_kill_child_processes_on_worker_exit": "false", "RAY_raylet_start_wait_time_s": "90",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+}  # fmt: skip
 """What Ray is told on a node beside what it is told everywhere. A worker has a life line; were it killed before the
-actor that attends it, it would look as if it had crashed."""
+actor that attends it, it would look as if it had crashed. And a job does not end because the head is away for more than
+Ray's minute: our agent ends Ray here when the coordinator says so, or has another head."""
 NAME = re.compile(r"RAY_[A-Za-z0-9_]{1,80}")
 
 log = structlog.get_logger("node.ray")

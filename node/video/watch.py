@@ -178,20 +178,20 @@ class Watch:
 
     def _judge(self, worker: Worker, now: float) -> End | None:
         assert self.state is not None  # noqa: S101  it begins with the worker
+        attended = locked(self.folder / ATTENDED)  # asked first: worker and attendant may both end, done, in between
         alive = living(worker)
         read = footprint_of(alive)
         self.footprint = read or 0
+        if not alive or not attended:
+            for line in self._tail.lines():  # its last words may have come by now
+                self.job.hear(line, now)
         if self.job.end is not None and (not alive or now - self.job.said_at >= LEAVE):
             return self.job.end
-        seen = Seen(read, self.job.mark, bool(alive), locked(self.folder / ATTENDED))
-        if not alive:  # its last words may have come between
-            for line in self._tail.lines():
-                self.job.hear(line, now)
-            if self.job.end is not None:
-                return self.job.end
+        if not alive:
             self._gone_at = self._gone_at or now
-            if seen.attended and now - self._gone_at < WORD:
+            if attended and now - self._gone_at < WORD:
                 return None
+        seen = Seen(read, self.job.mark, bool(alive), attended or self.job.end is not None)
         self.state, end = watchdog.step(self.state, seen, self._bounds, now)
         return end
 

@@ -125,7 +125,9 @@ class Chain:
         body = {"prompt": prompt, "model": "tiny-wan", "size": "64x48", "frames": 9, "fps": 8, "seed": self.seed}
         name = self.ask("POST", "/v1/videos", json=body)["id"]
         said = {"queued": "cordoned", "acquiring": "asking a node", "pulling": "fetching"}.get(phase, phase)
-        until(lambda: said in self.job(name)["phase"], SECONDS, f"a job that is {said}")
+        # a clip may be fetched between two looks; then its chain is killed right after it
+        until(lambda: self.job(name)["phase"] == "completed" or said in self.job(name)["phase"], SECONDS,
+              f"a job that is {said}")  # fmt: skip
         return name
 
     def let_go(self, phase: str) -> None:

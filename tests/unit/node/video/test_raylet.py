@@ -33,6 +33,7 @@ def test_the_environment_is_named_and_holds_paths_of_secrets_alone(tmp_path: Pat
     assert told["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
     assert told["RAY_USE_TLS"] == "1"
     assert told["RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"] == "minor"
+    assert int(told["RAY_gcs_rpc_server_reconnect_timeout_s"]) > 3600, "a job outlives a head that is away for long"
     assert "RAY_USE_TLS" not in raylet.environment(RayHead("a:1", "t"), {}, tmp_path, "ab")
 
 
