@@ -61,25 +61,28 @@ class Chain:
         self.gate = gate
         self.seed = 0
         self._ports = ports
-        self._client = httpx.Client(trust_env=False, timeout=30, verify=False)  # the pool's own authority, on loopback
+        self._settings: dict[str, str] = {}
+        self._client = httpx.Client(trust_env=False, timeout=30)
 
     # -- up and whole -----------------------------------------------------------------------
 
-    def up(self) -> None:
-        """Start coordinator and node; wait until a video could be made."""
-        self.pool.up("video.ray_port=0")
+    def up(self, **settings: str) -> None:
+        """Start coordinator and node, which may have settings of its own; wait until a video could be made."""
+        self._settings = {name.replace("__", "."): value for name, value in settings.items()}
+        self._coordinator()
         self.join()
         self.whole()
 
+    def _coordinator(self, **how: Any) -> None:
+        self.pool.up("video.ray_port=0", "video.max_steps=1000", **how)
+
     def join(self) -> None:
         settings = {
-            "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": False, "models.folders": str(tiny_wan()),
-            "worker.environments": str(self.gate.environments), "worker.ray_ports": self._ports,
-            "node.report_busy": 0.1, "node.report_idle": 0.2,
+            "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": "false", "models.folders": str(tiny_wan()),
+            "worker.environments": str(self.gate.environments), "worker.ray_ports": str(self._ports),
+            "node.report_busy": "0.1", "node.report_idle": "0.2",
         }  # fmt: skip
-        self.pool.join(
-            "a", *(f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in settings.items())
-        )
+        self.pool.join("a", *(f"{key}={value}" for key, value in (settings | self._settings).items()))
 
     def whole(self) -> None:
         """Wait until every process of the chain is there again and nothing is lent."""
@@ -242,7 +245,7 @@ class Chain:
             self.pool.coordinator.popen.wait(10)
             gone(below, 20)
             where = self.pool.facts["cluster_url"].removeprefix("macpool://")
-            self.pool.up("video.ray_port=0", cluster_listen=where)
+            self._coordinator(cluster_listen=where)
             until(lambda: self.pool.serves("a"), what="the node back")
 
     def _whole_clip(self, name: str) -> None:
