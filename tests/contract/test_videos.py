@@ -239,6 +239,33 @@ async def test_deleting_while_it_is_read_hurts_nobody(tmp_path: Path):
             assert answer.status_code == 404 or answer.content == CLIP
 
 
+async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client:
+        video = await made(one, client)
+        got: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and message.get("body"):
+                got.append(message["body"])
+                if len(got) == 1:
+                    assert message["more_body"], "there is more to come"
+                    await client.videos.delete(video.id)
+                    await one.port.until(lambda: not (tmp_path / "state" / "videos" / video.id).exists())
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        path = f"/v1/videos/{video.id}/content"
+        headers = [(b"authorization", f"Bearer {one.key}".encode()), (b"host", b"127.0.0.1")]
+        scope = {
+            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
+            "http_version": "1.1", "asgi": {"version": "3.0"}, "root_path": "",
+        }  # fmt: skip
+        await one.port.application.app(scope, receive, send)
+        assert b"".join(got) == CLIP
+
+
 # the line
 
 
