@@ -47,6 +47,8 @@ NO_DISK = "disk_full"
 STOPPING = "node_stopping"
 SILENT = "engine_silent"
 RETRY_SOON = 2.0
+LEFT = 64 * 1024
+"""Bytes that a disk has to have left: with less a worker that ends has ended for that."""
 KEPT = 32
 """Leases that ended and are not acknowledged yet; of more the oldest are forgotten with their files."""
 PREFIX = "artifact:"
@@ -146,7 +148,8 @@ class Lender:
         if held is None and self._asked == (order.lease, order.generation):
             self._order = order.cause or "released"
         elif held is None:
-            self.say(LeaseEnded(order.lease, order.generation, watchdog.LOST, "this node knows of no such lease"))
+            if order.cause != ACKNOWLEDGED:  # an answer to an acknowledgement would be acknowledged, for ever
+                self.say(LeaseEnded(order.lease, order.generation, watchdog.LOST, "this node knows of no such lease"))
         elif held.ended is None:
             self._order = order.cause or "released"
             self._news.set()
@@ -375,6 +378,8 @@ class Lender:
         artifacts = await asyncio.to_thread(_artifacts, watch) if end.code == COMPLETED else ()
         if end.code == COMPLETED and not artifacts:
             end = End("output_invalid", "the worker said that it was done, and left no clip")
+        if end.code in (watchdog.LOST, watchdog.CRASHED) and await asyncio.to_thread(_full, self._folder):
+            end = End(NO_DISK, f"the disk of this node is full: {end.message}")
         self._conclude(watch.held, end, watch, artifacts)
         self._watch = None
 
@@ -430,6 +435,13 @@ class Lender:
             if entry.is_dir() and entry.name not in known:
                 shutil.rmtree(entry, ignore_errors=True)
         return ledger
+
+
+def _full(folder: Path) -> bool:
+    """Whether nobody could write anything there, not even what went wrong."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free < LEFT
+    return False
 
 
 def _artifacts(watch: Watch) -> tuple[Artifact, ...]:

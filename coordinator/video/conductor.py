@@ -17,8 +17,9 @@ import structlog
 
 from coordinator.store import StoreError
 from coordinator.video import events
+from coordinator.video.advance import advance
 from coordinator.video.artifacts import Artifacts, Interrupted
-from coordinator.video.board import Board, Hold, advance
+from coordinator.video.board import Board, Hold
 from coordinator.video.counters import VideoCounters, VideoPicture, picture
 from coordinator.video.jobs import Fault, Job, State, Wanted
 from coordinator.video.ledger import Choice, choose, packages_of, profile_of
@@ -114,6 +115,8 @@ class Conductor:
         self._heard: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._rays: dict[str, tuple[NodeId, str]] = {}
+        """By lease whose actor was asked for: its node, and that node's name in Ray's cluster."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -198,6 +201,12 @@ class Conductor:
             if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
                 self._heard[node.id] = node.heard_at
                 self.tell(events.Reported(node.id, node.video.leases))
+        for lease, (node, ray) in list(self._rays.items()):
+            found = view.node(node)
+            if found is not None and found.video.ray != ray:
+                del self._rays[lease]
+                log.info("ray of a lease ended", lease=lease, node=node)
+                self.tell(events.NotStarted(lease, "Ray has ended on its node"))
         if not self._running:
             self._look()
             self._run()
@@ -312,6 +321,7 @@ class Conductor:
             case events.Start(job, folder):
                 self._start(job, folder)
             case events.Stop(lease):
+                self._rays.pop(lease, None)
                 if self.starter is not None:
                     self.starter.stop(lease)
             case events.Fetch(job, artifacts):
@@ -344,6 +354,7 @@ class Conductor:
         if self.starter is None or node is None or not node.video.ray:
             self._events.append(events.NotStarted(job.lease, "Ray is not up on its node"))
         else:
+            self._rays[job.lease] = node.id, node.video.ray
             self.starter.start(job.lease, job.generation, node.video.ray, folder, job.size)
 
     async def _fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> None:

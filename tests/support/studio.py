@@ -34,8 +34,8 @@ from wire.units import GIB
 CACHE = ROOT / ".cache" / "video"
 SCRIPT = ROOT / "tests" / "support" / "tiny_wan.py"
 JOB = {"prompt": "a red fox", "width": 64, "height": 48, "frames": 9, "fps": 8, "steps": 4, "seed": 1}
-LONG = {**JOB, "steps": 400}
-"""A job that nobody waits for."""
+LONG = {**JOB, "prompt": "hold=denoising", "steps": 400}
+"""A job that nobody waits for, of the engine as of its stand-in."""
 WAIT = 60.0
 LEASE = 2 * GIB
 F = TypeVar("F", bound=Frame)
