@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, size_in, skipped
+from machine.power import read_power
 from node.machine import machine_id, platform_uuid_in
 from node.memory.cap import default_metal
 from node.memory.darwin import System
@@ -113,7 +114,8 @@ def chip() -> Outcome:
 
 def identity() -> Outcome:
     """Check that the machine's id is made from the hardware's UUID, and comes out the same in another process."""
-    again = ask(sys.executable, "-c", "from node.machine import machine_id; print(machine_id())").strip()
+    again = ask(sys.executable, "-c", "from machine.power import read_power
+from node.machine import machine_id; print(machine_id())").strip()
     ours = machine_id()
     says = f"{ours[:8]}… here, {again[:8]}… in another process"
     if sys.platform != "darwin":
@@ -121,3 +123,11 @@ def identity() -> Outcome:
     uuid = platform_uuid_in(ask("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
     says += ", from IOPlatformUUID" if uuid else ", but ioreg shows no IOPlatformUUID"
     return judged(bool(uuid) and ours == again == machine_id(uuid), says)
+
+
+def power() -> Outcome:
+    """Read what feeds this machine, its charge, and the last touch; all but the charge must be known."""
+    now = read_power()
+    charge = "no battery" if now.battery is None else f"battery {now.battery:.0f} %"
+    touched = "last touch unknown" if now.idle_s is None else f"last touch {now.idle_s:.1f} s ago"
+    return judged(now.plugged is not None and now.idle_s is not None, f"plugged {now.plugged}, {charge}, {touched}")
