@@ -35,6 +35,7 @@ COMMANDS = {
     "events": ("coordinator.cli.watch:events", "Tell what happens in the pool."),
     "metrics-config": ("coordinator.cli.watch:metrics_config", "Write what Prometheus needs to scrape this pool."),
     "audit": ("coordinator.cli.access:audit", "Show who did what: joins, keys and administrative acts."),
+    "service": ("coordinator.cli.service:service", "Run this machine's part of the pool as a service of the system."),
     "config": ("coordinator.cli.config:config", "Show the settings with their origins; look a file of them through."),
     "doctor": ("coordinator.cli.doctor:doctor", "Look for what is wrong with this machine, and say what to do."),
     "version": ("coordinator.cli.use:version", "Print versions."),

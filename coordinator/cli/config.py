@@ -44,8 +44,8 @@ def config() -> None:
 def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, output: str) -> None:
     """Show every setting that a start would use now.
 
-        Each has its value and where that comes from; PREFIX narrows them down. Origins are default, the file,
-    environment and --set. Addresses that could hold a secret are shown without it.
+    Each has its value and where that comes from; PREFIX narrows them down. Origins are default, the file, environment
+    and --set. Addresses that could hold a secret are shown without it.
     Exit code 2 when a setting is wrong: a start would be refused.
     """
     folder = state or default_state()
@@ -68,7 +68,7 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
 def check(file: Path | None, state: Path | None, output: str) -> None:
     """Look a FILE of settings through.
 
-        It is STATE/config.toml unless given; every fault is told with its line, key and what is meant there. The
+    It is STATE/config.toml unless given; every fault is told with its line, key and what is meant there. The
     environment's settings are looked at, too, when no FILE is named. Exit code 0: a start takes it; 2: it does not;
     5: there is no such file.
     """

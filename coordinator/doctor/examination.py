@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.doctor import machine_checks, pool_checks
+from coordinator.doctor import machine_checks, pool_checks, service_checks
 from coordinator.doctor.finding import Finding, warn
 from coordinator.doctor.here import Here
 
@@ -45,6 +45,7 @@ CHECKS = (
     Check("clock", "The clock", pool_checks.clock),
     Check("protocol", "Versions and protocol", pool_checks.protocol),
     Check("identity", "The node's identity", pool_checks.identity),
+    Check("service", "The service", service_checks.service),
     Check("started-from", "Who macOS holds responsible", machine_checks.started_from),
     Check("sleep", "Sleep settings", machine_checks.sleep),
     Check("power", "Mains, battery, lid", machine_checks.power),
