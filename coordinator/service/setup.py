@@ -44,7 +44,7 @@ def existing(host: Host, file: Path) -> Existing:
     except FileNotFoundError:
         return Existing()
     foreign = f"{file} is not ours: look at it, and move it away if nobody needs it"
-    if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, host.uid):
+    if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
         raise ServiceError(6, foreign)
     try:
         content = file.read_bytes()
