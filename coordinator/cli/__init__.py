@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -46,6 +47,14 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """Imports a command only when it runs."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Honour NO_COLOR for whatever click prints; rich looks at it itself."""
+        if os.environ.get("NO_COLOR"):
+            extra["color"] = False
+        return super().make_context(info_name, args, parent, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All verbs, in the order of a pool's life."""

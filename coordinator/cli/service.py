@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from coordinator.cli.models import waiting
 from coordinator.cli.session import NOT_FOUND, REFUSED, Problem
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def install(
     if dry_run:
         _preview(host, plan, output)
         return
-    with _refusals():
+    with _refusals(), waiting("installing the service, and waiting until it stays up"):
         done, standing = carry_out(host, plan)
     answer = {"schema": 1, "done": done, "unit": str(host.unit), "user": plan.user, "state": plan.state,
               "role": plan.role, "pid": standing.pid}  # fmt: skip
@@ -142,7 +143,7 @@ def uninstall(ctx: click.Context, output: str) -> None:
     from coordinator.service.setup import uninstall as take_away
 
     host = ctx.obj if isinstance(ctx.obj, Host) else Host()
-    with _refusals():
+    with _refusals(), waiting("stopping the service"):
         state = _state_of(existing(host, host.unit).program)
         done = take_away(host)
     kept = [one for one in (state, str(host.logs) if host.mac else "") if one]
@@ -200,7 +201,7 @@ def restart(ctx: click.Context) -> None:
     from coordinator.service.setup import existing, wait
 
     host = ctx.obj if isinstance(ctx.obj, Host) else Host()
-    with _refusals():
+    with _refusals(), waiting("restarting the service"):
         if not existing(host, host.unit).text:
             raise Problem(NOT_FOUND, "no service is installed: `sudo cluster service install`")
         host.restart()
