@@ -430,8 +430,8 @@ class Api:
         }
 
     async def version(self) -> dict[str, Any]:
-        """Give version and protocol of the coordinator."""
-        return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL}
+        """Give version and protocol of the coordinator, and its clock (Unix seconds)."""
+        return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL, "time": time.time()}
 
     async def nodes(self) -> dict[str, Any]:
         """List the nodes with their memory arithmetic; sizes in bytes."""

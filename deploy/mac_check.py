@@ -61,6 +61,9 @@ ENTRIES = (
     Entry("prefill-transients", "What a prefill takes for a moment on Metal, beside the estimate"),
     Entry("memory-returns", "The memory of an unloaded model is back"),
     Entry("idle-agent", "CPU and wake-ups of an idle agent"),
+    Entry("service", "The service, as launchd runs it"),
+    Entry("doctor", "Every check of the doctor on a Mac"),
+    Entry("power", "What feeds the Mac, its battery, and the last touch", mac_machine.power),
     Entry("sleep-wake", "A node sleeps and wakes"),
     Entry("join-by-code", "A second Mac joins by code"),
 )

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, size_in, skipped
+from machine.power import read_power
 from node.machine import machine_id, platform_uuid_in
 from node.memory.cap import default_metal
 from node.memory.darwin import System
@@ -121,3 +122,11 @@ def identity() -> Outcome:
     uuid = platform_uuid_in(ask("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
     says += ", from IOPlatformUUID" if uuid else ", but ioreg shows no IOPlatformUUID"
     return judged(bool(uuid) and ours == again == machine_id(uuid), says)
+
+
+def power() -> Outcome:
+    """Read what feeds this machine, its charge, and the last touch; all but the charge must be known."""
+    now = read_power()
+    charge = "no battery" if now.battery is None else f"battery {now.battery:.0f} %"
+    touched = "last touch unknown" if now.idle_s is None else f"last touch {now.idle_s:.1f} s ago"
+    return judged(now.plugged is not None and now.idle_s is not None, f"plugged {now.plugged}, {charge}, {touched}")

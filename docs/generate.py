@@ -7,6 +7,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from coordinator.metrics.families import Family
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from coordinator.metrics.prometheus import configuration
+from coordinator.service import launchd, systemd
+from coordinator.service.plan import Plan, Role
 from coordinator.settings import CoordinatorSettings
+from node.memory.cap import safe_wired_limit
 from node.settings import NodeSettings
 from router.dialects.parameters import Parameters
 from router.dialects.tables import TABLES
 from tests.support.application import application
 from wire.settings import PREFIX, Setting, describe
+from wire.units import GIB, MIB
 
 HERE = Path(__file__).parent
 NOTICE = "<!-- Written by `make docs`. Do not edit. -->"
@@ -187,9 +192,34 @@ def prometheus() -> str:
     return note + configuration("http://host.docker.internal:8080", "/run/secrets/macpool_token")
 
 
+def mac_service(role: Role) -> str:
+    """Write a job of launchd as `cluster service install` writes it, for a user `macpool`."""
+    state = "/Library/Application Support/macpool"
+    return launchd.text(launchd.job(_example(role, "/var/macpool", state)))
+
+
+def linux_service(role: Role) -> str:
+    """Write a unit of systemd, likewise."""
+    return systemd.unit(_example(role, "/var/lib/macpool", "/var/lib/macpool/state"))
+
+
+def _example(role: Role, home: str, state: str) -> Plan:
+    return Plan(role, "/opt/macpool/bin/python", "macpool", "macpool", home, state, launchd.LOGS)
+
+
+def wired_limit() -> str:
+    """Write the job of the wired limit, for a Mac with 128 GiB."""
+    return launchd.text(launchd.wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
+
+
 PAGES = {
     "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
     "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
+    "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),
+    "../deploy/launchd/node/org.macpool.plist": partial(mac_service, "node"),
+    "../deploy/launchd/org.macpool.wired-limit.plist": wired_limit,
+    "../deploy/systemd/coordinator/macpool.service": partial(linux_service, "coordinator"),
+    "../deploy/systemd/node/macpool.service": partial(linux_service, "node"),
 }  # fmt: skip
 
 
@@ -197,6 +227,7 @@ def main() -> int:
     """Write every page and say which changed."""
     for name, write in PAGES.items():
         file, page = HERE / name, write()
+        file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists() or file.read_text() != page:
             file.write_text(page)
             print(f"docs/{name} is new")

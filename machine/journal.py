@@ -5,9 +5,11 @@ All loggers end here, ours and those of libraries, and all go the same way: repe
 the values of their variables.
 """
 
+import contextlib
 import logging
 import logging.handlers
 import os
+import stat
 import sys
 import threading
 import time
@@ -32,7 +34,7 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     os.close(os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     lines = _Rotating(file, maxBytes=LONGEST, backupCount=KEPT)
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
-    screen = logging.StreamHandler()
+    screen = _Screen()
     screen.setLevel(logging.WARNING)
     plain = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
@@ -64,6 +66,26 @@ def log_to_stderr() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     )
+
+
+class _Screen(logging.StreamHandler[Any]):
+    """Writes to standard error. Under launchd that is a file that nobody rotates: past LONGEST it begins anew, and
+    what it lost is in the journal, too. Our children write to the same file, always at its end."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging."""
+        with contextlib.suppress(OSError, ValueError):  # a stream that is no file has no descriptor
+            shorten(sys.stderr.fileno())
+        super().emit(record)
+
+
+def shorten(descriptor: int, longest: int = LONGEST) -> bool:
+    """Empty a file past its longest; whether it was. Terminals and pipes are left alone."""
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:
+        return False
+    os.ftruncate(descriptor, 0)
+    return True
 
 
 class _Rotating(logging.handlers.RotatingFileHandler):

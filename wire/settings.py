@@ -6,7 +6,7 @@ Coordinator and node read the same file: each validates its own sections and ski
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -115,6 +115,38 @@ def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collectio
             elif key not in others and key.split(".")[0] not in others:
                 raise SettingsError(_unknown(key, origin, [*known, *others]))
     return Resolved(_convert(kind, merged, origins), origins)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One setting that cannot be: what is wrong, the nearest known key or nothing, and what the setting means."""
+
+    key: str
+    text: str
+    near: str = ""
+    meaning: str = ""
+
+
+def faults(kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callable[[T], None] | None = None
+           ) -> list[Fault]:  # fmt: skip
+    """Find everything that is wrong in one layer, each setting by itself; `rule` raises SettingsError for what a type
+    cannot say. `resolve` stops at the first, because a start needs no more."""
+    known = {setting.key: setting for setting in describe(kind)}
+    found: list[Fault] = []
+    for key, value in flat.items():
+        if key not in known:
+            if key not in others and key.split(".")[0] not in others:
+                near = difflib.get_close_matches(key, [*known, *others], 1, 0.5)
+                found.append(Fault(key, "unknown setting", near[0] if near else ""))
+            continue
+        try:
+            made = _convert(kind, {key: _listed(value, known[key].default)}, {})
+            if rule is not None:
+                rule(made)
+        except SettingsError as error:
+            text = str(error).removeprefix(f"setting {key} (value): ").removeprefix(f"setting {key}: ")
+            found.append(Fault(key, text, meaning=known[key].description))
+    return found
 
 
 def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -35,6 +36,9 @@ COMMANDS = {
     "events": ("coordinator.cli.watch:events", "Tell what happens in the pool."),
     "metrics-config": ("coordinator.cli.watch:metrics_config", "Write what Prometheus needs to scrape this pool."),
     "audit": ("coordinator.cli.access:audit", "Show who did what: joins, keys and administrative acts."),
+    "service": ("coordinator.cli.service:service", "Run this machine's part of the pool as a service of the system."),
+    "config": ("coordinator.cli.config:config", "Show the settings with their origins; look a file of them through."),
+    "doctor": ("coordinator.cli.doctor:doctor", "Look for what is wrong with this machine, and say what to do."),
     "version": ("coordinator.cli.use:version", "Print versions."),
     "completion": ("coordinator.cli.use:completion", "Print the completion script for a shell."),
 }
@@ -43,6 +47,14 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """Imports a command only when it runs."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Honour NO_COLOR for whatever click prints; rich looks at it itself."""
+        if os.environ.get("NO_COLOR"):
+            extra["color"] = False
+        return super().make_context(info_name, args, parent, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All verbs, in the order of a pool's life."""

@@ -6,7 +6,7 @@ import click
 
 from coordinator.cli.access import Duration, moment
 from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, guard_of
-from coordinator.cli.models import standing
+from coordinator.cli.models import standing, waiting
 from coordinator.cli.session import REFUSED, Problem, Session, options, table
 from wire.units import show_size
 
@@ -142,7 +142,8 @@ def drain(session: Session, node: str, wait: float | None) -> None:
     for them, and they end there.
     """
     seconds = wait or 0.0
-    answer = session.call("POST", f"/api/v1/nodes/{node}/drain", {"wait_seconds": seconds}, timeout=seconds + 30)
+    with waiting(f"draining {node}"):
+        answer = session.call("POST", f"/api/v1/nodes/{node}/drain", {"wait_seconds": seconds}, timeout=seconds + 30)
     session.show(answer, lambda _: None)
     if answer["left"]:
         raise Problem(REFUSED, f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "

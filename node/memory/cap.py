@@ -100,6 +100,11 @@ def default_metal(total: int) -> int:
     return int(total * (METAL_SHARE_SMALL if total <= METAL_SMALL else METAL_SHARE))
 
 
+def safe_wired_limit(tier: str, total: int) -> int:
+    """Give the highest wired limit, in bytes, that leaves the system its reserve on a machine with `total` bytes."""
+    return max(0, min(total - reserve(tier, total), int(total * WIRED_SHARE_MOST)))
+
+
 def resolve_cap(
     setting: str | int, tier: str, bounds: Bounds, *, above_metal: bool = False, starting: bool = True
 ) -> Cap:

@@ -1,0 +1,1 @@
+"""`cluster doctor`: what can be wrong with a machine of the pool, how to see it, and what to do about it."""

@@ -1,0 +1,174 @@
+"""The bundle that a person attaches to a report: what helps, without secrets and without what people wrote to models.
+
+Theory. A log can quote anything, so hiding what looks like a secret is not enough: a prompt looks like nothing. The
+bundle is therefore built from what is allowed, not from what is left after hiding. Of a log event it takes the time,
+level, logger, the event's name where our own code has it, numbers, switches, and a few named texts that we write
+ourselves; every other text is left out and counted. Of an exception it takes where it went through and its type,
+never its message. Lines that are not ours are counted and left out. What remains goes through the same net that guards
+the logs.
+
+Rules that nobody may break: no file of the state folder is copied as it is; nothing is read that holds a secret
+(identity, authority, pepper, run.json, database); the archive is its owner's alone (0600).
+"""
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from machine.private import write_private
+from machine.redaction import HIDDEN, hide, redact
+
+NEWEST = 512 * 1024
+"""Bytes of each log's end that are looked through."""
+MOST_LINES = 2000
+LEFT_OUT = "[left out]"
+OURS = ("coordinator", "node", "router", "machine", "wire")
+KEPT = frozenset({
+    "timestamp", "level", "logger", "reason", "state", "node", "request", "code", "kind", "what", "bound_by", "phase",
+    "version", "outcome", "tier", "guard", "device", "signal", "condition", "severity",
+})  # fmt: skip
+"""Texts of an event that we write ourselves; they are kept where they look like a word or a number."""
+_WORD = re.compile(r"[\w.:+-]{1,64}")
+_NAMED = re.compile(r"""\blog\.(?:debug|info|warning|error|exception|critical)\(\s*"([^"\\{]{1,60})\"""")
+_FRAME = re.compile(r"[\w.<>-]+\.py:\d+ [\w.<>]+")
+_KIND = re.compile(r"[A-Za-z_][\w.]{0,60}(?: from [A-Za-z_]\w{0,60})?")
+_CONSOLE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \[(\w+)\s*\] ([a-z][a-z0-9' -]{1,48}?)\s*(?:\w+=.*)?$")
+README = """What this archive holds: findings.json (what `cluster doctor` found), versions.json, settings.json (with
+origins), conditions.json and nodes.json (as the coordinator told them, where it could be asked), and logs/ (events with
+numbers; texts that people or models wrote are left out). It holds no key, no token, no certificate's key, no prompt and
+no answer. Look through it before you send it: names of machines and models are in it.
+"""
+
+
+@cache
+def own_events() -> frozenset[str]:
+    """Give the name of every event that our own code logs, read from that code, so that the list is never behind it."""
+    found: set[str] = set()
+    for name in OURS:
+        package = find_spec(name)
+        for folder in package.submodule_search_locations or () if package else ():
+            for file in Path(folder).rglob("*.py"):
+                found |= set(_NAMED.findall(file.read_text(errors="replace")))
+    return frozenset(found)
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """Give what is allowed of one line of a log in JSON; None for a line that is none of ours."""
+    try:
+        told: Any = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(told, dict):
+        return None
+    fields = cast("dict[str, Any]", told)
+    own = str(fields.get("logger", "")).split(".")[0] in OURS
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if not _WORD.fullmatch(name):
+            continue
+        if name == "event":
+            kept[name] = value if own and isinstance(value, str) and value in own_events() else LEFT_OUT
+        elif name == "exception":
+            kept[name] = _where(str(value))
+        else:
+            kept[name] = _allowed(name, value)
+    return dict(redact(kept))
+
+
+def _allowed(name: str, value: object) -> object:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return value if name in KEPT and isinstance(value, str) and _WORD.fullmatch(value) else LEFT_OUT
+
+
+def _where(exception: str) -> str:
+    """Keep an exception's type and the functions that it went through."""
+    first, *rest = exception.splitlines() or [""]
+    kind = first.partition(":")[0]
+    frames = [line for line in rest if _FRAME.fullmatch(line)]
+    return "\n".join([kind if _KIND.fullmatch(kind) else LEFT_OUT, *frames])
+
+
+def log_lines(lines: Iterable[str]) -> str:
+    """Give the events of a log that may be shown, a line of JSON each, and how many lines were left out."""
+    kept: list[str] = []
+    left_out = 0
+    for line in lines:
+        event = event_of(line) or _console(line)
+        if event is None:
+            left_out += 1
+        else:
+            kept.append(json.dumps(event))
+    return (
+        "\n".join([*kept[-MOST_LINES:], json.dumps({"lines_left_out": left_out + max(0, len(kept) - MOST_LINES)})])
+        + "\n"
+    )
+
+
+def _console(line: str) -> dict[str, Any] | None:
+    """Give time, level and name of an event that the engine wrote for a screen."""
+    found = _CONSOLE.fullmatch(line)
+    return (
+        None
+        if found is None or found[3] not in own_events()
+        else {"timestamp": found[1], "level": found[2], "event": found[3]}
+    )
+
+
+def newest(file: Path) -> list[str]:
+    """Read the end of a log; nothing where there is none."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(max(0, size - NEWEST))
+            lines = opened.read(NEWEST).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return lines[1:] if size > NEWEST else lines
+
+
+def clean(value: object, home: str) -> Any:
+    """Hide what looks like a secret anywhere in a value, and the home folder's name in paths."""
+    if isinstance(value, str):
+        return hide(value.replace(home, "~") if len(home) > 1 else value)
+    if isinstance(value, Mapping):
+        inner = {str(name): one for name, one in cast("Mapping[object, object]", value).items()}
+        return redact({name: clean(one, home) for name, one in inner.items()})
+    if isinstance(value, list | tuple):
+        return [clean(one, home) for one in cast("list[object]", value)]
+    return value
+
+
+def settings_told(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Give settings with their origins; of a text that is no plain word only that it is set."""
+    return {row["key"]: {"value": _setting(row["value"]), "origin": row["origin"]} for row in rows}
+
+
+def _setting(value: object) -> object:
+    if isinstance(value, str):
+        return value if value == "" or re.fullmatch(r"[\w.%~/:…+-]{1,200}", value) else HIDDEN
+    return [_setting(one) for one in cast("list[object]", value)] if isinstance(value, list | tuple) else value
+
+
+def write(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
+    """Write the archive, 0600, and give the names of what is in it. OSError when it cannot be written."""
+    parts = {"README.txt": README}
+    parts |= {
+        name: json.dumps(clean(value, str(home)), indent=1, default=str) + "\n" for name, value in contents.items()
+    }
+    parts |= {f"logs/{log.name}": hide(log_lines(lines)) for log in logs if (lines := newest(log))}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, text in parts.items():
+            entry = tarfile.TarInfo(f"macpool-doctor/{name}")
+            content = text.encode()
+            entry.size, entry.mode = len(content), 0o600
+            archive.addfile(entry, io.BytesIO(content))
+    write_private(file, packed.getvalue())
+    return list(parts)

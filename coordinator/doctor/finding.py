@@ -1,0 +1,60 @@
+"""What a check finds, and what all findings together mean. Pure.
+
+A check says ok, warn, fail, or "not here" with the reason; never nothing. Ids are stable: scripts and the manual name
+them. What is wrong comes with the next step.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Result = Literal["ok", "warn", "fail", "not here"]
+CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
+"""Exit codes of the doctor."""
+LOCAL_NETWORK, LINK = "local-network", "coordinator"
+"""Checks whose failure has an exit code of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result: what was found with its numbers (bytes, seconds, shares), and the next step unless all is
+    well. `intercepted` marks a peer that is not who it should be."""
+
+    result: Result
+    text: str
+    fix: str = ""
+    numbers: Mapping[str, float | str | None] = field(default_factory=dict[str, "float | str | None"])
+    intercepted: bool = False
+
+
+def ok(text: str, **numbers: float | str | None) -> Finding:
+    """All is well."""
+    return Finding("ok", text, "", numbers)
+
+
+def warn(text: str, fix: str, **numbers: float | str | None) -> Finding:
+    """It works, and something should be done."""
+    return Finding("warn", text, fix, numbers)
+
+
+def fail(text: str, fix: str, **numbers: float | str | None) -> Finding:
+    """It does not work."""
+    return Finding("fail", text, fix, numbers)
+
+
+def not_here(why: str) -> Finding:
+    """The question has no answer on this machine."""
+    return Finding("not here", why)
+
+
+def exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
+    """Give the exit code for findings by id: the privacy block and the wrong peer first, which have their own."""
+    found = list(findings)
+    failed = {name for name, one in found if one.result == "fail"}
+    if LOCAL_NETWORK in failed:
+        return BLOCKED
+    if any(one.intercepted for _, one in found):
+        return PIN
+    if failed:
+        return FAILED
+    return WARNED if strict and any(one.result == "warn" for _, one in found) else CLEAN

@@ -1,0 +1,314 @@
+"""Checks of this machine alone: system, Python, MLX, memory, disk, files, and how macOS treats a service."""
+
+import os
+import platform
+import resource
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from coordinator.doctor import macos
+from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
+from coordinator.doctor.here import Here
+from machine.power import BATTERIES, batteries_in, read_power
+from wire.units import GIB, MIB, show_size
+
+ONLY_MACOS = "only on macOS"
+FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+LEAST_DISK = 20 * GIB
+"""Room on a disk of models below which the next download may fail."""
+LEAST_STATE = GIB
+FEW_FILES = 1024
+PANIC_DAYS = 30
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+def system(here: Here) -> Finding:
+    """Version and build of the system."""
+    if not here.mac:
+        return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
+    version, build = macos.version_in(here.said("/usr/bin/sw_vers"))
+    if not version:
+        return warn("the version of macOS cannot be read", "look whether `sw_vers` answers")
+    text = f"macOS {version} ({build})"
+    if int(version.split(".")[0]) < macos.OLDEST:
+        return fail(text, f"nodes need macOS {macos.OLDEST} or newer: update it", version=version)
+    return ok(text, version=version)
+
+
+def python(here: Here) -> Finding:
+    """The interpreter: native, supported, and one that no update takes away."""
+    text = f"Python {platform.python_version()}, {platform.machine()}"
+    if here.mac and platform.machine() != "arm64":
+        translated = here.said("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"
+        return fail(
+            text + (", translated by Rosetta" if translated else ""),
+            "MLX needs an arm64 Python: `uv python install --managed-python 3.12`, then install macpool with it",
+        )
+    if not (3, 11) <= sys.version_info[:2] < (3, 15):
+        return fail(
+            text, "macpool runs on Python 3.11 to 3.14: install it with `uv tool install --python 3.12 macpool`"
+        )
+    real = os.path.realpath(sys.executable)
+    if here.mac and real.startswith(("/usr/bin/", "/Library/Developer/", "/Applications/Xcode")):
+        return warn(
+            f"{text}, the system's own", "an update of Xcode replaces it: install macpool with `uv tool install`"
+        )
+    return ok(text)
+
+
+def mlx(here: Here) -> Finding:
+    """MLX and what it computes on."""
+    told = here.device()
+    if told is None:
+        return warn("MLX did not answer in time", "run `python -m node.engine.device`, and look what it waits for")
+    if not told["installed"]:
+        if not here.has_node:
+            return not_here("MLX is not installed, and this machine is no node")
+        return fail("MLX is not installed", "install the extra: `uv tool install 'macpool[node]'`")
+    if told["error"]:
+        return fail(f"MLX cannot be loaded: {told['error']}", "install it anew: `uv tool install --reinstall macpool`")
+    text = f"MLX {told['version']} on {told['device']}"
+    if here.mac and not told["metal"]:
+        return fail(f"{text}: no Metal", "Metal is missing in virtual machines and before the first login: log in once")
+    return ok(text, most=told["most"] or None)
+
+
+def wired_limit(here: Here) -> Finding:
+    """Metal's limit beside the cap, and the figure that this machine could have."""
+    if not here.mac:
+        return not_here(ONLY_MACOS)
+    told = here.examined()
+    if told is None:
+        return warn("the memory cannot be read", "run `python -m node.examine --state STATE`, and look what it says")
+    memory = told["memory"]
+    text = here.said("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
+    now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
+    command = f"sudo sysctl iogpu.wired_limit_mb={safe // MIB}"
+    keep = f"{command} (until the next start; `sudo cluster service install --wired-limit-mb {safe // MIB}` keeps it)"
+    if now is None:
+        return warn("iogpu.wired_limit_mb cannot be read", "look for its name with `sysctl -a | grep wired_limit`")
+    if now > safe:
+        return fail(f"iogpu.wired_limit_mb is {now // MIB}, above the {safe // MIB} that leave the system room",
+                    f"lower it, or this Mac may panic: {keep}", now=now, safe=safe)  # fmt: skip
+    said = f"set to {now // MIB} MB" if now else "the system's default"
+    if memory.get("bound_by") == "metal":
+        return warn(f"Metal's limit ({said}) decides the cap of {show_size(memory['cap'])}",
+                    f"if the memory is for models alone: {keep}", now=now, safe=safe, cap=memory["cap"])  # fmt: skip
+    return ok(f"Metal's limit is {said}; highest safe figure {safe // MIB} MB", now=now, safe=safe)
+
+
+def memory(here: Here) -> Finding:
+    """RAM, cap, and what decides it."""
+    told = here.examined()
+    if told is None:
+        return warn("the memory cannot be read", "run `python -m node.examine --state STATE`, and look what it says")
+    found = told["memory"]
+    if found["error"]:
+        return fail(found["error"], "change it in config.toml; `cluster config check` names the line")
+    text = (f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} ({found['bound_by']} decides), "
+            f"margin {show_size(found['margin'])}")  # fmt: skip
+    numbers = {"total": found["total"], "cap": found["cap"], "margin": found["margin"]}
+    if found["guard"] == "off":
+        return warn(f"{text}; the guard is off", 'no request is refused for memory: set memory.guard = "on"', **numbers)
+    if found["warning"]:
+        return warn(f"{text}; {found['warning']}", found["remedy"], **numbers)
+    return ok(text, **numbers)
+
+
+def disk(here: Here) -> Finding:
+    """Room where models and where the state are kept."""
+    told = here.examined()
+    folders = [Path(one) for one in (told["folders"] if told else ())]
+    rows = [(folder, _room(folder), LEAST_DISK) for folder in folders] + [(here.state, _room(here.state), LEAST_STATE)]
+    known = [(folder, free, least) for folder, free, least in rows if free is not None]
+    text = ", ".join(dict.fromkeys(f"{show_size(free)} free for {_short(folder)}" for folder, free, _ in known))
+    short = [(folder, free) for folder, free, least in known if free < least]
+    numbers = {"free": min((free for _, free, _ in known), default=None)}
+    if short:
+        worst = min(short, key=lambda one: one[1])
+        fix = f"make room on the disk of {_short(worst[0])}, or name another folder in models.folders"
+        made = fail if worst[0] == here.state else warn
+        return made(text, fix, **numbers)
+    return ok(text or "no folder is there yet", **numbers)
+
+
+def _room(folder: Path) -> int | None:
+    """Give the free bytes of a folder's disk; of the nearest folder above one that is not made yet."""
+    for place in (folder, *folder.parents):
+        try:
+            found = os.statvfs(place)
+        except OSError:
+            continue
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def _short(path: Path) -> str:
+    text, home = str(path), str(Path.home())
+    return "~" + text[len(home) :] if home != "/" and text.startswith(home + "/") else text
+
+
+SECRET = ("pepper", "run.json", "cluster.db", "token", "identity.json")
+MOST_LOOKED = 5000
+
+
+def files(here: Here) -> Finding:
+    """Who may read the secrets of the state folder."""
+    if not here.state.exists():
+        return not_here(f"there is no state folder {_short(here.state)}")
+    secrets = list(_secrets(here.state))
+    wrong = [path for path in secrets if _open(path)]
+    foreign = [path for path in (here.state, *secrets) if path.lstat().st_uid != os.geteuid()]
+    if foreign and os.geteuid():
+        return fail(f"{_short(foreign[0])} belongs to somebody else",
+                    f"give it back: sudo chown -R $(id -un) '{here.state}'")  # fmt: skip
+    if wrong:
+        names = ", ".join(_short(path) for path in wrong[:3])
+        return fail(f"others may read {names}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+                    f"chmod -R go-rwx '{here.state}'", open=len(wrong))  # fmt: skip
+    return ok(f"{len(secrets)} files with secrets, none that others could read", secrets=len(secrets))
+
+
+def _secrets(state: Path) -> Iterator[Path]:
+    """Find what must be private; symbolic links are not followed."""
+    looked = 0
+    for folder, names, found in os.walk(state):
+        names[:] = [name for name in names if name not in ("environments", "logs", "videos", "prometheus")]
+        for name in found:
+            looked += 1
+            if looked > MOST_LOOKED:
+                return
+            path = Path(folder, name)
+            if (name in SECRET or (path.suffix in (".pem", ".key") and "trusted" not in path.parts)) and (
+                not path.is_symlink()
+            ):
+                yield path
+
+
+def _open(path: Path) -> bool:
+    return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
+
+
+def firewall(here: Here) -> Finding:
+    """macOS's application firewall, which asks nobody when a service listens."""
+    if not here.mac:
+        return not_here(ONLY_MACOS)
+    on = macos.firewall_in(here.said(FIREWALL, "--getglobalstate"))
+    if on is None:
+        return warn("the application firewall cannot be read", f"look at `{FIREWALL} --getglobalstate`")
+    if not on:
+        return ok("the application firewall is off")
+    program = os.path.realpath(sys.executable)
+    allow = f"sudo {FIREWALL} --add '{program}' --unblockapp '{program}' (again after each update of Python)"
+    if macos.blocks_all_in(here.said(FIREWALL, "--getblockall")):
+        return fail("the application firewall lets nothing in", f"sudo {FIREWALL} --setblockall off, then {allow}")
+    blocked = macos.blocked_in(here.said(FIREWALL, "--listapps"), program)
+    if blocked:
+        return fail(f"the application firewall blocks {program}", allow)
+    if blocked is None and here.has_cluster:
+        return warn("the application firewall is on and does not know this Python: a service cannot ask", allow)
+    return ok("the application firewall is on and lets us listen" if blocked is False else
+              "the application firewall is on; a node only dials, so it needs nothing")  # fmt: skip
+
+
+def sleep(here: Here) -> Finding:
+    """Whether this Mac falls asleep under a pool."""
+    if not here.mac:
+        return not_here(ONLY_MACOS)
+    found = macos.power_settings_in(here.said("/usr/bin/pmset", "-g"))
+    if "sleep" not in found:
+        return warn("the sleep settings cannot be read", "look at `pmset -g`")
+    text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
+    _, battery = batteries_in(here.said(*BATTERIES))
+    if battery is not None:
+        return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and asks it again at wake", **found)
+    wanted = [f"{name} {value}" for name, value in (("sleep", 0), ("womp", 1), ("autorestart", 1))
+              if name in found and found[name] != value]  # fmt: skip
+    if wanted:
+        return warn(text, f"for a Mac that serves alone: sudo pmset -a {' '.join(wanted)}", **found)
+    return ok(text, **found)
+
+
+def power(here: Here) -> Finding:
+    """Mains, battery and lid."""
+    if not here.mac:
+        now = read_power(here.platform)
+        if now.plugged is None:
+            return not_here("this system does not tell what feeds it")
+        return ok("on mains" if now.plugged else f"on battery, charged {now.battery or 0:.0f} %", battery=now.battery)
+    plugged, battery = batteries_in(here.said(*BATTERIES))
+    lid = macos.lid_in(here.said("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
+    if plugged is None:
+        return warn("what feeds this Mac cannot be read", "look at `pmset -g batt`")
+    text = ("on mains" if plugged else "on battery") + ("" if battery is None else f", charged {battery:.0f} %")
+    text += ", lid closed" if lid else ""
+    if not plugged or lid:
+        return warn(text, "plug it in and open the lid (or connect a display): it sleeps otherwise", battery=battery)
+    return ok(text, battery=battery)
+
+
+def filevault(here: Here) -> Finding:
+    """A Mac that waits for its disk's password runs no service."""
+    if not here.mac:
+        return not_here(ONLY_MACOS)
+    on = macos.filevault_in(here.said("/usr/bin/fdesetup", "status"))
+    if on is None:
+        return warn("FileVault cannot be read", "look at `fdesetup status`")
+    if on:
+        return warn("FileVault is on: after a power cut this Mac waits for a password, and no service runs until then",
+                    "`sudo fdesetup authrestart` for a planned restart; turn it off where nobody is near")  # fmt: skip
+    return ok("FileVault is off: services start without a person")
+
+
+def panics(here: Here) -> Finding:
+    """Reports of panics in which the GPU's memory is named."""
+    if not here.mac:
+        return not_here(ONLY_MACOS)
+    folder = here.root / "Library" / "Logs" / "DiagnosticReports"
+    reports: list[tuple[str, str]] = []
+    try:
+        recent = [one for one in folder.glob("*.panic") if time.time() - one.stat().st_mtime < PANIC_DAYS * 86400]
+        reports = [(one.name, one.read_text(errors="replace")[:200_000]) for one in recent]
+    except OSError as error:
+        return warn(f"the reports of panics cannot be read: {error.strerror}", f"look into {folder} with sudo")
+    found = macos.gpu_panics(reports)
+    if found:
+        return fail(f"{len(found)} panics of the GPU's memory in {PANIC_DAYS} days, the last {found[-1]}",
+                    "lower memory.cap or raise memory.margin, lower iogpu.wired_limit_mb, and update macOS",
+                    panics=len(found))  # fmt: skip
+    return ok(f"no panic of the GPU's memory in {PANIC_DAYS} days", panics=0)
+
+
+def started_from(here: Here) -> Finding:
+    """Which program macOS holds responsible for us: its permission counts, not ours."""
+    if not here.mac:
+        return not_here(ONLY_MACOS)
+    environ = dict(here.environ)
+    who = macos.responsible(environ)
+    if macos.exempt(environ):
+        return ok(f"started from {who}, which needs no permission for the local network")
+    return warn(f"started from {who}, which needs a permission for the local network",
+                "run it from Terminal, or install the service: `sudo cluster service install`")  # fmt: skip
+
+
+def open_files(here: Here) -> Finding:
+    """How many files and connections a process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    if most < FEW_FILES:
+        return warn(
+            f"{most} open files at most", "each client takes one: raise the hard limit (`ulimit -Hn`)", most=most
+        )
+    return ok(f"{soft} open files, up to {most} when asked for", most=most)
+
+
+def proxy(here: Here) -> Finding:
+    """Proxies of the environment: programs of the local network must not go through one."""
+    found = here.variables(*PROXIES)
+    if found and not here.variables("NO_PROXY"):
+        return warn(f"{', '.join(found)} is set",
+                    "clients of the pool would ask it: set NO_PROXY=*, or name the pool's host there")  # fmt: skip
+    return ok(f"{', '.join(found)} is set, with NO_PROXY" if found else "no proxy is set")

@@ -1,0 +1,119 @@
+"""Reads what macOS's own tools print. Pure; unverified on macOS until somebody ran the entries of the checklist.
+
+The texts that the tests hold are those that the tools' manuals and public reports show. Every reader gives None for
+what is not there: macOS changes such texts between versions, and a doctor that guesses is worse than none.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+NO_ROUTE = 65
+"""EHOSTUNREACH on macOS: what a connection gets at once that local network privacy blocks."""
+REFUSED = (61, 111)
+"""ECONNREFUSED, on macOS and on Linux: somebody is there and answers."""
+OLDEST = 14
+"""First macOS that nodes run on."""
+
+
+def version_in(listing: str) -> tuple[str, str]:
+    """Read `sw_vers`: version and build, empty when not there."""
+    found = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
+    return found.get("ProductVersion", ""), found.get("BuildVersion", "")
+
+
+def power_settings_in(listing: str) -> dict[str, int]:
+    """Read `pmset -g`: the settings in force, minutes and switches by name."""
+    return {name: int(value) for name, value in re.findall(r"^ ?(\w+)\s+(\d+)\b", listing, re.MULTILINE)}
+
+
+def firewall_in(listing: str) -> bool | None:
+    """Read `socketfilterfw --getglobalstate`: whether the application firewall is on."""
+    found = re.search(r"State = (\d)", listing)
+    return None if found is None else found[1] != "0"
+
+
+def blocks_all_in(listing: str) -> bool | None:
+    """Read `socketfilterfw --getblockall`: whether it lets nothing in at all."""
+    text = listing.casefold()
+    if "block all" not in text:
+        return None
+    return "enabled" in text or "set to block all" in text
+
+
+def blocked_in(listing: str, program: str) -> bool | None:
+    """Read `socketfilterfw --listapps`: whether a program is blocked; None when it is not in the list."""
+    lines = listing.splitlines()
+    for line, after in pairwise(lines):
+        if program in line:
+            return "block" in after.casefold()
+    return None
+
+
+def filevault_in(listing: str) -> bool | None:
+    """Read `fdesetup status`."""
+    found = re.search(r"FileVault is (On|Off)", listing)
+    return None if found is None else found[1] == "On"
+
+
+def lid_in(listing: str) -> bool | None:
+    """Read `ioreg -r -k AppleClamshellState`: whether the lid is closed; None where there is none."""
+    found = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
+    return None if found is None else found[1] == "Yes"
+
+
+def gateway_in(listing: str) -> str | None:
+    """Read `route -n get default`."""
+    found = re.search(r"gateway:\s+(\S+)", listing)
+    return None if found is None else found[1]
+
+
+def neighbours_in(listing: str, gateway: str | None) -> list[str]:
+    """Read `arp -an`: machines of the local network beside the gateway."""
+    found = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
+    return [one for one in found if one != gateway and not one.endswith(".255") and int(one.split(".")[0]) < 224]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What came of connecting to the gateway and to others on the local network: 0 or an errno; None: not tried."""
+
+    gateway: int | None
+    others: tuple[tuple[str, int], ...]
+
+
+def answers(code: int | None) -> bool:
+    """Say whether somebody was there: a refused connection is an answer."""
+    return code == 0 or code in REFUSED
+
+
+def is_blocked(reach: Reach) -> bool:
+    """Say whether this is local network privacy: no route to a machine of the same network, while the gateway answers.
+
+    Without a gateway that answers the same errno means a cable, a Wi-Fi or a firewall.
+    """
+    refused = any(code == NO_ROUTE for _, code in reach.others)
+    return refused and answers(reach.gateway) and not any(answers(code) for _, code in reach.others)
+
+
+def responsible(environ: "dict[str, str]") -> str:
+    """Name the program whose permission counts: macOS asks for the one that started us."""
+    if environ.get("XPC_SERVICE_NAME", "0") not in ("", "0"):
+        return f"the launchd job {environ['XPC_SERVICE_NAME']}"
+    if environ.get("SSH_CONNECTION"):
+        return "the SSH session"
+    program = environ.get("TERM_PROGRAM", "")
+    names = {"Apple_Terminal": "Terminal", "iTerm.app": "iTerm", "vscode": "Visual Studio Code", "tmux": "tmux",
+             "WarpTerminal": "Warp"}  # fmt: skip
+    return names.get(program, program) or "the program that started this"
+
+
+def exempt(environ: "dict[str, str]") -> bool:
+    """Say whether macOS lets what is started from here reach the local network without asking (TN3179)."""
+    return responsible(environ) in ("Terminal", "the SSH session")
+
+
+def gpu_panics(reports: Iterable[tuple[str, str]]) -> list[str]:
+    """Give the names of those panic reports, by name and text, that tell of the GPU's memory."""
+    return sorted(name for name, text in reports if "IOGPUMemory" in text or "completeMemory()" in text)

@@ -1,0 +1,344 @@
+"""Checks of this machine's place in a pool: settings, the coordinator, the local network, certificates, clocks."""
+
+import errno
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from coordinator.cli.session import PIN, UNREACHABLE, Problem
+from coordinator.doctor import macos
+from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
+from coordinator.doctor.here import Here
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL
+
+GROUP = ("224.0.0.251", 5353)
+"""Where Bonjour talks."""
+MULTICAST_SECONDS = 1.0
+SKEW_WARN, SKEW_FAIL = 5.0, 600.0
+DAY = 86400.0
+SOON = 14 * DAY
+LONGEST_TAIL = 256 * 1024
+NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster join` joins one"
+
+
+def settings(here: Here) -> Finding:
+    """Both halves of config.toml and the environment, as a start would read them."""
+    from coordinator.cli.config import look
+
+    try:
+        found = look(here.state, here.state / "config.toml", here.environ, ())
+    except Problem as error:
+        return warn(error.message, "run `cluster config check`")
+    changed = sum(row["origin"] != "default" for row in found.rows)
+    if found.wrong:
+        return fail("; ".join(one.told() for one in found.wrong[:3]), "correct it: `cluster config check` lists all",
+                    wrong=len(found.wrong))  # fmt: skip
+    return ok(
+        f"{changed} settings are not the default" if changed else "every setting has its default", changed=changed
+    )
+
+
+def coordinator(here: Here) -> Finding:
+    """Whether the coordinator answers: at its endpoint, or at each address that the node remembers."""
+    told = here.examined() if here.has_node else None
+    dialled: list[dict[str, Any]] = told["dialled"] if told else []
+    if here.session.running or here.has_cluster:
+        return _endpoint(here)
+    if not here.has_node:
+        return not_here(NO_CLUSTER)
+    if told is None:
+        return warn("the node's part did not answer in time", "run `python -m node.examine --state STATE`")
+    if told["identity_error"]:
+        return fail(told["identity_error"], "join again with a token: `cluster join URL --token T`")
+    return _link(dialled)
+
+
+def _endpoint(here: Here) -> Finding:
+    if not here.session.running:
+        return fail(f"the coordinator of {here.state} does not run", "`cluster up`, or `cluster service restart`")
+    began = time.monotonic()
+    answer = here.version()
+    took = time.monotonic() - began
+    if answer.value is not None:
+        return ok(f"the coordinator answers, version {answer.value['version']}", seconds=round(took, 4))
+    if answer.code == PIN:
+        return Finding("fail", answer.problem, "never go on before the fingerprints are equal", intercepted=True)
+    step = {UNREACHABLE: "is it up, and is its address still the same? `cluster up`, or `cluster service restart`",
+            4: "the key is wrong, or has not the scope: `cluster key create NAME --scope admin` there"}  # fmt: skip
+    return fail(answer.problem, step.get(answer.code, "look at its log: `cluster logs`, or STATE/logs/coordinator.log"))
+
+
+def _link(dialled: Sequence[dict[str, Any]]) -> Finding:
+    """Judge who answered at the addresses that a node remembers."""
+    text = "; ".join(f"{one['address']}: {_said(one)}" for one in dialled) or "no address is remembered"
+    numbers = {one["address"]: one["seconds"] for one in dialled}
+    if any(one["proven"] for one in dialled):
+        return Finding("ok", text, "", numbers)
+    if any(one["proven"] is False for one in dialled):
+        return Finding("fail", f"{text}; who answers is not the coordinator that this node joined",
+                       "another cluster has that address now, or somebody is in between: look at the coordinator, "
+                       "then `cluster join HOST:8081`", numbers, intercepted=True)  # fmt: skip
+    return Finding("fail", text, "is the coordinator up? After a change of its address: `cluster join HOST:8081`, "
+                   "which needs no token", numbers)  # fmt: skip
+
+
+def _said(one: dict[str, Any]) -> str:
+    if one["proven"]:
+        return f"{one['seconds'] * 1000:.1f} ms"
+    code = one["errno"]
+    return one["error"] or (os.strerror(code) if code else "no TLS")
+
+
+def local_network(here: Here) -> Finding:
+    """macOS's local network privacy, which looks like a network that is down."""
+    if not here.mac:
+        return not_here("only macOS keeps programs from the local network")
+    gateway = macos.gateway_in(here.said("/sbin/route", "-n", "get", "default"))
+    told = here.examined() if here.has_node else None
+    others = (
+        [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in told["dialled"]] if told else []
+    )
+    if not any(macos.answers(code) for _, code in others):
+        near = macos.neighbours_in(here.said("/usr/sbin/arp", "-an"), gateway)[:2]
+        others += [(address, here.dial(address, 8081)) for address in near]
+    reach = macos.Reach(here.dial(gateway, 53) if gateway else None, tuple(others))
+    text = f"gateway: {_reached(reach.gateway)}; " + ", ".join(f"{name}: {_reached(code)}" for name, code in others)
+    if macos.is_blocked(reach):
+        who = macos.responsible(dict(here.environ))
+        return fail(f"macOS blocks {who} from the local network (errno {macos.NO_ROUTE}): {text}",
+                    f"allow {who} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
+                    "install the service, which needs no permission: `sudo cluster service install`")  # fmt: skip
+    if not others:
+        return not_here(f"gateway: {_reached(reach.gateway)}; no other machine of the local network is known")
+    if not any(macos.answers(code) for _, code in others):
+        return warn(text, "nobody answers: look at cable, Wi-Fi, and whether the access point keeps clients apart")
+    return ok(text)
+
+
+def _reached(code: int | None) -> str:
+    if code is None:
+        return "none"
+    if macos.answers(code):
+        return "answers"
+    return "no answer" if code < 0 else f"errno {code}"
+
+
+def bonjour(here: Here) -> Finding:
+    """A question to Bonjour's group that must come back to ourselves, on its own port."""
+    question = b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08" + os.urandom(4).hex().encode() + (
+        b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01"
+    )  # fmt: skip
+    step = ("nothing needs Bonjour: join with an address, `cluster join HOST:8081 --token T`. To have it, allow "
+            "multicast (UDP 5353) in firewall and access point")  # fmt: skip
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "SO_REUSEPORT"):
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            line.bind(("", GROUP[1]))
+            line.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(GROUP[0]) + bytes(4))
+            line.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+            line.settimeout(0.1)
+            line.sendto(question, GROUP)
+            heard = _heard(line, question)
+    except OSError as error:
+        if here.mac and error.errno == macos.NO_ROUTE:
+            return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
+        return warn(f"multicast does not work: {error.strerror or error}", step)
+    return (
+        ok("a question to Bonjour's group comes back") if heard else warn("a question to Bonjour's group is lost", step)
+    )
+
+
+def _heard(line: socket.socket, question: bytes) -> bool:
+    deadline = time.monotonic() + MULTICAST_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if line.recv(9000) == question:
+                return True
+        except TimeoutError:
+            continue
+    return False
+
+
+def certificates(here: Here) -> Finding:
+    """How long the certificates live that this machine holds, and the one that the coordinator showed."""
+    lives = _lives(here)
+    if not lives:
+        return not_here(NO_CLUSTER)
+    now = time.time()
+    text = ", ".join(f"{name} {_until(end, now)}" for name, end in lives.items())
+    numbers = {name: round(end - now) for name, end in lives.items()}
+    over = [name for name, end in lives.items() if end <= now]
+    if over:
+        return fail(f"{text}", f"{over[0]} is over: look at the clock; if that is right, restart the coordinator, and "
+                    "join the node again with a token", **numbers)  # fmt: skip
+    if min(lives.values()) < now + SOON:
+        return warn(text, "they renew themselves at two thirds of their life: look at the log for why not, and at the "
+                    "clock", **numbers)  # fmt: skip
+    return ok(text, **numbers)
+
+
+def _until(end: float, now: float) -> str:
+    return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "is over"
+
+
+def _lives(here: Here) -> dict[str, float]:
+    """Give the end of every certificate, Unix seconds, by whose it is."""
+    found: dict[str, float] = {}
+    if here.has_cluster:
+        import ssl
+
+        from wire.certificate import read_certificate
+
+        for name in ("authority", "coordinator"):
+            try:
+                text = (here.state / "authority" / f"{name}.pem").read_text()
+                pem = text[text.index("-----BEGIN CERTIFICATE-----") :]
+                found[name] = read_certificate(ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])).expires
+            except (OSError, ValueError):
+                continue
+    told = here.examined() if here.has_node else None
+    if told and told["identity"]:
+        found["node"] = told["identity"]["expires"]
+        shown = [one["expires"] for one in told["dialled"] if one["expires"]]
+        found |= {"coordinator": min(shown)} if shown else {}
+    return found
+
+
+def clock(here: Here) -> Finding:
+    """This clock beside the coordinator's: as it tells it, or as the node last saw it."""
+    if here.session.running:
+        skew = _told_time(here)
+        where = "the coordinator's endpoint"
+    else:
+        skew, where = _last_skew(here.state / "logs" / "node.log"), "the last link"
+    if skew is None:
+        return not_here("no coordinator told its time; name one with --url")
+    text = f"{skew:+.1f} s beside {where}"
+    if abs(skew) > SKEW_FAIL:
+        return fail(
+            text, "set the clock: certificates and tokens depend on it (System Settings > Date & Time)", skew=skew
+        )
+    if abs(skew) > SKEW_WARN:
+        return warn(text, "let the clock be set by the network (System Settings > Date & Time)", skew=skew)
+    return ok(text, skew=skew)
+
+
+def _told_time(here: Here) -> float | None:
+    """Compare with the coordinator's own word; None when it has none, as an older one."""
+    began = time.time()
+    told = here.get("/api/v1/version").value
+    if told is None or "time" not in told:
+        return None
+    return round((began + time.time()) / 2 - float(told["time"]), 3)
+
+
+def _last_skew(log: Path) -> float | None:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LONGEST_TAIL))
+            found = re.findall(rb'"skew": (-?\d+(?:\.\d+)?)', file.read())
+    except OSError:
+        return None
+    return float(found[-1]) if found else None
+
+
+def protocol(here: Here) -> Finding:
+    """Versions on both sides of the links."""
+    from importlib.metadata import version
+
+    ours = version("macpool")
+    if not here.session.running:
+        return not_here(f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)")
+    theirs, nodes = here.version(), here.nodes()
+    if theirs.value is None:
+        return not_here(f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not say")
+    versions = {node["name"]: node["version"] for node in (nodes.value or {}).get("nodes", []) if node["version"]}
+    others = sorted({theirs.value["version"], *versions.values()} - {ours})
+    text = f"macpool {ours} here, {theirs.value['version']} at the coordinator, protocol {PROTOCOL}"
+    if others:
+        return warn(f"{text}; elsewhere {', '.join(others)}", f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work side by "
+                    "side: bring the others up to date, the coordinator first", nodes=len(versions))  # fmt: skip
+    return ok(text, nodes=len(versions))
+
+
+def identity(here: Here) -> Finding:
+    """Whether this node is one machine, and no copy of another."""
+    if not here.has_node:
+        return not_here("this machine has not joined as a node")
+    told = here.examined()
+    if told is None:
+        return warn("the node's part did not answer in time", "run `python -m node.examine --state STATE`")
+    if told["identity_error"]:
+        return fail(told["identity_error"], "remove the copied folder STATE/node, and join with a token of its own")
+    known = told["identity"]
+    return ok(f"{known['name']} ({known['node']}) of cluster {known['cluster']}")
+
+
+def video(here: Here) -> Finding:
+    """Ray's ports and token, where video is offered."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    told = here.examined()
+    if told is None or not told["video"]["enabled"]:
+        return not_here("video is not enabled here" if told else "the node's part did not answer in time")
+    try:
+        ray = version("ray")
+    except PackageNotFoundError:
+        return not_here("Ray is not installed: `uv tool install 'macpool[node,video]'` for videos")
+    first = int(told["video"]["first_port"])
+    taken = [port for port in range(first, first + 60) if _taken(port)]
+    ours = here.state / "node" / "video" / "ray"
+    text = f"Ray {ray}, ports {first} to {first + 59}"
+    if taken and not ours.exists():
+        return fail(f"{text}: {len(taken)} of them are taken, the first is {taken[0]}",
+                    "end what listens there, or move ours: worker.ray_ports", taken=len(taken))  # fmt: skip
+    return ok(f"{text}, {len(taken)} in use" if taken else f"{text}, all free", taken=len(taken))
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            line.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def log_errors(here: Here) -> Finding:
+    """Errors in the logs of the last hour."""
+    folder = here.state / "logs"
+    if not folder.is_dir():
+        return not_here("there are no logs yet")
+    since = datetime.fromtimestamp(time.time() - 3600, UTC).isoformat()
+    events = [event for name in ("coordinator.log", "node.log") for event in _errors(folder / name, since)]
+    if events:
+        return warn(f"{len(events)} errors in the last hour, the last: {events[-1]}",
+                    f"read them: grep '\"level\": \"error\"' '{folder}/'*.log", errors=len(events))  # fmt: skip
+    return ok("no errors in the last hour", errors=0)
+
+
+def _errors(file: Path, since: str) -> list[str]:
+    found: list[str] = []
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - LONGEST_TAIL))
+            lines = opened.read().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            told: Any = json.loads(line)
+            if told["level"] in ("error", "critical") and str(told["timestamp"]) >= since:
+                found.append(str(told["event"])[:80])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,32 @@
+"""The check of the service: installed whole, as we would write it now, and running."""
+
+import os
+
+from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
+from coordinator.doctor.here import Here
+from coordinator.service.host import Host, ServiceError
+from coordinator.service.launchd import ours
+from coordinator.service.setup import existing
+
+REPAIR = "`sudo cluster service install` repairs it"
+
+
+def service(here: Here, manager: Host | None = None) -> Finding:
+    """Unit, manager and process of the service, and macOS's ProcessType."""
+    host = manager or Host(here.platform, root=here.root)
+    try:
+        found = existing(host, host.unit)
+        if not found.text:
+            return not_here("no service is installed: `sudo cluster service install` starts it with the machine")
+        standing = host.standing()
+    except ServiceError as error:
+        return warn(str(error), "`cluster service status` tells more")
+    if found.program and not os.access(found.program[0], os.X_OK):
+        return fail(f"the service's Python is gone: {found.program[0]}", REPAIR)
+    kind = str((ours(found.text.encode()) or {}).get("ProcessType")) if host.mac else ""
+    if host.mac and kind != "Interactive":
+        return warn(f"ProcessType is {kind}: macOS throttles the service's CPU and disk", REPAIR)
+    if not standing.running:
+        ended = f", its last end: {standing.last_exit}" if standing.last_exit else ""
+        return fail(f"the service is installed and does not run{ended}", f"`cluster service logs` says why; {REPAIR}")
+    return ok(f"the service runs as {found.user}, process {standing.pid}", pid=standing.pid)

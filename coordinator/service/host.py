@@ -1,0 +1,143 @@
+"""The system's own manager of services behind one small face: launchctl on macOS, systemctl on Linux.
+
+Tools are named by their whole path, because this runs as root. A `Host` of the tests has other tools and another root.
+"""
+
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.service import launchd, systemd
+from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, Plan, Standing
+
+TOOL_SECONDS = 60.0
+TOOLS = {
+    "launchctl": "/bin/launchctl", "plutil": "/usr/bin/plutil", "systemctl": "/usr/bin/systemctl",
+    "journalctl": "/usr/bin/journalctl", "tail": "/usr/bin/tail",
+}  # fmt: skip
+
+
+class ServiceError(Exception):
+    """Something of the service cannot be done; an exit code, and a text that says why and what to do."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This system, or a pretended one below another root."""
+
+    platform: str = sys.platform
+    root: Path = Path("/")
+    tools: Mapping[str, str] = field(default_factory=lambda: TOOLS)
+    uid: int = field(default_factory=os.geteuid)
+
+    @property
+    def mac(self) -> bool:
+        """Whether launchd is in charge."""
+        return self.platform == "darwin"
+
+    @property
+    def unit(self) -> Path:
+        """Where the service's unit lies."""
+        return self.root / launchd.FOLDER / f"{LABEL}.plist" if self.mac else self.root / systemd.FOLDER / UNIT
+
+    @property
+    def wired_unit(self) -> Path:
+        """Where the job of the wired limit lies, on macOS."""
+        return self.root / launchd.FOLDER / f"{WIRED_LABEL}.plist"
+
+    @property
+    def logs(self) -> Path:
+        """Where launchd puts what the service prints; systemd has its journal."""
+        return self.root / launchd.LOGS.removeprefix("/")
+
+    def text(self, plan: Plan) -> str:
+        """Give the unit's text for a plan."""
+        return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
+
+    def call(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run a tool, whatever it answers. ServiceError when it is not there or does not end."""
+        command = [self.tools[tool], *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS,
+                                  stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+        except FileNotFoundError:
+            raise ServiceError(1, f"this system has no {command[0]}: `--dry-run` prints the unit, for another manager "
+                               "of services") from None  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_SECONDS:.0f} s") from None
+
+    def must(self, tool: str, *arguments: str) -> None:
+        """Run a tool. ServiceError with its own words when it fails."""
+        done = self.call(tool, *arguments)
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip() or "it said nothing")[:500]
+            raise ServiceError(
+                1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {said}{_hint(done.returncode)}"
+            )
+
+    # -- what the manager is told ------------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        """Ask how the service is."""
+        if self.mac:
+            done = self.call("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
+            return launchd.standing_in(done.returncode, done.stdout)
+        return systemd.standing_in(self.call("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout)
+
+    def load(self) -> None:
+        """Let the manager read the unit, and start it now and at each start of the machine."""
+        if self.mac:
+            self.call("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
+            self.must("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
+            return
+        self.must("systemctl", "daemon-reload")
+        self.must("systemctl", "enable", UNIT)
+        self.must("systemctl", "restart", UNIT)
+
+    def unload(self, label: str = LABEL) -> None:
+        """Stop it, and let the manager forget it; nothing happens where it is not loaded."""
+        if self.mac:
+            done = self.call("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
+            if done.returncode and done.returncode not in launchd.NOT_FOUND:
+                raise ServiceError(1, f"launchctl bootout failed with {done.returncode}: {done.stderr.strip()[:300]}")
+            return
+        if self.standing().loaded:
+            self.must("systemctl", "disable", "--now", UNIT)
+
+    def restart(self) -> None:
+        """End it as a stop does, and start it again."""
+        if self.mac:
+            self.must("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
+        else:
+            self.must("systemctl", "restart", UNIT)
+
+    def forgotten(self) -> None:
+        """Let the manager see that the unit's file is gone."""
+        if not self.mac:
+            self.must("systemctl", "daemon-reload")
+
+
+def _hint(code: int) -> str:
+    """Explain launchctl's numbers, which its texts do not."""
+    hints = {5: " (often: the job is loaded already, or its file is not root's alone)",
+             125: " (this domain cannot be reached from here: use sudo)"}  # fmt: skip
+    return hints.get(code, "")
+
+
+def account(user: str) -> tuple[int, int, str]:
+    """Give user id, group id and home folder of an account. ServiceError for one that is missing, or root."""
+    try:
+        found = pwd.getpwnam(user)
+    except KeyError:
+        raise ServiceError(5, f"there is no user {user!r} on this machine") from None
+    if found.pw_uid == 0:
+        raise ServiceError(6, "a service of root could do anything to this machine: name another user with --user")
+    return found.pw_uid, found.pw_gid, found.pw_dir

@@ -1,0 +1,141 @@
+"""The service as launchd's job, and what launchctl says of it. Pure; unverified on macOS: the checklist has `service`.
+
+Theory. A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before anybody
+logs in. It runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk.
+launchd expands neither ~ nor variables and takes strings only in the environment; it does not rotate what a job prints
+(our processes cut that file themselves, `machine.journal`). There is no caffeinate around the program: launchd would
+watch that process instead of ours.
+"""
+
+import plistlib
+import re
+from typing import Any, cast
+
+from coordinator.service.plan import (
+    LABEL,
+    MODULE,
+    MOST_FILES,
+    STOP_SECONDS,
+    THROTTLE_SECONDS,
+    WIRED_LABEL,
+    Plan,
+    Standing,
+)  # fmt: skip
+
+FOLDER = "Library/LaunchDaemons"
+LOGS = "/Library/Logs/macpool"
+"""On the volume that macOS starts from: launchd opens no log on another one."""
+DOMAIN = "system"
+NOT_FOUND = frozenset({113, 3, 36})
+"""Exit codes of launchctl for a job that is not loaded."""
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "Label": str, "ProgramArguments": list, "UserName": str, "GroupName": str, "RunAtLoad": bool,
+    "KeepAlive": (dict, bool), "ThrottleInterval": int,
+    "ExitTimeOut": int, "ProcessType": str, "WorkingDirectory": str, "Umask": int,
+    "StandardOutPath": str, "StandardErrorPath": str, "EnvironmentVariables": dict, "SoftResourceLimits": dict,
+    "HardResourceLimits": dict, "LaunchOnlyOnce": bool,
+}  # fmt: skip
+"""The keys of launchd.plist(5) that we use, and their types."""
+SYSCTL = "/usr/sbin/sysctl"
+TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
+
+
+def job(plan: Plan) -> dict[str, Any]:
+    """Give the job's property list."""
+    log = f"{plan.logs}/service.log"
+    return {
+        "Label": LABEL,
+        "ProgramArguments": list(plan.program),
+        "UserName": plan.user,
+        "GroupName": plan.group,
+        "WorkingDirectory": plan.home,
+        "EnvironmentVariables": plan.environment,
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": THROTTLE_SECONDS,
+        "ExitTimeOut": STOP_SECONDS,
+        "ProcessType": "Interactive",
+        "Umask": 0o077,
+        "SoftResourceLimits": {"NumberOfFiles": MOST_FILES},
+        "HardResourceLimits": {"NumberOfFiles": MOST_FILES},
+        "StandardOutPath": log,
+        "StandardErrorPath": log,
+    }
+
+
+def wired_job(megabytes: int) -> dict[str, Any]:
+    """Give the job that sets Metal's wired limit at each start of the machine, which forgets it."""
+    return {
+        "Label": WIRED_LABEL,
+        "ProgramArguments": [SYSCTL, f"iogpu.wired_limit_mb={megabytes}"],
+        "RunAtLoad": True,
+        "LaunchOnlyOnce": True,
+    }
+
+
+def text(made: dict[str, Any]) -> str:
+    """Write a property list as XML."""
+    return plistlib.dumps(made, sort_keys=False).decode()
+
+
+def faults(content: bytes) -> list[str]:
+    """Find what launchd would refuse or ignore in silence: unknown keys, wrong types, paths that it does not expand."""
+    made = _read(content)
+    if made is None:
+        return ["no property list with a dictionary"]
+    found: list[str] = []
+    for key, value in made.items():
+        kind = KINDS.get(key)
+        if kind is None:
+            found.append(f"unknown key {key}")
+        elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            found.append(f"{key} has the wrong type")
+    return found or _deeper(made)
+
+
+def _read(content: bytes) -> dict[str, Any] | None:
+    """Read a property list; None when it is none, or no dictionary."""
+    try:
+        made: object = plistlib.loads(content)
+    except Exception:  # whatever a damaged file brings the parser to: expat's errors, index errors
+        return None
+    return cast("dict[str, Any]", made) if isinstance(made, dict) else None
+
+
+def _deeper(made: dict[str, Any]) -> list[str]:
+    found = [f"{key} is missing" for key in ("Label", "ProgramArguments") if key not in made]
+    program = made.get("ProgramArguments") or [""]
+    paths = [
+        program[0],
+        *(made[key] for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath") if key in made),
+    ]
+    found += [f"{path!r} is not absolute" for path in paths if not str(path).startswith("/")]
+    found += [f"{one!r} is no string" for one in program if not isinstance(one, str)]
+    variables = made.get("EnvironmentVariables", {})
+    found += [f"{name} is no string" for name, value in variables.items() if not isinstance(value, str)]
+    found += [f"{name} would not be expanded" for name, value in variables.items() if str(value).startswith(("~", "$"))]
+    if made.get("ProcessType", "Standard") not in TYPES:
+        found.append(f"there is no ProcessType {made['ProcessType']}")
+    return found
+
+
+def ours(content: bytes) -> dict[str, Any] | None:
+    """Give the job of a file that we wrote; None for anything else."""
+    job = _read(content)
+    if job is None or job.get("Label") not in (LABEL, WIRED_LABEL):
+        return None
+    program: object = job.get("ProgramArguments")
+    return job if isinstance(program, list) and (MODULE in program or SYSCTL in program) else None
+
+
+def standing_in(code: int, listing: str) -> Standing:
+    """Read `launchctl print system/LABEL`."""
+    if code != 0:
+        return Standing()
+    found = dict(
+        re.findall(r"^\t(state|pid|last exit code|last terminating signal|runs) = (.+)$", listing, re.MULTILINE)
+    )
+    pid = found.get("pid", "")
+    ended = found.get("last terminating signal") or found.get("last exit code", "")
+    return Standing(True, found.get("state") == "running" and pid.isdecimal(), int(pid) if pid.isdecimal() else None,
+                    "" if ended == "(never exited)" else ended, found)  # fmt: skip

@@ -1,0 +1,210 @@
+"""Installs the service, repairs what is half there, and takes it away. Asks first, acts then.
+
+Theory. Three things make a service: the unit's file, what the manager has loaded, and the running program. Any of them
+can be missing or old, after a crash, an update or a person's hands; `install` looks at all three and does what is left
+to do, so that it can be run again at any time. Rules that nobody may break
+- A file that we did not write is never overwritten or removed, and neither is a unit of another user or another state
+  folder: that would take the pool of somebody else along.
+- The state folder must belong to the user who runs the service.
+- A unit that does not come up is taken back, and what was there before stands again.
+- Nobody's data is removed, ever: `uninstall` says where it stays.
+"""
+
+import os
+import stat
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.service import launchd, systemd
+from coordinator.service.host import Host, ServiceError, account
+from coordinator.service.plan import WIRED_LABEL, Plan, Standing
+
+READY_SECONDS = 45.0
+STEADY_SECONDS = 3.0
+"""A service runs when it has had the same process for so long."""
+LOOK_SECONDS = 0.25
+TAIL = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """What of ours lies at the unit's place: nothing, or its text with user and state folder."""
+
+    text: str = ""
+    user: str = ""
+    program: tuple[str, ...] = ()
+
+
+def existing(host: Host, file: Path) -> Existing:
+    """Read the unit that is there. ServiceError when it is somebody else's."""
+    try:
+        facts = file.lstat()
+    except FileNotFoundError:
+        return Existing()
+    foreign = f"{file} is not ours: look at it, and move it away if nobody needs it"
+    if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
+        raise ServiceError(6, foreign)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ServiceError(1, f"{file} cannot be read: {error.strerror}") from None
+    if host.mac:
+        job = launchd.ours(content)
+        if job is None:
+            raise ServiceError(6, foreign)
+        return Existing(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
+    settings = systemd.ours(content.decode(errors="replace"))
+    if settings is None:
+        raise ServiceError(6, foreign)
+    return Existing(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
+
+
+def check(host: Host, plan: Plan) -> Existing:
+    """Say what is there already. ServiceError when this plan may not be carried out."""
+    if host.uid != 0:
+        raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
+    uid, _, _ = account(plan.user)
+    state = Path(plan.state)
+    if state.exists() and state.stat().st_uid != uid:
+        raise ServiceError(6, f"{state} belongs to user {state.stat().st_uid}, and the service would run as "
+                           f"{plan.user} ({uid}): give its owner with --user, or another --state")  # fmt: skip
+    found = existing(host, host.unit)
+    if found.text and found.user != plan.user:
+        raise ServiceError(6, f"{host.unit} runs the service as {found.user}, not as {plan.user}: `cluster service "
+                           "uninstall` it first; its data stays")  # fmt: skip
+    if found.text and plan.state not in " ".join(found.program):
+        raise ServiceError(6, f"{host.unit} serves another state folder than {plan.state}: `cluster service "
+                           "uninstall` it first; its data stays")  # fmt: skip
+    return found
+
+
+def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[list[str], Standing]:
+    """Carry the plan out, and wait until the service runs; give what was done, nothing where nothing was to do."""
+    before, done = check(host, plan), list[str]()
+    wanted, standing = host.text(plan), host.standing()
+    done += _folders(host, plan)
+    done += _wired(host, plan.wired_limit_mb)
+    if before.text == wanted and standing.running:
+        return done, standing
+    _lint(host, wanted)
+    if before.text != wanted:
+        _write(host, host.unit, wanted)
+        done.append(f"{'renewed' if before.text else 'wrote'} {host.unit}")
+    if host.mac and standing.loaded:
+        host.unload()
+        done.append("unloaded what was loaded before")
+    try:
+        host.load()
+        standing = wait(host, seconds)
+    except ServiceError as error:
+        _take_back(host, before)
+        raise ServiceError(error.code, f"{error}\n{last_words(host)}".rstrip()) from None
+    return [*done, f"loaded and running, process {standing.pid}"], standing
+
+
+def wait(host: Host, seconds: float) -> Standing:
+    """Wait until the service has had one process for STEADY_SECONDS. ServiceError when it has not."""
+    pause, began = threading.Event(), time.monotonic()
+    since, pid = began, None
+    while (now := time.monotonic()) - began < seconds:
+        standing = host.standing()
+        if not standing.running or standing.pid != pid:
+            since, pid = now, standing.pid
+        elif now - since >= min(STEADY_SECONDS, seconds / 4):
+            return standing
+        pause.wait(LOOK_SECONDS)
+    ended = f"; it ended last with {standing.last_exit}" if (standing := host.standing()).last_exit else ""
+    raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
+
+
+def last_words(host: Host) -> str:
+    """Give the end of what the service printed, where launchd keeps it in a file."""
+    try:
+        return (host.logs / "service.log").read_text(errors="replace")[-TAIL:]
+    except OSError:
+        return ""
+
+
+def _take_back(host: Host, before: Existing) -> None:
+    """Undo an install that did not come up: what was there before runs again, or nothing does."""
+    host.unload()
+    if before.text:
+        _write(host, host.unit, before.text)
+        host.load()
+    else:
+        host.unit.unlink(missing_ok=True)
+        host.forgotten()
+
+
+def _folders(host: Host, plan: Plan) -> list[str]:
+    """Make the folders that launchd writes to before our program runs, and give them to the user."""
+    uid, gid, _ = account(plan.user)
+    done: list[str] = []
+    for folder in [Path(plan.state), *([host.logs] if host.mac else [])]:
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True)
+            if os.geteuid() == 0:
+                os.chown(folder, uid, gid)
+            done.append(f"made {folder}")
+    return done
+
+
+def _wired(host: Host, megabytes: int) -> list[str]:
+    """Write the job of the wired limit where one was asked for, and let it run once now."""
+    if not host.mac or not megabytes:
+        return []
+    wanted = launchd.text(launchd.wired_job(megabytes))
+    if existing(host, host.wired_unit).text == wanted:
+        return []
+    _lint(host, wanted)
+    host.unload(WIRED_LABEL)
+    _write(host, host.wired_unit, wanted)
+    host.must("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
+    return [f"wrote {host.wired_unit}: {megabytes} MB from now on"]
+
+
+def _lint(host: Host, text: str) -> None:
+    wrong = launchd.faults(text.encode()) if host.mac else []
+    if wrong:
+        raise ServiceError(1, f"the unit would not be taken: {'; '.join(wrong)}")
+
+
+def _write(host: Host, file: Path, text: str) -> None:
+    """Replace a unit whole: root's own, readable by all, as launchd demands; macOS's own linter must take it first."""
+    beside = file.with_name(f".{file.name}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.unlink(missing_ok=True)  # left by an install that was cut off
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(descriptor)
+            os.fchmod(descriptor, 0o644)
+        if host.mac:
+            host.must("plutil", "-lint", str(beside))
+        beside.replace(file)
+    except OSError as error:
+        raise ServiceError(1, f"{file} cannot be written: {error.strerror}") from None
+
+
+def uninstall(host: Host) -> list[str]:
+    """Stop the service and remove its units; give what was done. Data stays where it is."""
+    if host.uid != 0:
+        raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
+    done: list[str] = []
+    found = existing(host, host.unit)
+    if host.standing().loaded:
+        host.unload()
+        done.append("stopped and unloaded")
+    if found.text:
+        host.unit.unlink()
+        host.forgotten()
+        done.append(f"removed {host.unit}")
+    if host.mac and existing(host, host.wired_unit).text:
+        host.unload(WIRED_LABEL)
+        host.wired_unit.unlink()
+        done.append(f"removed {host.wired_unit}; the limit holds until the next start of the machine")
+    return done

@@ -1,0 +1,82 @@
+"""The service as a unit of systemd, and what systemctl says of it. Pure.
+
+Theory of the hardening. What is closed is what no part of us needs: new privileges, capabilities, kernel settings and
+modules, other address families. What stays open, and why: the home folder and /tmp (models, state, Ray's sockets),
+writable and executable memory (MLX compiles kernels at first use, Ray and ctypes make trampolines), and all system
+calls of the native architecture. An engine that the kernel ends for want of memory must not take the unit along: the
+agent says what died and starts it again, hence OOMPolicy=continue.
+"""
+
+from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_SECONDS, Plan, Standing
+
+FOLDER = "etc/systemd/system"
+NOTICE = "# Written by `cluster service install`; change it by running that again."
+SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
+FINAL = "2 8 9"
+"""Exit codes after which a new start would end the same way: wrong settings, other protocol, wrong peer."""
+HARDENING = {
+    "NoNewPrivileges": "yes", "CapabilityBoundingSet": "", "ProtectSystem": "full", "ProtectKernelTunables": "yes",
+    "ProtectKernelModules": "yes", "ProtectControlGroups": "yes", "RestrictSUIDSGID": "yes",
+    "RestrictRealtime": "yes", "LockPersonality": "yes", "SystemCallArchitectures": "native",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK",
+}  # fmt: skip
+
+
+def unit(plan: Plan) -> str:
+    """Give the unit's text."""
+    pairs = (quoted(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
+    variables = "".join(f"Environment={pair}\n" for pair in pairs)
+    hardening = "".join(f"{name}={value}\n" for name, value in HARDENING.items())
+    return f"""{NOTICE}
+[Unit]
+Description=Macpool, {plan.role}
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+User={plan.user}
+Group={plan.group}
+WorkingDirectory={plan.home.replace("%", "%%")}
+ExecStart={" ".join(quoted(one) for one in plan.program)}
+{variables}Restart=always
+RestartSec={THROTTLE_SECONDS}
+RestartPreventExitStatus={FINAL}
+TimeoutStopSec={STOP_SECONDS}
+KillMode=mixed
+UMask=0077
+LimitNOFILE={MOST_FILES}
+OOMPolicy=continue
+{hardening}
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def quoted(word: str, *, expanded: bool = True) -> str:
+    """Write one word so that systemd neither splits nor expands it; in commands it expands variables, too."""
+    plain = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    plain = plain.replace("$", "$$") if expanded else plain
+    return f'"{plain}"' if not word or any(letter in " \t'\";#" for letter in word) else plain
+
+
+def ours(content: str) -> dict[str, str] | None:
+    """Give the settings of a unit that we wrote; None for anything else."""
+    if not content.startswith(NOTICE) or MODULE not in content:
+        return None
+    pairs = (line.split("=", 1) for line in content.splitlines() if "=" in line and not line.startswith("#"))
+    return {name: value for name, value in pairs if name != "Environment"}
+
+
+def standing_in(listing: str) -> Standing:
+    """Read `systemctl show` of SHOWN."""
+    told = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
+    loaded = told.get("LoadState") == "loaded"
+    pid = int(told["MainPID"]) if told.get("MainPID", "").isdecimal() else 0
+    ended = (
+        ""
+        if told.get("Result", "success") == "success"
+        else f"{told['Result']} {told.get('ExecMainStatus', '')}".strip()
+    )
+    return Standing(loaded, told.get("ActiveState") == "active" and pid > 0, pid or None, ended, told)

@@ -1,0 +1,74 @@
+"""Writes a Homebrew formula for a release: `python -m deploy.formula VERSION URL SHA256 > macpool.rb`.
+
+The formula lets uv make an environment with its own Python below the formula's folder, because MLX's wheels are no
+resources that Homebrew could build. `brew services` starts a user agent, which macOS keeps from the local network; the
+formula therefore has no service, and names `cluster service install`.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+
+FORMULA = """class Macpool < Formula
+  desc "One OpenAI-compatible endpoint over the Macs of a household or a lab"
+  homepage "{homepage}"
+  url "{url}"
+  version "{version}"
+  sha256 "{sha256}"
+  license "Apache-2.0"
+
+  depends_on "uv"
+  depends_on arch: :arm64
+  depends_on macos: :sonoma
+
+  def install
+    system "uv", "venv", "--managed-python", "--python", "3.12", libexec
+    system "uv", "pip", "install", "--python", libexec/"bin/python", "#{{buildpath}}[node]"
+    bin.install_symlink libexec/"bin/cluster"
+    generate_completions_from_executable(bin/"cluster", "completion", shells: [:bash, :zsh, :fish])
+  end
+
+  def caveats
+    <<~TEXT
+      cluster up            makes a pool here, cluster join joins one
+      cluster doctor        says what is in the way
+      To start it with the machine, as macOS wants servers to be started:
+        sudo #{{opt_bin}}/cluster service install
+    TEXT
+  end
+
+  test do
+    assert_match version.to_s, shell_output("#{{bin}}/cluster version")
+    assert_match "0 failed", shell_output("#{{bin}}/cluster doctor --state #{{testpath}}", 0)
+  end
+end
+"""
+
+
+def formula(version: str, url: str, sha256: str) -> str:
+    """Give the formula of a release. ValueError for what is no version, no HTTPS address or no SHA-256."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+(?:[a-z0-9.+-]*)", version):
+        raise ValueError(f"{version!r} is no version")
+    if not re.fullmatch(r"https://[\w.-]+/[\w./%+-]+\.tar\.gz", url):
+        raise ValueError(f"{url!r} is no address of an archive (https://….tar.gz)")
+    if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise ValueError(f"{sha256!r} is no SHA-256")
+    homepage = "/".join(url.split("/")[:5])
+    return FORMULA.format(homepage=homepage, url=url, version=version, sha256=sha256)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print it; exit code 2 when the arguments are wrong."""
+    if len(arguments) != 3:
+        print("usage: python -m deploy.formula VERSION URL SHA256", file=sys.stderr)
+        return 2
+    try:
+        print(formula(*arguments), end="")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""`cluster doctor` on a coordinator, on a node, and on the node when its coordinator is gone."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import CLI, environment, pool
+
+pytestmark = pytest.mark.slow
+
+LONGEST = 5.0
+"""Seconds that every check together may take. On a busy machine only what the doctor itself measures is asserted."""
+
+
+def doctor(state: Path, code: int, *arguments: str, **extra: str) -> dict[str, dict[str, Any]]:
+    """Run it; give its findings by id."""
+    command = [*CLI, "doctor", "--state", str(state), "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**extra), timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["exit"] == code
+    assert max(one["seconds"] for one in told["checks"]) <= LONGEST
+    return {one["id"]: one for one in told["checks"]}
+
+
+def test_every_state_that_a_machine_of_the_pool_can_be_in(tmp_path: Path):
+    with pool(tmp_path) as made:
+        made.up()
+        node = made.join("one")
+        at_home = doctor(made.state, 0)
+        assert at_home["coordinator"]["result"] == "ok"
+        assert at_home["protocol"]["numbers"]["nodes"] == 1
+        assert at_home["clock"]["result"] == "ok"
+        assert set(at_home["certificates"]["numbers"]) == {"authority", "coordinator"}
+        assert at_home["identity"]["result"] == "not here"
+        known = {"MACPOOL_NODE__MACHINE": "one", "MACPOOL_ENGINE__KIND": "scripted"}
+        away = doctor(tmp_path / "one", 0, **known)
+        assert away["coordinator"]["result"] == "ok", away["coordinator"]
+        assert away["identity"]["result"] == "ok"
+        assert away["clock"]["result"] == "ok"
+        assert "node" in away["certificates"]["numbers"]
+        assert node.popen.poll() is None, "a look at the link does not end it"
+        copied = doctor(tmp_path / "one", 6, **{**known, "MACPOOL_NODE__MACHINE": "two"})
+        assert "belongs to another machine" in copied["identity"]["text"]
+        assert made.coordinator is not None
+        made.coordinator.kill()
+        alone = doctor(tmp_path / "one", 6, **known)
+        assert alone["coordinator"]["result"] == "fail"
+        assert "cluster join" in alone["coordinator"]["fix"]
+        dead = doctor(made.state, 6)
+        assert "cannot be reached" in dead["coordinator"]["text"]

@@ -1,0 +1,125 @@
+"""Stand-ins for launchctl, plutil and systemctl: they keep what is loaded in a file, and print what the real ones do.
+
+What they hold to (launchctl(1) of macOS 14 and 15, systemctl(1) of systemd 252):
+- `launchctl bootstrap system FILE`: 5 when the job is loaded, or its file is not root's alone; the job's label is what
+  its file says. `bootout`: 3 when it is not loaded. `print`: 113 when it is not; else a listing with tabs.
+- `systemctl show`: answers for units that are not there, too, with LoadState=not-found; restart of such a unit: 5.
+A job runs unless the file `broken` is beside them: then it ends at once with 1.
+"""
+
+import sys
+from pathlib import Path
+
+from coordinator.service.host import Host
+
+LAUNCHCTL = """
+import json, os, pathlib, plistlib, stat
+here = pathlib.Path(__file__).parent
+book = here / "loaded.json"
+loaded = json.loads(book.read_text()) if book.exists() else {}
+open(here / "calls", "a").write("launchctl " + " ".join(sys.argv[1:]) + "\\n")
+verb, rest = sys.argv[1], sys.argv[2:]
+def fail(code, text):
+    sys.stderr.write(text + "\\n")
+    sys.exit(code)
+def keep():
+    book.write_text(json.dumps(loaded))
+if verb == "enable":
+    sys.exit(0)
+if verb == "bootstrap":
+    file = pathlib.Path(rest[1])
+    if rest[0] != "system" or file.stat().st_uid != os.geteuid() or stat.S_IMODE(file.stat().st_mode) & 0o022:
+        fail(5, "Bootstrap failed: 5: Input/output error")
+    job = plistlib.loads(file.read_bytes())
+    if job["Label"] in loaded:
+        fail(5, "Bootstrap failed: 5: Input/output error")
+    count = int((here / "count").read_text()) + 1 if (here / "count").exists() else 1
+    (here / "count").write_text(str(count))
+    loaded[job["Label"]] = {"pid": 1000 + count, "path": str(file)}
+    keep()
+    sys.exit(0)
+label = rest[-1].partition("/")[2]
+if label not in loaded:
+    fail({"bootout": 3}.get(verb, 113), f'Could not find service "{label}" in domain for system')
+if verb == "bootout":
+    del loaded[label]
+    keep()
+elif verb == "kickstart":
+    loaded[label]["pid"] += 100
+    keep()
+elif verb == "print":
+    job, broken = loaded[label], (here / "broken").exists()
+    print(f"system/{label} = {{\\n\\tactive count = 1\\n\\tpath = {job['path']}\\n\\ttype = LaunchDaemon")
+    print("\\tstate = " + ("spawn scheduled" if broken else "running"))
+    print("\\n\\tprogram = /x\\n\\targuments = {\\n\\t\\tstate = 1\\n\\t}\\n")
+    if broken:
+        print("\\truns = 4\\n\\tlast exit code = 1")
+    else:
+        print(f"\\truns = 1\\n\\tpid = {job['pid']}\\n\\tlast exit code = (never exited)")
+    print("}")
+"""
+PLUTIL = """
+import plistlib
+try:
+    plistlib.loads(open(sys.argv[2], "rb").read())
+except Exception as error:
+    print(f"{sys.argv[2]}: {error}")
+    sys.exit(1)
+print(f"{sys.argv[2]}: OK")
+"""
+SYSTEMCTL = """
+import json, pathlib
+here = pathlib.Path(__file__).parent
+units = here.parent / "etc" / "systemd" / "system"
+book = here / "units.json"
+known = json.loads(book.read_text()) if book.exists() else {}
+open(here / "calls", "a").write("systemctl " + " ".join(sys.argv[1:]) + "\\n")
+words = [word for word in sys.argv[1:] if not word.startswith("-")]
+verb, name = words[0], (words[1] if len(words) > 1 else "")
+def keep():
+    book.write_text(json.dumps(known))
+if verb == "daemon-reload":
+    known = {unit: state for unit, state in known.items() if state["pid"] or (units / unit).exists()}
+    for file in units.glob("*.service"):
+        known.setdefault(file.name, {"pid": 0, "count": 0})
+    keep()
+    sys.exit(0)
+state = known.get(name)
+if verb == "show":
+    broken = (here / "broken").exists()
+    pid = 0 if state is None or broken else state["pid"]
+    print("LoadState=" + ("not-found" if state is None else "loaded"))
+    print("ActiveState=" + ("active" if pid else "activating" if broken and state else "inactive"))
+    print("SubState=" + ("running" if pid else "auto-restart" if broken and state else "dead"))
+    print(f"MainPID={pid}\\nResult={'exit-code' if broken else 'success'}\\nExecMainStatus={1 if broken else 0}")
+    print("UnitFileState=enabled\\nNRestarts=0")
+    sys.exit(0)
+if state is None:
+    sys.stderr.write(f"Failed to {verb} unit: Unit file {name} does not exist.\\n")
+    sys.exit(5)
+if verb == "restart":
+    state["count"] += 1
+    state["pid"] = 1000 + state["count"]
+if verb == "disable" and "--now" in sys.argv:
+    state["pid"] = 0
+keep()
+"""
+
+
+def manager(root: Path, platform: str, uid: int = 0) -> Host:
+    """Give a system of its own below `root`, with a manager of services that has nothing loaded."""
+    folder = root / "bin"
+    folder.mkdir(exist_ok=True)
+    tools = {"tail": "/usr/bin/tail", "journalctl": str(folder / "journalctl")}
+    for name, code in (("launchctl", LAUNCHCTL), ("plutil", PLUTIL), ("systemctl", SYSTEMCTL)):
+        (folder / name).write_text(f"#!{sys.executable} -IS\nimport sys\n{code}")
+        (folder / name).chmod(0o755)
+        tools[name] = str(folder / name)
+    return Host(platform, root, tools, uid)
+
+
+def calls(root: Path) -> list[str]:
+    """Give what the stand-ins were asked for, without looks."""
+    file = root / "bin" / "calls"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line for line in lines if " print " not in line and " show " not in line]

@@ -1,0 +1,155 @@
+"""No secret and no prompt is in a bundle, wherever it was written; what helps is."""
+
+import json
+import os
+import stat
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.cli import cluster
+from coordinator.doctor.bundle import LEFT_OUT, event_of, log_lines, write
+from tests.support.whole_pool import served
+
+ROOT = Path(__file__).parents[4]
+PROMPT = "zebra-canary-7391 my secret diagnosis"
+KEY = "mp_abcdefgh_" + "Q" * 43
+TOKEN = "mpj1." + "a" * 52 + "." + "b" * 8 + "." + "c" * 26
+PASSWORD = "opensesame-canary-5521"
+PEM = "-----BEGIN PRIVATE KEY-----\nwalrus-canary-4410\n-----END PRIVATE KEY-----\n"
+CANARIES = ("zebra-canary", "secret diagnosis", KEY, "Q" * 43, TOKEN, "a" * 52, PASSWORD, "walrus-canary")
+
+EVENT = {"event": "link lost", "logger": "node.agent", "level": "warning", "timestamp": "2026-11-20T10:00:00Z"}
+
+
+def unpacked(file: Path) -> dict[str, str]:
+    with tarfile.open(file) as archive:
+        members = archive.getmembers()
+        assert all(one.isfile() and one.mode == 0o600 and not one.name.startswith(("/", "..")) for one in members)
+        return {one.name: archive.extractfile(one).read().decode() for one in members}  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "where", ["prompt", "messages", "detail", "reason", "error", "anything", "node", "event", "logger"]
+)
+@pytest.mark.parametrize(
+    "canary", [PROMPT, KEY, TOKEN, f"password={PASSWORD}", PEM, [PROMPT], {"deep": {"er": PROMPT}}]
+)
+def test_no_field_of_an_event_tells_a_text(where: str, canary: Any):
+    told = json.dumps(event_of(json.dumps({**EVENT, where: canary})))
+    assert [one for one in CANARIES if one in told] == []
+
+
+def test_a_name_of_a_field_can_hold_nothing_either():
+    assert PROMPT not in json.dumps(event_of(json.dumps({**EVENT, PROMPT: 1})))
+
+
+def test_an_exception_keeps_its_type_and_its_way_only():
+    text = f"ValueError from KeyError: {PROMPT}\ntext.py:12 render\n{PROMPT}\nloop.py:3 step"
+    found = event_of(json.dumps({**EVENT, "exception": text}))
+    assert found is not None
+    assert found["exception"] == "ValueError\ntext.py:12 render\nloop.py:3 step".replace(
+        "ValueError", "ValueError from KeyError"
+    )
+    assert event_of(json.dumps({**EVENT, "exception": f"{PROMPT}: x"}))["exception"] == LEFT_OUT  # pyright: ignore
+
+
+def test_numbers_switches_and_our_own_words_stay():
+    line = {**EVENT, "predicted": 12_000_000, "armed": True, "bound_by": "dynamic", "skew": -0.25, "left": None}
+    assert event_of(json.dumps(line)) == line
+
+
+def test_what_libraries_say_is_left_out():
+    assert event_of(json.dumps({**EVENT, "logger": "httpx", "event": "link lost"}))["event"] == LEFT_OUT  # pyright: ignore
+
+
+def test_lines_that_are_not_ours_are_counted():
+    lines = [json.dumps(EVENT), PROMPT, "[]", f"2026-11-20 10:00:00 [warning  ] certificate renewed  text={PROMPT}",
+             f"2026-11-20 10:00:00 [warning  ] {PROMPT}!"]  # fmt: skip
+    found = [json.loads(line) for line in log_lines(lines).splitlines()]
+    assert [one.get("event") for one in found] == ["link lost", "certificate renewed", None]
+    assert found[-1] == {"lines_left_out": 3}
+
+
+@given(st.text(max_size=80), st.dictionaries(st.text(max_size=12), st.text(max_size=60), max_size=4))
+def test_only_words_come_through(line: str, fields: dict[str, str]):
+    event_of(line)
+    for name, value in (event_of(json.dumps({**EVENT, **fields})) or {}).items():
+        assert name in EVENT or name in fields
+        assert value is None or len(str(value)) <= 400
+        assert " " not in str(value) or name in ("event", "exception") or value in (LEFT_OUT, "[hidden]")
+
+
+def planted(state: Path) -> None:
+    """Lay a canary into every file that a state folder has."""
+    for name in ("pepper", "authority/authority.pem", "authority/coordinator.pem", "node/identity/node.pem",
+                 "node/identity/identity.json", "node/video/ray/token", "cluster.db"):  # fmt: skip
+        (state / name).parent.mkdir(parents=True, exist_ok=True)
+        (state / name).write_text(PEM + KEY + TOKEN + PROMPT)
+        (state / name).chmod(0o600)
+    (state / "logs").mkdir()
+    lines = [
+        json.dumps({**EVENT, "detail": PROMPT, "n": 1}),
+        json.dumps({**EVENT, "event": PROMPT, "key": KEY}),
+        PROMPT,
+        KEY,
+    ]
+    for log in ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log", "other.log"):
+        (state / "logs" / log).write_text("\n".join(lines) + "\n")
+    hook = f"https://user:{PASSWORD}@hooks.example/{PASSWORD}?t={PASSWORD}"
+    (state / "config.toml").write_text(f'[conditions]\nwebhook = "{hook}"\n[router]\nunknown = "{PASSWORD}"\n')
+
+
+def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    state, file, old = tmp_path / "state", tmp_path / "bundle.tgz", os.umask(0)
+    try:
+        state.mkdir()
+        planted(state)
+        with served() as pool:
+            (tmp_path / "key").write_text(pool.keys["admin"])
+            arguments = ["--state", str(state), "--url", pool.url, "--key-file", str(tmp_path / "key")]
+            done = CliRunner().invoke(cluster, ["doctor", *arguments, "--json", "--bundle", str(file)])
+            secrets = (*CANARIES, *pool.keys.values())
+    finally:
+        os.umask(old)
+    told = json.loads(done.stdout)
+    assert told["schema"] == 1
+    assert told["exit"] == done.exit_code == 6  # the identity is damaged, and the settings are wrong
+    by_id = {one["id"]: one for one in told["checks"]}
+    assert (by_id["coordinator"]["result"], by_id["settings"]["result"]) == ("ok", "fail"), by_id["settings"]
+    assert "router.unknown" in by_id["settings"]["text"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    parts = unpacked(file)
+    assert {name.removeprefix("macpool-doctor/") for name in parts} == {
+        "README.txt", "findings.json", "versions.json", "settings.json", "conditions.json", "nodes.json",
+        "logs/coordinator.log", "logs/node.log", "logs/engine.log", "logs/ray.log", "logs/service.log",
+    }  # fmt: skip
+    whole = done.output + "".join(parts.values())
+    assert [one for one in secrets if one in whole] == []
+    settings = json.loads(parts["macpool-doctor/settings.json"])
+    assert "hooks.example" in settings["conditions.webhook"]["value"]
+    assert settings["memory.cap"]["origin"] == "default"
+    assert json.loads(parts["macpool-doctor/nodes.json"])["schema"] == 1
+    assert '"event": "link lost"' in parts["macpool-doctor/logs/node.log"]
+
+
+def test_a_bundle_replaces_what_was_there_and_follows_no_link(tmp_path: Path):
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "b.tgz").symlink_to(tmp_path / "secret")
+    write(tmp_path / "b.tgz", {"a.json": {"n": 1}}, [], tmp_path)
+    assert (tmp_path / "secret").read_text() == "mine"
+    assert not (tmp_path / "b.tgz").is_symlink()
+    assert "~/models" in unpacked_text(tmp_path)
+
+
+def unpacked_text(folder: Path) -> str:
+    write(folder / "b.tgz", {"a.json": {"folder": f"{folder}/models"}}, [], folder)
+    return "".join(unpacked(folder / "b.tgz").values())

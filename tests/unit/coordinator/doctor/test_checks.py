@@ -1,0 +1,206 @@
+"""Every check on a pretended Mac that is well, and on one where that one thing is wrong; and on this machine."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.doctor.examination import CHECKS, Check, examine
+from coordinator.doctor.finding import exit_code, fail, not_here, ok, warn
+from coordinator.doctor.pool_checks import _link
+from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
+from wire.units import GIB
+
+BY_ID = {check.id: check for check in CHECKS}
+ONLY_MACOS = ("wired-limit", "local-network", "firewall", "started-from", "sleep", "filevault", "panics")
+MEMORY = EXAMINED["memory"]
+PEER = {"address": "192.168.1.20:8081", "errno": 0, "seconds": 0.002, "proven": True, "error": "", "expires": None}
+PMSET = "/usr/bin/pmset -g"
+
+
+def test_ids_are_unique_and_plain():
+    assert len(BY_ID) == len(CHECKS) >= 25
+    assert all(one.replace("-", "").isalpha() and one.islower() for one in BY_ID)
+
+
+def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    here, asked = pretended(tmp_path), [check for check in CHECKS if check.id not in ("bonjour", "settings")]
+    found = {one.check.id: one.finding for one in examine(here, asked)}
+    assert {name: one for name, one in found.items() if one.result in ("warn", "fail") and name != "disk"} == {}
+
+
+@pytest.mark.parametrize(
+    ("check", "tools", "result", "says"),
+    [
+        ("system", {"/usr/bin/sw_vers": "ProductVersion: 13.6\nBuildVersion: 22G\n"}, "fail", "macOS 14 or newer"),
+        ("system", {"/usr/bin/sw_vers": None}, "warn", "sw_vers"),
+        ("wired-limit", {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": "126000\n"}, "fail", "wired_limit_mb=122880"),
+        ("wired-limit", {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": None}, "warn", "sysctl -a"),
+        ("sleep", {PMSET: " sleep 10\n womp 0\n"}, "warn", "sudo pmset -a sleep 0 womp 1"),
+        ("power", {"/usr/bin/pmset -g batt": "Now drawing from 'Battery Power'\n -I (id=1)\t20%; discharging\n"},
+         "warn", "charged 20 %"),
+        ("filevault", {"/usr/bin/fdesetup status": "FileVault is On.\n"}, "warn", "authrestart"),
+        ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)", f"{FIREWALL} --getblockall": "Block all ENABLED!"},
+         "fail", "--unblockapp"),
+        ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)"}, "ok", "a node only dials"),
+    ],
+)  # fmt: skip
+def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, result: str, says: str):
+    found = BY_ID[check].run(pretended(tmp_path, tools))
+    assert (found.result, says in f"{found.text} {found.fix}") == (result, True), found
+    assert found.fix or result in ("ok", "not here")
+
+
+def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Path):
+    memory = {**MEMORY, "bound_by": "metal"}
+    found = BY_ID["wired-limit"].run(pretended(tmp_path, memory=memory))
+    assert found.result == "warn"
+    assert "sudo sysctl iogpu.wired_limit_mb=122880" in found.fix
+    assert "sudo cluster service install --wired-limit-mb 122880" in found.fix
+    assert found.numbers["safe"] == 120 * GIB
+
+
+def test_a_firewall_that_does_not_know_us_matters_where_somebody_connects_to_us(tmp_path: Path):
+    (tmp_path / "cluster.db").touch()
+    found = BY_ID["firewall"].run(pretended(tmp_path, {f"{FIREWALL} --getglobalstate": "(State = 1)"}))
+    assert found.result == "warn"
+    assert "a service cannot ask" in found.text
+
+
+def test_local_network_privacy_is_not_a_network_that_is_down(tmp_path: Path):
+    blocked = BY_ID["local-network"].run(
+        pretended(tmp_path, reach={"192.168.1.20": 65}, environ={"TERM_PROGRAM": "vscode"})
+    )
+    assert blocked.result == "fail"
+    assert "macOS blocks Visual Studio Code" in blocked.text
+    assert "Privacy & Security > Local Network" in blocked.fix
+    assert "sudo cluster service install" in blocked.fix
+    assert exit_code([("local-network", blocked), ("disk", fail("full", "clean"))], strict=False) == 10
+    down = BY_ID["local-network"].run(pretended(tmp_path, reach={"192.168.1.20": 65, "192.168.1.1": 65}))
+    assert down.result == "warn"
+    assert BY_ID["local-network"].run(pretended(tmp_path)).result == "ok"
+
+
+def test_a_nodes_own_coordinator_is_what_is_reached_first(tmp_path: Path):
+    identity = tmp_path / "node" / "identity"
+    identity.mkdir(parents=True)
+    (identity / "identity.json").write_text("{}")
+    here = pretended(tmp_path, dialled=[{**PEER, "errno": 65, "proven": None}], identity={"expires": 2e9},
+                     reach={"192.168.1.20": 65})  # fmt: skip
+    assert BY_ID["local-network"].run(here).result == "fail"
+
+
+@pytest.mark.parametrize("check", ONLY_MACOS)
+def test_what_only_a_mac_has_says_so_elsewhere(tmp_path: Path, check: str):
+    found = BY_ID[check].run(pretended(tmp_path, platform="linux"))
+    assert found.result == "not here"
+    assert "macOS" in found.text
+
+
+def test_panics_of_the_gpu_are_found(tmp_path: Path):
+    folder = tmp_path / "Library" / "Logs" / "DiagnosticReports"
+    folder.mkdir(parents=True)
+    (folder / "Kernel-2026.panic").write_text(
+        "panic(cpu 1) IOGPUMemory.cpp:550 completeMemory() prepare count underflow"
+    )
+    (folder / "Old.panic").write_text("IOGPUMemory")
+    os.utime(folder / "Old.panic", (1, 1))
+    found = BY_ID["panics"].run(pretended(tmp_path))
+    assert (found.result, found.numbers["panics"]) == ("fail", 1)
+
+
+def test_a_node_that_reaches_a_stranger_never_goes_on():
+    found = _link([{**PEER, "proven": False, "error": "self-signed certificate in certificate chain"}])
+    assert found.result == "fail"
+    assert exit_code([("coordinator", found)], strict=False) == 9
+    assert _link([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}, PEER]).result == "ok"
+    lost = _link([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}])
+    assert (lost.result, exit_code([("coordinator", lost)], strict=False)) == ("fail", 6)
+
+
+def test_a_machine_in_no_cluster_has_little_to_say(tmp_path: Path):
+    for check in ("coordinator", "certificates", "clock", "protocol", "identity"):
+        assert BY_ID[check].run(pretended(tmp_path)).result == "not here", check
+
+
+def test_a_coordinator_that_does_not_run_is_a_failure_with_a_next_step(tmp_path: Path):
+    (tmp_path / "cluster.db").touch()
+    stopped = BY_ID["coordinator"].run(pretended(tmp_path))
+    assert stopped.result == "fail"
+    assert "cluster up" in stopped.fix
+    (tmp_path / "run.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "secret": "mp_x_y"}))
+    (tmp_path / "run.json").chmod(0o600)
+    dead = BY_ID["coordinator"].run(pretended(tmp_path))
+    assert dead.result == "fail"
+    assert "cannot be reached" in dead.text
+    for check in ("protocol", "clock"):
+        assert BY_ID[check].run(pretended(tmp_path)).result == "not here"
+
+
+def test_secrets_that_others_could_read_are_named(tmp_path: Path):
+    (tmp_path / "pepper").write_text("x")
+    (tmp_path / "pepper").chmod(0o644)
+    found = BY_ID["files"].run(pretended(tmp_path))
+    assert (found.result, found.numbers["open"]) == ("fail", 1)
+    assert "chmod -R go-rwx" in found.fix
+    (tmp_path / "pepper").chmod(0o600)
+    assert BY_ID["files"].run(pretended(tmp_path)).result == "ok"
+
+
+def test_a_copied_identity_is_told(tmp_path: Path):
+    (tmp_path / "node" / "identity").mkdir(parents=True)
+    (tmp_path / "node" / "identity" / "identity.json").write_text("{}")
+    found = BY_ID["identity"].run(pretended(tmp_path, identity_error="it belongs to another machine"))
+    assert found.result == "fail"
+    assert "another machine" in found.text
+
+
+def test_the_clock_of_the_last_link_counts_on_a_node(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    for skew, result in ((0.2, "ok"), (-7.5, "warn"), (4000, "fail")):
+        (tmp_path / "logs" / "node.log").write_text(json.dumps({"event": "linked", "skew": skew}) + "\n")
+        assert BY_ID["clock"].run(pretended(tmp_path)).result == result
+
+
+def test_errors_of_the_last_hour_are_counted(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    line = {"event": "denied", "level": "error", "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    (tmp_path / "logs" / "node.log").write_text(
+        f"{json.dumps(line)}\nno json\n{json.dumps({**line, 'timestamp': '2020'})}\n"
+    )
+    found = BY_ID["errors"].run(pretended(tmp_path))
+    assert (found.result, found.numbers["errors"]) == ("warn", 1)
+
+
+# all of them together
+
+
+def test_a_check_that_hangs_or_breaks_holds_up_nobody(tmp_path: Path):
+    never = threading.Event()
+
+    def hang(_):
+        never.wait()
+        return ok("")
+
+    def broken(_):
+        raise RuntimeError("boom")
+
+    checks = [Check("hangs", "x", hang), Check("breaks", "x", broken), Check("works", "x", lambda _: ok("fine"))]
+    found = {one.check.id: one.finding for one in examine(pretended(tmp_path), checks, seconds=1.0)}
+    never.set()
+    assert found["hangs"].result == "warn"
+    assert "in time" in found["hangs"].text
+    assert found["breaks"].result == "warn"
+    assert "RuntimeError: boom" in found["breaks"].text
+    assert found["works"].result == "ok"
+
+
+def test_exit_codes():
+    assert exit_code([("a", ok("")), ("b", not_here(""))], strict=True) == 0
+    assert exit_code([("a", warn("", "x"))], strict=False) == 0
+    assert exit_code([("a", warn("", "x"))], strict=True) == 1
+    assert exit_code([("a", warn("", "x")), ("b", fail("", "x"))], strict=True) == 6

@@ -1,0 +1,118 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.doctor import macos
+from coordinator.doctor.macos import Reach, is_blocked, responsible
+
+
+def test_the_version_of_the_system():
+    assert macos.version_in("ProductName: macOS\nProductVersion: 15.5\nBuildVersion: 24F74\n") == ("15.5", "24F74")
+    assert macos.version_in("") == ("", "")
+
+
+def test_power_settings_with_their_remarks():
+    text = "Currently in use:\n sleep                1 (sleep prevented by caffeinate)\n womp 1\n hibernatemode 3\n"
+    assert macos.power_settings_in(text) == {"sleep": 1, "womp": 1, "hibernatemode": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("Firewall is enabled. (State = 1)", True),
+        ("Firewall is blocking all non-essential incoming connections. (State = 2)", True),
+        ("Firewall is disabled. (State = 0)", False),
+        ("", None),
+    ],
+)
+def test_the_firewall(text: str, on: bool | None):
+    assert macos.firewall_in(text) is on
+
+
+@pytest.mark.parametrize(
+    ("text", "all_blocked"),
+    [
+        ("Firewall has block all state set to enabled.", True),
+        ("Block all ENABLED!", True),
+        ("Firewall has block all state set to disabled.", False),
+        ("Block all DISABLED!", False),
+        ("", None),
+    ],
+)
+def test_a_firewall_that_lets_nothing_in(text: str, all_blocked: bool | None):
+    assert macos.blocks_all_in(text) is all_blocked
+
+
+LISTED = """Total number of apps = 2
+
+1 : /opt/homebrew/bin/python3.12
+             (Allow incoming connections)
+2 : /opt/uv/python3.11
+             (Block incoming connections)
+"""
+
+
+def test_a_program_in_the_firewalls_list():
+    assert macos.blocked_in(LISTED, "/opt/uv/python3.11") is True
+    assert macos.blocked_in(LISTED, "/opt/homebrew/bin/python3.12") is False
+    assert macos.blocked_in(LISTED, "/opt/other") is None
+
+
+def test_filevault_and_lid():
+    assert macos.filevault_in("FileVault is On.\n") is True
+    assert macos.filevault_in("FileVault is Off.\n") is False
+    assert macos.filevault_in("Error") is None
+    assert macos.lid_in('  "AppleClamshellState" = Yes') is True
+    assert macos.lid_in('  "AppleClamshellState" = No') is False
+    assert macos.lid_in("") is None
+
+
+@pytest.mark.parametrize(
+    ("gateway", "others", "blocked"),
+    [
+        (0, (("a", 65),), True),
+        (61, (("a", 65), ("b", 65)), True),
+        (0, (("a", 65), ("b", 61)), False),  # somebody of the same network is reached
+        (65, (("a", 65),), False),  # no network at all
+        (None, (("a", 65),), False),
+        (-1, (("a", 65),), False),
+        (0, (("a", -1),), False),
+        (0, (), False),
+    ],
+)
+def test_privacy_is_told_from_a_network_that_is_down(gateway: int | None, others: tuple, blocked: bool):
+    assert is_blocked(Reach(gateway, others)) is blocked
+
+
+@pytest.mark.parametrize(
+    ("environ", "who", "exempt"),
+    [
+        ({"TERM_PROGRAM": "Apple_Terminal"}, "Terminal", True),
+        ({"SSH_CONNECTION": "1 2 3 4"}, "the SSH session", True),
+        ({"TERM_PROGRAM": "vscode"}, "Visual Studio Code", False),
+        ({"TERM_PROGRAM": "tmux"}, "tmux", False),
+        ({"XPC_SERVICE_NAME": "org.macpool"}, "the launchd job org.macpool", False),
+        ({"XPC_SERVICE_NAME": "0", "TERM_PROGRAM": "iTerm.app"}, "iTerm", False),
+        ({}, "the program that started this", False),
+    ],
+)
+def test_who_is_responsible(environ: dict[str, str], who: str, exempt: bool):
+    assert responsible(environ) == who
+    assert macos.exempt(environ) is exempt
+
+
+def test_panics_of_the_gpu():
+    reports = [
+        ("b.panic", 'panic "completeMemory() prepare count underflow" @IOGPUMemory.cpp:550'),
+        ("a.panic", "disk"),
+    ]
+    assert macos.gpu_panics(reports) == ["b.panic"]
+
+
+@given(st.text(max_size=200))
+def test_no_text_breaks_a_reader(text: str):
+    for read in (macos.version_in, macos.power_settings_in, macos.firewall_in, macos.blocks_all_in, macos.filevault_in,
+                 macos.lid_in, macos.gateway_in):  # fmt: skip
+        read(text)
+    macos.blocked_in(text, "python")
+    macos.neighbours_in(text, None)

@@ -1,0 +1,256 @@
+"""Install, repair, refuse, take back, uninstall: against managers that answer as the real ones do."""
+
+import dataclasses
+import json
+import os
+import pwd
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from coordinator.cli import cluster
+from coordinator.doctor.service_checks import service
+from coordinator.service import launchd, setup
+from coordinator.service.host import Host, ServiceError
+from coordinator.service.plan import Plan
+from coordinator.service.setup import install, uninstall
+from tests.support.managers import calls, manager
+from tests.support.pretended_mac import pretended
+
+USER = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
+BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(setup, "STEADY_SECONDS", 0.05)
+    monkeypatch.setattr(setup, "LOOK_SECONDS", 0.02)
+
+
+def plan(tmp_path: Path, **changes: object) -> Plan:
+    state = tmp_path / "state"
+    if not state.exists():
+        state.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            os.chown(state, USER.pw_uid, USER.pw_gid)
+    made = Plan("coordinator", "/opt/python", USER.pw_name, "nogroup", "/nonexistent", str(state), launchd.LOGS)
+    return dataclasses.replace(made, **changes)  # pyright: ignore[reportArgumentType]
+
+
+@BOTH
+def test_installed_twice_is_installed_once(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    done, standing = install(host, wanted)
+    assert standing.running
+    assert host.unit.read_text() == host.text(wanted)
+    assert stat.S_IMODE(host.unit.stat().st_mode) == 0o644
+    assert any(str(host.unit) in one for one in done)
+    before = calls(tmp_path)
+    again, after = install(host, wanted)
+    assert (again, after.pid, calls(tmp_path)) == ([], standing.pid, before)
+
+
+@BOTH
+@pytest.mark.parametrize("missing", ["unit", "loaded", "changed", "cut off"])
+def test_what_is_half_there_is_repaired(tmp_path: Path, platform: str, missing: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    install(host, wanted)
+    if missing == "unit":
+        host.unit.unlink()
+    elif missing == "loaded":
+        host.unload()
+    elif missing == "changed":
+        host.unit.write_text(host.text(plan(tmp_path, arguments=("--lan",))))
+    else:
+        host.unit.unlink()
+        host.unit.with_name(f".{host.unit.name}.new").write_text("half")
+    done, standing = install(host, wanted)
+    assert done
+    assert standing.running
+    assert host.unit.read_text() == host.text(wanted)
+    assert not host.unit.with_name(f".{host.unit.name}.new").exists()
+
+
+@BOTH
+def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    (tmp_path / "bin" / "broken").touch()
+    if host.mac:
+        host.logs.mkdir(parents=True)
+        (host.logs / "service.log").write_text("the port is taken\n")
+    with pytest.raises(ServiceError, match="does not stay up") as caught:
+        install(host, wanted, seconds=0.3)
+    assert caught.value.code == 7
+    assert platform == "linux" or "the port is taken" in str(caught.value)
+    assert not host.unit.exists()
+    assert not host.standing().loaded
+
+
+@BOTH
+def test_what_ran_before_runs_again_after_a_change_that_fails(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    install(host, wanted)
+    (tmp_path / "bin" / "broken").touch()
+    with pytest.raises(ServiceError):
+        install(host, plan(tmp_path, arguments=("--lan",)), seconds=0.3)
+    (tmp_path / "bin" / "broken").unlink()
+    assert host.unit.read_text() == host.text(wanted)
+    assert host.standing().running
+
+
+@BOTH
+@pytest.mark.parametrize("what", ["foreign", "link", "folder", "other user", "other state", "state of another"])
+def test_files_of_somebody_else_are_refused_and_left(tmp_path: Path, platform: str, what: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    host.unit.parent.mkdir(parents=True)
+    if what == "foreign":
+        host.unit.write_text("[Service]\nExecStart=/bin/other\n")
+    elif what == "link":
+        (tmp_path / "elsewhere").write_text(host.text(wanted))
+        host.unit.symlink_to(tmp_path / "elsewhere")
+    elif what == "folder":
+        host.unit.mkdir()
+    elif what == "other user":
+        host.unit.write_text(host.text(plan(tmp_path, user="daemon")))
+    elif what == "other state":
+        host.unit.write_text(host.text(plan(tmp_path, state="/var/other")))
+    elif os.geteuid() == 0:
+        os.chown(wanted.state, 1, 1)
+    else:
+        wanted = plan(tmp_path, user="nobody")
+    before = host.unit.read_bytes() if host.unit.is_file() else b""
+    with pytest.raises(ServiceError) as caught:
+        install(host, wanted)
+    assert caught.value.code == 6
+    assert (host.unit.read_bytes() if host.unit.is_file() else b"") == before
+    assert calls(tmp_path) == []
+    assert not host.standing().loaded
+
+
+@BOTH
+def test_a_unit_of_somebody_else_is_not_removed(tmp_path: Path, platform: str):
+    host = manager(tmp_path, platform)
+    host.unit.parent.mkdir(parents=True)
+    host.unit.write_text("somebody's")
+    with pytest.raises(ServiceError, match="is not ours"):
+        uninstall(host)
+    assert host.unit.read_text() == "somebody's"
+
+
+@BOTH
+def test_uninstall_leaves_the_data(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    install(host, wanted)
+    (Path(wanted.state) / "cluster.db").write_text("the cluster")
+    assert uninstall(host)
+    assert not host.unit.exists()
+    assert not host.standing().loaded
+    assert (Path(wanted.state) / "cluster.db").read_text() == "the cluster"
+    assert uninstall(host) == [], "a second time there is nothing to do"
+
+
+@BOTH
+def test_only_root_may(tmp_path: Path, platform: str):
+    host = manager(tmp_path, platform, uid=501)
+    for act in (lambda: install(host, plan(tmp_path)), lambda: uninstall(host)):
+        with pytest.raises(ServiceError, match="sudo") as caught:
+            act()
+        assert caught.value.code == 4
+
+
+def test_the_wired_limit_is_a_job_of_its_own(tmp_path: Path):
+    host = manager(tmp_path, "darwin")
+    install(host, plan(tmp_path))
+    assert not host.wired_unit.exists()
+    done, _ = install(host, plan(tmp_path, wired_limit_mb=4096))
+    assert "iogpu.wired_limit_mb=4096" in host.wired_unit.read_text()
+    assert any("4096 MB" in one for one in done)
+    install(host, plan(tmp_path, wired_limit_mb=2048))
+    assert "iogpu.wired_limit_mb=2048" in host.wired_unit.read_text()
+    install(host, plan(tmp_path))
+    assert host.wired_unit.exists(), "an install that does not name it leaves it"
+    uninstall(host)
+    assert not host.wired_unit.exists()
+
+
+# the verbs
+
+
+def invoke(host: Host, *arguments: str) -> Result:
+    return CliRunner(env={"MACPOOL_STATE": "", "SUDO_USER": USER.pw_name}).invoke(
+        cluster, ["service", *arguments], obj=host
+    )
+
+
+@BOTH
+def test_a_dry_run_prints_and_does_nothing(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform, uid=501), plan(tmp_path)
+    done = invoke(host, "install", "--dry-run", "--coordinator", "--state", wanted.state, "--", "--lan")
+    assert done.exit_code == 0, done.output
+    assert str(host.unit) in done.output
+    assert "--lan" in done.output
+    assert not host.unit.exists()
+    assert calls(tmp_path) == []
+
+
+@BOTH
+def test_the_life_of_a_service(tmp_path: Path, platform: str):
+    host, state = manager(tmp_path, platform), plan(tmp_path).state
+    assert invoke(host, "status").exit_code == 5
+    assert invoke(host, "restart").exit_code == 5
+    missing = invoke(host, "install", "--state", state)
+    assert missing.exit_code == 5
+    assert "join once by hand" in missing.output
+    made = invoke(host, "install", "--coordinator", "--state", state, "-o", "json")
+    assert made.exit_code == 0, made.output
+    assert (json.loads(made.stdout)["role"], json.loads(made.stdout)["user"]) == ("coordinator", USER.pw_name)
+    told = json.loads(invoke(host, "status", "-o", "json").stdout)
+    assert (told["running"], told["user"], told["state"]) == (True, USER.pw_name, state)
+    again = invoke(host, "install", "--coordinator", "--state", state)
+    assert "nothing to do" in again.output
+    assert invoke(host, "restart").exit_code == 0
+    assert json.loads(invoke(host, "status", "-o", "json").stdout)["pid"] != told["pid"]
+    (tmp_path / "bin" / "broken").touch()
+    assert invoke(host, "status").exit_code == 1
+    gone = invoke(host, "uninstall")
+    assert f"kept      {state}" in gone.output
+    assert "no service was installed" in invoke(host, "uninstall").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--user", "root"], 6, "name another user"),
+        (["--user", "no-such-user"], 5, "there is no user"),
+        (["--coordinator", "--", "--token", "x"], 2, "everybody could read it"),
+        (["--coordinator", "--", "--no-such-option"], 2, "No such option"),
+        (["--coordinator", "--wired-limit-mb", "100"], 2, "is for macOS"),
+    ],
+)
+def test_what_cannot_be_installed(tmp_path: Path, arguments: list[str], code: int, says: str):
+    host, state = manager(tmp_path, "linux"), plan(tmp_path).state
+    done = invoke(host, "install", "--state", state, *arguments)
+    assert (done.exit_code, says in done.output) == (code, True), done.output
+    assert calls(tmp_path) == []
+
+
+# what the doctor says of it
+
+
+def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):
+    host, wanted = manager(tmp_path, "darwin"), plan(tmp_path, python="/bin/sh")
+    here = pretended(tmp_path / "state")
+    assert service(here, host).result == "not here"
+    install(host, wanted)
+    assert service(here, host).result == "ok"
+    (tmp_path / "bin" / "broken").touch()
+    assert service(here, host).result == "fail"
+    (tmp_path / "bin" / "broken").unlink()
+    host.unit.write_text(host.text(wanted).replace("Interactive", "Standard"))
+    assert "throttles" in service(here, host).text
+    host.unit.write_text(host.text(wanted).replace("/bin/sh", "/opt/gone/python"))
+    assert "is gone" in service(here, host).text
+    host.unit.write_text("somebody's")
+    assert service(here, host).result == "warn"

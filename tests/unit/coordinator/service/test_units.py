@@ -1,0 +1,174 @@
+"""The units themselves: what they say, that their systems would take them, and that nothing is split or expanded."""
+
+import plistlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.service import launchd, systemd
+from coordinator.service.plan import Plan, clamp_wired_limit, refused_arguments
+from wire.units import GIB
+
+PLAN = Plan("coordinator", "/opt/macpool/bin/python", "pool", "staff", "/var/pool", "/var/pool/state dir",
+            launchd.LOGS, ("--lan", "--models", "/srv/100% mine"))  # fmt: skip
+WORDS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), min_size=1, max_size=20)
+
+
+def test_the_job_of_launchd_has_what_a_server_needs():
+    job = plistlib.loads(launchd.text(launchd.job(PLAN)).encode())
+    assert job == launchd.job(PLAN)
+    assert job["ProgramArguments"][:5] == ["/opt/macpool/bin/python", "-P", "-m", "coordinator.cli", "up"]
+    assert (job["UserName"], job["ProcessType"], job["RunAtLoad"]) == ("pool", "Interactive", True)
+    assert job["KeepAlive"] == {"SuccessfulExit": False}
+    assert job["Umask"] == 63
+    assert job["EnvironmentVariables"]["NO_PROXY"] == "*"
+    assert job["StandardErrorPath"] == "/Library/Logs/macpool/service.log"
+    assert "caffeinate" not in str(job)
+
+
+def test_our_own_jobs_have_no_fault():
+    for job in (launchd.job(PLAN), launchd.wired_job(4096)):
+        assert launchd.faults(launchd.text(job).encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"ProcessTyp": "Interactive"}, "unknown key ProcessTyp"),
+        ({"ThrottleInterval": "10"}, "ThrottleInterval has the wrong type"),
+        ({"Umask": True}, "Umask has the wrong type"),
+        ({"StandardOutPath": "~/log"}, "'~/log' is not absolute"),
+        ({"EnvironmentVariables": {"HOME": "~"}}, "HOME would not be expanded"),
+        ({"EnvironmentVariables": {"N": 1}}, "N is no string"),
+        ({"ProgramArguments": ["python", "-m", "x"]}, "'python' is not absolute"),
+        ({"ProcessType": "Fast"}, "there is no ProcessType Fast"),
+    ],
+)
+def test_what_launchd_would_refuse_in_silence_is_found(change: dict, fault: str):
+    assert launchd.faults(plistlib.dumps({**launchd.job(PLAN), **change})) == [fault]
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_linter(content: bytes):
+    assert launchd.faults(content)
+    assert launchd.ours(content) is None
+
+
+def test_only_our_own_files_are_ours():
+    assert launchd.ours(launchd.text(launchd.job(PLAN)).encode()) == launchd.job(PLAN)
+    other = {"Label": "org.macpool", "ProgramArguments": ["/usr/local/bin/other"]}
+    assert launchd.ours(plistlib.dumps(other)) is None
+    assert launchd.ours(plistlib.dumps({**launchd.job(PLAN), "Label": "com.other"})) is None
+    found = systemd.ours(systemd.unit(PLAN))
+    assert found is not None
+    assert found["User"] == "pool"
+    assert systemd.ours("[Service]\nExecStart=/bin/other\n") is None
+
+
+def test_systemd_takes_the_unit(tmp_path: Path):
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        print("systemd-analyze is not here: the strict reading below is all that looks at the unit")
+        return
+    file = tmp_path / "macpool.service"
+    file.write_text(systemd.unit(PLAN).replace(PLAN.python, "/bin/true"))
+    done = subprocess.run([tool, "verify", file], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "macpool.service" in line]
+    assert (done.returncode, said) == (0, [])
+
+
+def sections(unit: str) -> dict[str, dict[str, list[str]]]:
+    """Read a unit strictly: every line is a comment, a heading or NAME=VALUE."""
+    found: dict[str, dict[str, list[str]]] = {}
+    section = ""
+    for line in unit.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("["):
+            section = line.strip("[]")
+            found[section] = {}
+            continue
+        name, equals, value = line.partition("=")
+        assert equals
+        assert name.isalnum(), line
+        found[section].setdefault(name, []).append(value)
+    return found
+
+
+def test_the_unit_of_systemd_has_what_a_server_needs():
+    unit = sections(systemd.unit(PLAN))
+    assert list(unit) == ["Unit", "Service", "Install"]
+    service = {name: values[-1] for name, values in unit["Service"].items()}
+    assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "always", "continue")
+    assert service["NoNewPrivileges"] == "yes"
+    assert "MemoryDenyWriteExecute" not in service, "MLX compiles its kernels"
+    assert "PrivateTmp" not in service, "Ray's sockets are where the command looks for them"
+    assert service["ExecStart"].endswith('--state "/var/pool/state dir" --lan --models "/srv/100%% mine"')
+    assert "NO_PROXY=*" in unit["Service"]["Environment"]
+
+
+def test_systemd_reads_the_words_that_we_meant():
+    assert systemd.quoted('a b$c%d"e\\f') == '"a b$$c%%d\\"e\\\\f"'
+    assert systemd.quoted("A=$x", expanded=False) == "A=$x"
+
+
+@given(WORDS)
+def test_a_word_stays_one_word(word: str):
+    plain = systemd.quoted(word)
+    if plain.startswith('"'):
+        body = plain[1:-1]
+        assert body.replace("\\\\", "").replace('\\"', "").count('"') == 0
+    else:
+        assert " " not in plain
+    assert plain.replace("%%", "").count("%") == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "listing", "found"),
+    [
+        (113, "", (False, False, None, "")),
+        (0, "x = {\n\tstate = running\n\tpid = 42\n\tlast exit code = (never exited)\n}", (True, True, 42, "")),
+        (
+            0,
+            "x = {\n\tstate = spawn scheduled\n\tlast exit code = 78: EX_CONFIG\n}",
+            (True, False, None, "78: EX_CONFIG"),
+        ),
+        (0, "x = {\n\tstate = running\n\t\tpid = 7\n}", (True, False, None, "")),
+        (0, "x = {\n\tlast terminating signal = Killed: 9\n\tlast exit code = 1\n}", (True, False, None, "Killed: 9")),
+    ],
+)
+def test_what_launchctl_prints(code: int, listing: str, found: tuple):
+    one = launchd.standing_in(code, listing)
+    assert (one.loaded, one.running, one.pid, one.last_exit) == found
+
+
+@pytest.mark.parametrize(
+    ("listing", "found"),
+    [
+        ("LoadState=not-found\nActiveState=inactive\nMainPID=0", (False, False, None, "")),
+        ("LoadState=loaded\nActiveState=active\nMainPID=9\nResult=success", (True, True, 9, "")),
+        ("LoadState=loaded\nActiveState=activating\nMainPID=0\nResult=exit-code\nExecMainStatus=4",
+         (True, False, None, "exit-code 4")),
+        ("", (False, False, None, "")),
+    ],
+)  # fmt: skip
+def test_what_systemctl_prints(listing: str, found: tuple):
+    one = systemd.standing_in(listing)
+    assert (one.loaded, one.running, one.pid, one.last_exit) == found
+
+
+@pytest.mark.parametrize("argument", ["--token", "--token=mpj1.x", "--token-file", "--state", "a\nb"])
+def test_what_everybody_could_read_stands_in_no_unit(argument: str):
+    assert refused_arguments(("--lan", argument)) is not None
+    assert refused_arguments(("--lan", "--set", "memory.cap=80%")) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "safe", "taken"), [(122880, 120 * GIB, True), (122881, 120 * GIB, False), (1, 0, False)]
+)
+def test_a_wired_limit_leaves_the_system_its_reserve(wanted: int, safe: int, taken: bool):
+    assert (clamp_wired_limit(wanted, safe) is None) is taken
