@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,15 +25,17 @@ from coordinator.video.shown import video_row
 from router.view import ClusterView, NodeView, view_of
 from wire.advert import plain
 from wire.certificate import read_certificate
-from wire.frames import Denied, Frame, Goodbye, Hello, Renew, Renewed, Report, Welcome
+from wire.frames import Denied, Frame, Goodbye, Hello, Pause, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
-from wire.report import Enforcement, Level, Model
+from wire.report import Enforcement, Level, Model, Sharing
 from wire.units import show_size
 from wire.verdict import most_bytes
 
 log = structlog.get_logger("coordinator.registry")
 AT_ONCE = 32
 """Members up to which every report makes a new picture at once."""
+PAUSE_SECONDS = 10.0
+"""Longest wait for a node's report that it is paused, or resumed."""
 MOMENT = 0.02
 """Seconds in which the reports of a larger cluster are gathered into one picture."""
 
@@ -90,6 +93,7 @@ class Registry:
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._publishing: asyncio.TimerHandle | None = None
+        self._heard_of: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
         """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
         self.some_ready = asyncio.Event()
@@ -169,7 +173,9 @@ class Registry:
             return
         self._reports[node] = report
         self._heard[node] = self._loop.time()
-        self._happen(node, membership.Reported(number, report.draining), always=True)
+        if (waited := self._heard_of.pop(node, None)) is not None:
+            waited.set()
+        self._happen(node, membership.Reported(number, report.draining, report.sharing.paused), always=True)
 
     def _take_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
         if self._pool.members[node].link != number:
@@ -207,6 +213,21 @@ class Registry:
         """Give a node no new work, or work again."""
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
+
+    async def pause(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
+        """Ask a node to take nothing new for so many seconds (None: until it is resumed; 0: resume), and give what it
+        says of itself once it has done so; None when it does not answer in PAUSE_SECONDS. LookupError when it is not
+        here, or cannot be paused from here."""
+        if not self._node_view(node).sharing.when:
+            raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
+        if not self.links.send(node, Pause(seconds, by)):
+            raise LookupError("it is not linked: run the same command on that machine, without a name")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE_SECONDS):
+                while self._node_view(node).sharing.by_hand != (seconds != 0):
+                    await self._heard_of.setdefault(node, asyncio.Event()).wait()
+                return self._node_view(node).sharing
+        return None
 
     def label(self, node: NodeId, labels: tuple[str, ...]) -> None:
         """Give a node these labels, in place of all that it had."""
@@ -260,7 +281,7 @@ class Registry:
             self._plan()
 
     def _forget(self, node: NodeId) -> None:
-        for kept in (self._reports, self._heard, self._versions, self._views):
+        for kept in (self._reports, self._heard, self._heard_of, self._versions, self._views):
             kept.pop(node, None)
         if self.placing is not None:
             self.placing.forget(node)
@@ -383,6 +404,7 @@ class Registry:
             "state": member.state.value,
             "reason": member.reason,
             "cordoned": member.cordoned,
+            "sharing": asdict(view.sharing),
             "labels": list(row.labels),
             "chip": row.hardware.chip,
             "memory": row.hardware.memory,

@@ -37,6 +37,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes drain": ("POST /api/v1/nodes/{node}/drain",),
     "nodes label": ("PUT /api/v1/nodes/{node}/labels",),
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
+    "pause": ("POST /api/v1/nodes/{node}/pause",),
+    "resume": ("POST /api/v1/nodes/{node}/resume",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),
     "models": ("GET /api/v1/models",),
     "load": ("POST /api/v1/models/load",),

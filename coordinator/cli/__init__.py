@@ -12,6 +12,8 @@ COMMANDS = {
     "leave": ("coordinator.cli.join:leave", "Take this machine out of its cluster for good."),
     "status": ("coordinator.cli.nodes:status", "Say in a few lines how the pool is."),
     "nodes": ("coordinator.cli.nodes:nodes", "List the nodes with their memory; inspect, cordon or remove one."),
+    "pause": ("coordinator.cli.owner:pause", "Have a Mac take nothing new, and its owner its memory back."),
+    "resume": ("coordinator.cli.owner:resume", "End a Mac's pause."),
     "approve": ("coordinator.cli.nodes:approve", "Let a machine in that asks with a short code."),
     "models": ("coordinator.cli.models:models", "List the models and where they are."),
     "load": ("coordinator.cli.models:load", "Load a model into the memory of a node."),

@@ -60,7 +60,7 @@ COMPLETED = "completed"
 MISSES = 2
 """Reports in a row that have to be silent about a lease before it is taken for gone: the first may have crossed it."""
 PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
-LOST = frozenset({"worker_lost", "node_lost", "start_failed", "actor_lost"})
+LOST = frozenset({"worker_lost", "node_lost", "start_failed", "actor_lost", "node_paused"})
 """Ends that are no fault of the job: it may be begun again."""
 
 
