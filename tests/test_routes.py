@@ -37,6 +37,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes drain": ("POST /api/v1/nodes/{node}/drain",),
     "nodes label": ("PUT /api/v1/nodes/{node}/labels",),
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
+    "backup": "reads the state folder: the file is the cluster, and goes through no API",
+    "restore": "writes the state folder while no coordinator runs",
     "pause": ("POST /api/v1/nodes/{node}/pause",),
     "resume": ("POST /api/v1/nodes/{node}/resume",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),

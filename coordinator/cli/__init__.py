@@ -37,6 +37,8 @@ COMMANDS = {
     "events": ("coordinator.cli.watch:events", "Tell what happens in the pool."),
     "metrics-config": ("coordinator.cli.watch:metrics_config", "Write what Prometheus needs to scrape this pool."),
     "audit": ("coordinator.cli.access:audit", "Show who did what: joins, keys and administrative acts."),
+    "backup": ("coordinator.cli.keeping:backup", "Write the whole cluster into one file."),
+    "restore": ("coordinator.cli.keeping:restore", "Put a backup in place, here or on another machine."),
     "version": ("coordinator.cli.use:version", "Print versions."),
     "completion": ("coordinator.cli.use:completion", "Print the completion script for a shell."),
 }

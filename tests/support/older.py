@@ -94,7 +94,12 @@ class OldCoordinator:
         state, request = self.folder / name, new_request(name)
         certificate = self.authority.sign(request.csr, NodeId(name), name)
         identity: Identity = create(
-            state / "node" / "identity", request, certificate, self.authority.cluster, self.authority.ca, machine_id(name)
+            state / "node" / "identity",
+            request,
+            certificate,
+            self.authority.cluster,
+            self.authority.ca,
+            machine_id(name),
         )
         remember(identity, self.address)
         return state
