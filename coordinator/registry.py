@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 from coordinator import membership
 from coordinator.authority import Authority, BadRequestError
 from coordinator.enrolment import Conversation, Enrolment, plain_hardware
+from coordinator.keeping.fence import Fence, Mark
 from coordinator.links import LinkServer
 from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
 from coordinator.store import MemberRow, Store
@@ -73,6 +74,7 @@ class Registry:
         version: str,
         epoch: int,
         wall: Callable[[], float] = time.time,
+        fence: Fence | None = None,
     ) -> None:
         self._store = store
         self._authority = authority
@@ -81,6 +83,10 @@ class Registry:
         self._version = version
         self._epoch = epoch
         self._wall = wall
+        self._fence = fence or Fence(authority, store.meta.generation)
+        self._seal = authority.seal(self._fence.generation)
+        self.on_superseded: Callable[[Mark], None] = lambda mark: None
+        """Told once a node has proved that another coordinator of this cluster counts more than we do."""
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
         self._pool = membership.restored(
@@ -123,6 +129,11 @@ class Registry:
                 f"macpool on the {older}",
                 final=True,
             )
+        if self._fence.newer(hello.generation, hello.seal):
+            self.on_superseded(Mark(hello.generation, hello.seal, plain(hello.name), self._wall()))
+            return Denied(
+                "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
+            )
         row = self._store.members.get(NodeId(hello.node))
         if peer.node != hello.node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
@@ -135,7 +146,8 @@ class Registry:
                 f"this identity belongs to another machine ({row.name}): join again with a new token",
                 final=True,
             )
-        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses)
+        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses,
+                       self._fence.generation, self._seal)  # fmt: skip
 
     def linked(self, node: NodeId, hello: Hello) -> int:
         """Count a new link; give its number."""

@@ -8,6 +8,7 @@ Rules
 - A request belongs to the link it came on. When that link ends the request is cancelled, and nothing of it is ever
   sent on another link, so the coordinator may place it elsewhere without hearing two answers.
 - The end of a link never unloads a model.
+- Of two coordinators of our cluster that of the higher generation counts: we stay with no other once we have seen it.
 - While its owner wants the Mac for himself (`sharing`) nothing is taken that begins anything, whoever asks for it.
 - A renewed certificate opens a second link that takes over; the first is closed when its last request is done.
 """
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 
 from node import bonjour
 from node.alarm import Alarm
-from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
+from node.identity import Identity, client_context, follow, install, needs_renewal, new_csr, outgrow, remember
 from node.lending import PREFIX, Lender
 from node.limits import Limiter
 from node.link import Link, dial
@@ -83,6 +84,10 @@ CHANGE_GAP = 0.2
 ANSWER_PIECE = 32 * 1024
 FIND_SECONDS = 3.0
 """How long Bonjour is asked for a coordinator whose address changed."""
+OUTGROWN_SECONDS = 30.0
+"""For how long an address is left alone at which a coordinator is that the cluster has left behind."""
+SUPERSEDED = "superseded"
+"""The reason of a coordinator that learned from our Hello that it is not the cluster's any more."""
 
 log = structlog.get_logger("node.agent")
 
@@ -117,6 +122,7 @@ class Agent:
         self._next_report = Alarm(self.report)
         self._models: tuple[Model, ...] = ()
         self._draining = False
+        self._outgrown: dict[str, float] = {}
         self._expelled: Denied | None = None
         self._retry_after = 0.0
         self._woken = asyncio.Event()
@@ -177,9 +183,11 @@ class Agent:
             return
 
     async def _connect(self, *, takeover: bool) -> Link | None:
-        last = next(iter(self._identity.addresses), None)
+        now = asyncio.get_running_loop().time()
+        besides = {address for address, at in self._outgrown.items() if now - at < OUTGROWN_SECONDS}
+        last = next((address for address in self._identity.addresses if address not in besides), None)
         for address in (last, None):
-            where = address or await bonjour.locate(self._identity, FIND_SECONDS)
+            where = address or await bonjour.locate(self._identity, FIND_SECONDS, besides=besides)
             if where is None or self._stopped.is_set():
                 return None
             try:
@@ -201,7 +209,7 @@ class Agent:
         identity = self._identity
         return Hello(
             PROTOCOL, identity.node, identity.name, self._instance, identity.machine, self._version, self._hardware,
-            takeover,
+            takeover, identity.generation, identity.seal,
         )  # fmt: skip
 
     async def _until_lost(self, link: Link) -> None:
@@ -262,7 +270,7 @@ class Agent:
             case Welcome():
                 self._welcomed(link, frame)
             case Denied():
-                self._denied(frame)
+                self._denied(link, frame)
             case Ask():
                 self._answer(link, frame)
             case Lease() | Release() | RayHead():
@@ -292,6 +300,10 @@ class Agent:
                 self.raylet.follow(frame)
 
     def _welcomed(self, link: Link, welcome: Welcome) -> None:
+        if welcome.generation < self._identity.generation:
+            self._outgrow(link)
+            return
+        self._identity = follow(self._identity, welcome.generation, welcome.seal)
         older, self._link = self._link, link
         for address in reversed((link.address, *welcome.addresses)):
             self._identity = remember(self._identity, address)
@@ -309,8 +321,19 @@ class Agent:
         if not link.requests:
             link.close()
 
-    def _denied(self, denied: Denied) -> None:
+    def _outgrow(self, link: Link) -> None:
+        """Turn away from a coordinator that the cluster has left behind; another one is looked for."""
+        log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
+        self._outgrown[link.address] = asyncio.get_running_loop().time()
+        self._identity = outgrow(self._identity, link.address)
+        link.close()
+        self._woken.set()
+
+    def _denied(self, link: Link, denied: Denied) -> None:
         log.error("denied", reason=denied.reason, message=denied.message)
+        if denied.reason == SUPERSEDED:
+            self._outgrow(link)
+            return
         if denied.final:
             self._expelled = denied
         self._retry_after = denied.retry_after

@@ -93,7 +93,8 @@ class Enrolled(Frame, frozen=True, array_like=True, gc=False):
 
 class Hello(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator, first frame of a link. `instance` is new at every agent start; `takeover` marks a second link
-    of the same instance that replaces the first without ending its requests."""
+    of the same instance that replaces the first without ending its requests. `generation` is the highest that this node
+    was ever told in Welcome, with its `seal`: a coordinator of a lower one is not the cluster's any more."""
 
     protocol: int
     node: str
@@ -103,10 +104,13 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     version: str
     hardware: Hardware
     takeover: bool = False
+    generation: int = 0
+    seal: bytes = b""
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember."""
+    """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember.
+    `generation` grows with every restore of a backup, and `seal` is the CA's signature of it."""
 
     epoch: int
     cluster: str
@@ -114,6 +118,8 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     time: float
     version: str
     addresses: tuple[str, ...] = ()
+    generation: int = 0
+    seal: bytes = b""
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):

@@ -32,28 +32,29 @@ class Mark(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """One coordinator's view of it."""
+    """One coordinator's view of it: the authority that signs, and its own generation."""
 
     authority: Authority
     generation: int
-    state: Path
 
     def newer(self, generation: int, seal: bytes) -> bool:
         """Say whether this proves a coordinator that counts more than we do."""
         return generation > self.generation and self.authority.sealed(generation, seal)
 
-    def note(self, mark: Mark) -> None:
-        """Write down that we are not the one any more. OSError when that is not possible."""
-        write_private(self.state / MARK, msgspec.json.encode(mark))
-
-    def check(self) -> None:
-        """SupersededError where that was written down, and proves it still: a restore here makes us newer again."""
+    def check(self, state: Path) -> None:
+        """SupersededError where it was written down that we are not the one, and that is proved still: a restore makes
+        us newer again."""
         try:
-            mark = msgspec.json.decode((self.state / MARK).read_bytes(), type=Mark)
+            mark = msgspec.json.decode((state / MARK).read_bytes(), type=Mark)
         except (FileNotFoundError, msgspec.MsgspecError):
             return
         if self.newer(mark.generation, mark.seal):
-            raise SupersededError(moved_on(mark, self.state))
+            raise SupersededError(moved_on(mark, state))
+
+
+def note(state: Path, mark: Mark) -> None:
+    """Write down that we are not the one any more. OSError when that is not possible."""
+    write_private(state / MARK, msgspec.json.encode(mark))
 
 
 def moved_on(mark: Mark, state: Path) -> str:

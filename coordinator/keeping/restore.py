@@ -40,6 +40,9 @@ from machine.private import private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
 _BESIDES = ("", "-wal", "-shm")
+STARTS = 1000
+"""Epochs that a restore leaves to the starts of the other coordinator since the backup: numbers of requests hold the
+epoch, and nodes take a lower number for one that they have counted already."""
 CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
@@ -226,7 +229,7 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
         (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
         if cluster != manifest.cluster:
             raise ArchiveError(f"its {DATABASE} is of another cluster than its authority: it is not used")
-        connection.execute("UPDATE meta SET generation = ?", (generation,))
+        connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, STARTS))
         members, keys, tokens = (
             connection.execute(f"SELECT COUNT(*) FROM {what}").fetchone()[0]  # noqa: S608  our own words
             for what in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")

@@ -23,7 +23,7 @@ from coordinator.authority import Authority
 from coordinator.keeping import archive
 from coordinator.keeping.archive import ArchiveError, Manifest, Member, head_of, read_manifest
 from coordinator.keeping.backup import BackupError, back_up
-from coordinator.keeping.fence import MARK, Fence, Mark, SupersededError
+from coordinator.keeping.fence import MARK, Fence, Mark, SupersededError, note
 from coordinator.keeping.restore import PassphraseNeeded, RestoreError, look, restore
 from coordinator.keeping.sealed import PIECE, Opener, Sealer, SealError
 from coordinator.keeping.swap import RESTORING
@@ -123,6 +123,9 @@ def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
     second = back_up(tmp_path / "two", tmp_path / "c").file
     restore(second, tmp_path / "three", NOW - 1e6)
     assert shows(tmp_path / "three")[1] == int(NOW) + 1, "also where the clock is behind"
+    store = Store(tmp_path / "three")
+    assert store.next_epoch() > 2000, "the other may have been started again and again since"
+    store.close()
 
 
 def test_what_is_in_the_way_is_kept_beside_and_only_when_told(home: tuple[Path, str], tmp_path: Path) -> None:
@@ -378,20 +381,20 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[Path, str], tmp_path: Path) -> None:
     authority = Authority(home[0] / "authority", time.time)
     stranger = Authority(tmp_path / "stranger", time.time)
-    fence = Fence(authority, 5, home[0])
+    fence = Fence(authority, 5)
     assert fence.newer(6, authority.seal(6))
     lies = [(6, b""), (6, b"x" * 70), (6, authority.seal(7)), (6, stranger.seal(6)), (5, authority.seal(5)),
             (4, authority.seal(4)), (2**62, authority.seal(6)), (-1, authority.seal(-1))]  # fmt: skip
     for generation, seal in lies:
         assert not fence.newer(generation, seal)
-    fence.check()
-    fence.note(Mark(6, authority.seal(6), "studio", NOW))
+    fence.check(home[0])
+    note(home[0], Mark(6, authority.seal(6), "studio", NOW))
     assert (home[0] / MARK).stat().st_mode & 0o777 == 0o600
     with pytest.raises(SupersededError, match=r"moved on.*studio"):
-        fence.check()
-    Fence(authority, 6, home[0]).check()
-    fence.note(Mark(9, b"forged"))
-    fence.check()
+        fence.check(home[0])
+    Fence(authority, 6).check(home[0])
+    note(home[0], Mark(9, b"forged"))
+    fence.check(home[0])
 
 
 # -- upgrades -------------------------------------------------------------------------------------------------------
