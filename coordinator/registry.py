@@ -95,6 +95,7 @@ class Registry:
         self._reports: dict[NodeId, Report] = {}
         self._heard: dict[NodeId, float] = {}
         self._versions: dict[NodeId, str] = {}
+        self._protocols: dict[NodeId, int] = {}
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -121,6 +122,9 @@ class Registry:
 
     def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
         """Say whether a node with this certificate may link, and why not."""
+        if peer.node == hello.node and hello.node in self._pool.members:
+            node = NodeId(hello.node)
+            self._versions[node], self._protocols[node] = plain(hello.version), hello.protocol
         if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
             older = "node" if hello.protocol < OLDEST_PROTOCOL else "coordinator"
             return Denied(
@@ -152,7 +156,6 @@ class Registry:
     def linked(self, node: NodeId, hello: Hello) -> int:
         """Count a new link; give its number."""
         number = next(self._link_numbers)
-        self._versions[node] = plain(hello.version)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
         if row.hardware != hardware:
             self._store.put_member(replace(row, hardware=hardware))
@@ -293,7 +296,7 @@ class Registry:
             self._plan()
 
     def _forget(self, node: NodeId) -> None:
-        for kept in (self._reports, self._heard, self._heard_of, self._versions, self._views):
+        for kept in (self._reports, self._heard, self._heard_of, self._versions, self._protocols, self._views):
             kept.pop(node, None)
         if self.placing is not None:
             self.placing.forget(node)
@@ -422,6 +425,7 @@ class Registry:
             "memory": row.hardware.memory,
             "system": row.hardware.system,
             "version": self._versions.get(node, ""),
+            "protocol": self._protocols.get(node, 0),
             "cap": memory.cap,
             "ceiling": memory.ceiling,
             "margin": memory.margin,

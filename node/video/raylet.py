@@ -4,6 +4,9 @@ Ray starts and ends video's actors on a chosen node, and nothing else: chat neve
 environment, a package or a head to follow starts nothing. Its memory is the lease's business, so Ray's own monitor is
 off. What is not needed is off, too: no dashboard, no metrics, no log monitor, a store of 80 MB.
 
+While memory is lent the Ray that started the job stays, even where its head is gone or another is to be followed: the
+actor in it holds the worker. So a coordinator can move to another machine under a running job.
+
 Every process of Ray demands a token (from a file that only we read), and TLS where the coordinator gave us a
 certificate. Its ports begin at `worker.ray_ports`:
 
@@ -27,6 +30,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -52,7 +56,8 @@ SLIM = {
     "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    "RAY_kill_child_processes_on_worker_exit": "true", "RAY_raylet_start_wait_time_s": "90", "PYTHONUNBUFFERED": "1",
+    "RAY_kill_child_processes_on_worker_exit": "true", "RAY_gcs_rpc_server_reconnect_timeout_s": "7200",
+    "RAY_raylet_start_wait_time_s": "90", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 """What every process of Ray on a node is told."""
 NAME = re.compile(r"RAY_[A-Za-z0-9_]{1,80}")
@@ -113,7 +118,7 @@ class Raylet:
         self._log_file = log_file
         self._gib = gib
         self._head = RayHead("")
-        self._offered = False
+        self._offered = self._lent = False
         self._task: asyncio.Task[None] | None = None
         self._again = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
@@ -139,6 +144,12 @@ class Raylet:
         """Say whether this node offers video."""
         if wanted != self._offered:
             self._offered = wanted
+            self._change()
+
+    def lend(self, *, on: bool) -> None:
+        """Say whether a job is made on this node now."""
+        if on != self._lent:
+            self._lent = on
             self._change()
 
     async def stop(self) -> None:
@@ -186,13 +197,22 @@ class Raylet:
             up = await self._up(process)
             if up:
                 self._say(node, "")
-                await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
+                while not ended.done() and (self._lent or (self._wanted and head == self._head)):
+                    await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    again = self._renewed(again)
                 return "Ray has ended, its log says more" if ended.done() else ""
             return f"Ray did not start: {self._last_words()}"
         finally:
             again.cancel()
             await _end(process, ended)
             self._process = None
+
+    def _renewed(self, again: asyncio.Task[Literal[True]]) -> asyncio.Task[Literal[True]]:
+        """Give what waits for the next change."""
+        if not again.done():
+            return again
+        self._again.clear()
+        return asyncio.create_task(self._again.wait())
 
     async def _start(self, head: RayHead, node: str) -> asyncio.subprocess.Process:
         folder = short_folder(self._settings.ray_folder, self._files)

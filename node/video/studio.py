@@ -61,5 +61,6 @@ class Studio:
         self._offered()
 
     def _offered(self) -> None:
+        self.raylet.lend(on=self.lender.holding)
         self.raylet.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
         self._changed()
