@@ -34,7 +34,7 @@ ASK_SECONDS = 3.0
 LONGEST_MEASURES = 16 * 1024
 LIVES_SECONDS = 60.0
 """For which the lives of our certificates are remembered: they are read from files."""
-SCRAPABLE = frozenset({"ready", "suspect", "draining", "joining"})
+SCRAPABLE = frozenset({"ready", "suspect", "draining", "paused", "joining"})
 Lives = Mapping[str, tuple[float, float]]
 
 

@@ -170,7 +170,9 @@ class Rays:
 
 def _offers(node: NodeView) -> bool:
     return (
-        node.state in ("ready", "draining") and node.video.ready and any(not one.cause for one in node.video.packages)
+        node.state in ("ready", "draining", "paused")
+        and node.video.ready
+        and any(not one.cause for one in node.video.packages)
     )
 
 

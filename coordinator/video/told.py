@@ -14,7 +14,7 @@ from wire.video import LeaseState
 COMPLETED = "completed"
 MISSES = 2
 """Reports in a row that have to be silent about a lease before it is taken for gone: the first may have crossed it."""
-LOST = frozenset({"worker_lost", "node_lost"})
+LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
 """Ends that are no fault of the job: it may be begun again."""
 
 

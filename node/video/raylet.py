@@ -4,6 +4,9 @@ Ray starts and ends video's actors on a chosen node, and nothing else: chat neve
 environment, a package or a head to follow starts nothing. Its memory is the lease's business, so Ray's own monitor is
 off. What is not needed is off, too: no dashboard, no metrics, no log monitor, a store of 80 MB.
 
+While memory is lent the Ray that started the job stays, even where its head is gone or another is to be followed: the
+actor in it holds the worker. So a coordinator can move to another machine under a running job.
+
 Every process of Ray demands a token (from a file that only we read), and TLS where the coordinator gave us a
 certificate. Its ports begin at `worker.ray_ports`:
 
@@ -22,6 +25,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -92,7 +96,7 @@ class Raylet:
         self._log_file = log_file
         self._gib = gib
         self._head = RayHead("")
-        self._offered = False
+        self._offered = self._lent = False
         self._task: asyncio.Task[None] | None = None
         self._again = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
@@ -117,6 +121,12 @@ class Raylet:
         """Say whether this node offers video."""
         if wanted != self._offered:
             self._offered = wanted
+            self._change()
+
+    def lend(self, *, on: bool) -> None:
+        """Say whether a job is made on this node now."""
+        if on != self._lent:
+            self._lent = on
             self._change()
 
     async def stop(self) -> None:
@@ -168,7 +178,9 @@ class Raylet:
             self._say(node, "")
             reading = asyncio.create_task(ray_process.discard(process))
             try:
-                await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
+                while not ended.done() and (self._lent or (self._wanted and head == self._head)):
+                    await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    again = self._renewed(again)
             finally:
                 reading.cancel()
             return "Ray has ended, its log says more" if ended.done() else ""
@@ -176,6 +188,13 @@ class Raylet:
             again.cancel()
             await ray_process.end(process, ended)
             self._process = None
+
+    def _renewed(self, again: asyncio.Task[Literal[True]]) -> asyncio.Task[Literal[True]]:
+        """Give what waits for the next change."""
+        if not again.done():
+            return again
+        self._again.clear()
+        return asyncio.create_task(self._again.wait())
 
     async def _start(self, head: RayHead, node: str) -> asyncio.subprocess.Process:
         folder = self._folder()
