@@ -416,7 +416,6 @@ def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> No
         connection.backup(copy)
         copy.execute("PRAGMA journal_mode = DELETE")
     beside.replace(kept)
-    log.info("database kept before its schema changes", file=str(kept), schema=version)
 
 
 def _member(row: tuple[Any, ...]) -> MemberRow:

@@ -14,14 +14,11 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from machine.private import private_folder, write_private
 
 RESTORING = "restoring"
 COMMIT = "commit.json"
-
-log = structlog.get_logger("coordinator.keeping")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -36,7 +33,10 @@ class Plan(msgspec.Struct, frozen=True):
 def staging(folder: Path) -> Path:
     """Give an empty folder for what is to be put in place."""
     staged = folder / RESTORING
+    if staged.is_symlink():
+        staged.unlink()
     shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(mode=0o700)
     return private_folder(staged)
 
 
@@ -83,7 +83,6 @@ def settle(folder: Path) -> bool:
     shutil.rmtree(staged, ignore_errors=True)
     if not any(aside.iterdir()):
         aside.rmdir()
-    log.info("state restored", folder=str(folder))
     return True
 
 

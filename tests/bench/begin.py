@@ -1,5 +1,5 @@
-"""From a machine with nothing but a checkout to an answer of a second node, by the three commands that a new user types:
-install, `cluster up` (which has a node of its own), and `cluster join` with the line that it prints.
+"""From a machine with nothing but a checkout to an answer of a second node, by the three commands that a new user
+types: install, `cluster up` (which has a node of its own), and `cluster join` with the line that it prints.
 
 Everything that would be downloaded is in uv's cache before the clock starts, so what is timed is ours: building,
 installing, starting, joining, loading the model, and the first token.

@@ -325,6 +325,29 @@ async def attend(node: Node, *words: str) -> tuple[int, str]:
     return process.returncode or 0, said.decode()
 
 
+async def test_a_paused_node_lends_nothing_new_and_ends_what_it_lends_when_its_grace_is_over(make: Make):
+    node = await make()
+    before = node.ceiling
+    node.ask(job=LONG)
+    assert isinstance(await node.answer(), LeaseGranted)
+    await node.working()
+    node.studio.pause("paused by ann")
+    node.ask(lease="l-2")
+    refused = await node.answer("l-2")
+    assert isinstance(refused, LeaseRefused)
+    assert refused.code == "node_paused"
+    assert "paused by ann" in refused.message
+    assert node.lender.holding, "what was granted goes on"
+    node.lender.end("paused by ann")
+    ended = await node.ended()
+    assert ended.code == "node_paused"
+    assert "paused by ann" in ended.message
+    given_back(node, before)
+    node.studio.pause("")
+    node.ask(lease="l-3")
+    assert isinstance(await node.answer("l-3"), LeaseGranted)
+
+
 async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Make):
     node = await make()
     node.ask(generation=1, job=LONG)

@@ -1,7 +1,12 @@
+import asyncio
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
+from node.settings import WorkerSettings
 from node.video import raylet
 from wire.frames import RayHead
 
@@ -48,3 +53,38 @@ def test_a_head_says_only_what_is_rays(tmp_path: Path):
 def test_another_version_is_not_followed():
     assert raylet.unusable(HEAD) == ""
     assert "have to be the same" in raylet.unusable(RayHead("a:1", version="1.0"))
+
+
+@pytest.mark.slow
+async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = "import sys; print('Ray runtime started', flush=True); sys.stdin.read()"
+    monkeypatch.setattr(raylet, "command", lambda *_: [sys.executable, "-c", program])
+    one = raylet.Raylet(WorkerSettings(ray_folder=str(tmp_path / "ray")), tmp_path / "files", tmp_path / "log", 1)
+    news = asyncio.Event()
+    one.changed = news.set
+
+    async def another(than: str) -> str:
+        async with asyncio.timeout(20):
+            while one.node in ("", than):
+                news.clear()
+                await news.wait()
+        return one.node
+
+    one.offer(wanted=True)
+    one.follow(RayHead("a:1"))
+    first = await another("")
+    one.lend(on=True)
+    one.follow(RayHead("b:1"))
+    one.follow(RayHead(""))
+    one.follow(RayHead("c:1"))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert one.node == first, "its actor holds the worker"
+    one.lend(on=False)
+    second = await another(first)
+    one.lend(on=True)
+    one.lend(on=False)
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert one.node == second, "the end of a job alone replaces nothing"
+    await one.stop()
