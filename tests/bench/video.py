@@ -197,7 +197,7 @@ def bench_beside(folder: Path) -> list[Row]:
     with pool(folder) as made:
         one = _real(
             made, folder, models__folders=f"{tiny_wan()},{folder / 'models'}", engine__kind="mlx",
-            models__profile="off", models__preload="chatter",
+            models__profile="off", models__preload="chatter", memory__cap="18GiB", video__lease="10GiB",
         )  # fmt: skip
         pairs = in_turn(
             lambda number: _beside_ours(one, number, over), lambda number: _beside_bare(one, folder, number), ROUNDS

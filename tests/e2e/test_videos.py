@@ -46,12 +46,13 @@ def settings(ports: int, **more: Any) -> list[str]:
 
 
 def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai.OpenAI:
-    """Start a coordinator and nodes, with a stand-in for the engine behind a gate; give a client once Ray is up."""
+    """Start a coordinator and nodes, with a stand-in for the engine behind a gate; give a client once Ray is up. Nodes
+    with a stand-in live beside those of `real`, so their ports are others."""
     extra = [f"video.{key}={value}" for key, value in more.items()]
     pool.up("video.ray_port=0", "video.max_steps=1000", *extra)
     engine = {} if gate is None else {"worker__environments": str(gate.environments)}
     for number, name in enumerate(names or ("a",)):
-        pool.join(name, *settings(PORTS + 100 * number, **engine))
+        pool.join(name, *settings(PORTS + 100 * number + (0 if gate is None else 300), **engine))
     for name in names or ("a",):
         until_ray(pool, name)
     return again(pool)

@@ -62,19 +62,21 @@ class Chain:
         self.seed = 0
         self._ports = ports
         self._settings: dict[str, str] = {}
+        self._ours: list[str] = []
         self._client = httpx.Client(trust_env=False, timeout=30)
 
     # -- up and whole -----------------------------------------------------------------------
 
     def up(self, **settings: str) -> None:
-        """Start coordinator and node, which may have settings of its own; wait until a video could be made."""
+        """Start coordinator and node, each with its part of these settings; wait until a video could be made."""
         self._settings = {name.replace("__", "."): value for name, value in settings.items()}
+        self._ours = [f"{name}={self._settings.pop(name)}" for name in list(self._settings) if name[:6] == "video."]
         self._coordinator()
         self.join()
         self.whole()
 
     def _coordinator(self, **how: Any) -> None:
-        self.pool.up("video.ray_port=0", "video.max_steps=1000", **how)
+        self.pool.up("video.ray_port=0", "video.max_steps=1000", *self._ours, **how)
 
     def join(self) -> None:
         settings = {
