@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from machine.announce import Announcement
 from machine.journal import open_journal
 from machine.private import private_folder
+from machine.sleeping import SleepWatch
 from node import bonjour, enrol
 from node.agent import Agent, Expelled
 from node.enrol import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
@@ -167,6 +168,8 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         poll.start()
         await supervisor.start()
         await studio.start()
+    watch = SleepWatch(agent.fall_asleep, agent.wake_up)
+    watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code = 0
@@ -183,6 +186,7 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         print(f"error: {error}", file=sys.stderr)
         code = 8 if error.reason == "protocol" else 4
     finally:
+        watch.stop()
         await studio.stop()
         poll.stop()
         waiting.cancel()
