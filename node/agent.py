@@ -164,12 +164,6 @@ class Agent:
             stopped.cancel()
             await asyncio.gather(connecting, stopped, return_exceptions=True)
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait before the next round of dialling; only `stop` cuts it short, for a link may end again and again."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopped.wait()
-
     async def _slumber(self) -> None:
         """Dial nobody while the machine sleeps; a sleep that never came ends by itself."""
         stopped, awake = (asyncio.ensure_future(one.wait()) for one in (self._stopped, self._awake))
@@ -180,6 +174,12 @@ class Agent:
             for one in (stopped, awake):
                 one.cancel()
             await asyncio.gather(stopped, awake, return_exceptions=True)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next round of dialling; only `stop` cuts it short, for a link may end again and again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
 
     async def _sleep(self, seconds: float) -> None:
         try:
