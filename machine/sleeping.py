@@ -6,7 +6,8 @@ look, so a clock on the wall that somebody sets plays no part. That finds a slee
 can tell: macOS does, by IOKit, and waits some seconds for those who asked to be told (`machine.iokit`). A system that
 says nothing costs the pool what a pulled cable costs.
 
-`on_sleep` is called on the loop with a callable that must be called when all is said; `on_wake` with the seconds slept.
+`on_sleep` is called on the loop with a callable that must be called when all is said; `on_wake` with the seconds slept,
+`on_look` at every look.
 """
 
 import asyncio
@@ -76,10 +77,11 @@ class SleepWatch:
 
     def __init__(
         self, on_sleep: Callable[[Said], None], on_wake: Callable[[float], None], *,
-        notice: Notice | None = None, clocks: Clocks | None = None,
+        on_look: Callable[[], None] = lambda: None, notice: Notice | None = None, clocks: Clocks | None = None,
     ) -> None:  # fmt: skip
         self._on_sleep = on_sleep
         self._on_wake = on_wake
+        self._on_look = on_look
         self._notice = notice or open_notice()
         self._on, self._off = clocks or system_clocks()
         self._ahead = 0.0
@@ -110,6 +112,7 @@ class SleepWatch:
         slept = self._slept()
         if slept >= LEAST_SECONDS:
             self._over(slept)
+        self._on_look()
         self._handle = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
 
     def _slept(self) -> float:

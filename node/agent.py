@@ -446,11 +446,21 @@ class Agent:
                 self._video(),
             )
         )
-        busy = state.running + state.waiting > 0 or (self.lender is not None and self.lender.holding)
         settings = self._settings.node
         # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
-        due = settings.report_busy if busy else settings.report_idle * 1.5
+        due = settings.report_busy if self.busy() else settings.report_idle * 1.5
         self._next_report.set(loop.time() + due)
+
+    @property
+    def settings(self) -> NodeSettings:
+        """This node's settings."""
+        return self._settings
+
+    def busy(self) -> bool:
+        """Say whether anything runs or waits here, or memory is lent to a video."""
+        state = self.supervisor.state if self.supervisor is not None else None
+        works = state is not None and state.running + state.waiting > 0
+        return works or (self.lender is not None and self.lender.holding)
 
     def _memory(self, supervisor: Supervisor) -> Memory:
         """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""

@@ -22,6 +22,7 @@ import uvloop
 from msgspec.structs import replace
 
 from machine.announce import Announcement
+from machine.awake import Awake
 from machine.journal import open_journal
 from machine.private import private_folder
 from machine.sleeping import SleepWatch
@@ -36,6 +37,7 @@ from node.poll import Poll
 from node.settings import NodeSettings, node_name, resolve
 from node.supervise import Supervisor
 from node.video.studio import Studio
+from node.wakeful import Wakeful
 from wire.advert import Advert
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
@@ -168,7 +170,8 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         poll.start()
         await supervisor.start()
         await studio.start()
-    watch = SleepWatch(agent.fall_asleep, agent.wake_up)
+    wakeful = Wakeful(agent.settings.node.stay_awake, agent.busy, loop.time, Awake())
+    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.look)
     watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
@@ -187,6 +190,7 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         code = 8 if error.reason == "protocol" else 4
     finally:
         watch.stop()
+        wakeful.stop()
         await studio.stop()
         poll.stop()
         waiting.cancel()
