@@ -64,6 +64,7 @@ ENTRIES = (
     Entry("service", "The service, as launchd runs it"),
     Entry("doctor", "Every check of the doctor on a Mac"),
     Entry("power", "What feeds the Mac, its battery, and the last touch", mac_machine.power),
+    Entry("awake", "A Mac that works does not fall asleep"),
     Entry("sleep-wake", "A node sleeps and wakes"),
     Entry("join-by-code", "A second Mac joins by code"),
 )

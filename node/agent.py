@@ -79,6 +79,10 @@ SILENCE = 10.0
 """Seconds without a frame after which the link is given up."""
 BACK_OFF = (0.5, 30.0)
 """First and longest wait between two rounds of dialling, in seconds; each is jittered by half."""
+SLUMBER_SECONDS = 60.0
+"""Seconds awake after which the coordinator is dialled again though nobody told of a wake: the sleep was called off."""
+GOODBYE_SECONDS = 0.2
+"""For a goodbye to leave this machine before it sleeps."""
 CHANGE_GAP = 0.2
 """Least seconds between two reports that are sent because something changed."""
 ANSWER_PIECE = 32 * 1024
@@ -127,6 +131,8 @@ class Agent:
         self._retry_after = 0.0
         self._woken = asyncio.Event()
         self._stopped = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._renewing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor: Supervisor | None = None
@@ -153,6 +159,10 @@ class Agent:
                 await self._until_lost(link)
             if self._expelled is not None:
                 raise Expelled(self._expelled)
+            if not self._awake.is_set():
+                await self._slumber()
+                wait = BACK_OFF[0]
+                continue
             if not self._stopped.is_set():
                 await self._pause(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
                 wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
@@ -168,6 +178,17 @@ class Agent:
             connecting.cancel()
             stopped.cancel()
             await asyncio.gather(connecting, stopped, return_exceptions=True)
+
+    async def _slumber(self) -> None:
+        """Dial nobody while the machine sleeps; a sleep that never came ends by itself."""
+        stopped, awake = (asyncio.ensure_future(one.wait()) for one in (self._stopped, self._awake))
+        try:
+            await asyncio.wait({stopped, awake}, timeout=SLUMBER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._awake.set()
+            for one in (stopped, awake):
+                one.cancel()
+            await asyncio.gather(stopped, awake, return_exceptions=True)
 
     async def _pause(self, seconds: float) -> None:
         """Wait before the next round of dialling; only `stop` cuts it short, for a link may end again and again."""
@@ -234,6 +255,24 @@ class Agent:
         elif self._link is not None:
             for request in link.requests:
                 self._link.send(Failed(request, "link_lost", "the older of two links to the node was lost"))
+        self._woken.set()
+
+    def fall_asleep(self, said: Callable[[], None]) -> None:
+        """Say goodbye because this machine goes to sleep; `said` is called once that is on its way. What runs here goes
+        on elsewhere, and nobody is alarmed."""
+        self._awake.clear()
+        if self._link is not None:
+            self._link.send(Goodbye("asleep"))
+        for link in tuple(self._links):
+            link.close()
+        self._woken.set()
+        asyncio.get_running_loop().call_later(GOODBYE_SECONDS, said)
+
+    def wake_up(self, slept: float) -> None:
+        """Dial at once after so many seconds of sleep: what a link from before it would say is no longer true."""
+        for link in tuple(self._links):
+            link.abort(f"this machine slept for {slept:.0f} s")
+        self._awake.set()
         self._woken.set()
 
     # -- frames from the coordinator ------------------------------------------
@@ -454,11 +493,21 @@ class Agent:
                 self.sharer.told() if self.sharer is not None else Sharing(),
             )
         )
-        busy = state.running + state.waiting > 0 or (self.lender is not None and self.lender.holding)
         settings = self._settings.node
         # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
-        due = settings.report_busy if busy else settings.report_idle * 1.5
+        due = settings.report_busy if self.busy() else settings.report_idle * 1.5
         self._next_report.set(loop.time() + due)
+
+    @property
+    def settings(self) -> NodeSettings:
+        """This node's settings."""
+        return self._settings
+
+    def busy(self) -> bool:
+        """Say whether anything runs or waits here, or memory is lent to a video."""
+        state = self.supervisor.state if self.supervisor is not None else None
+        works = state is not None and state.running + state.waiting > 0
+        return works or (self.lender is not None and self.lender.holding)
 
     def _memory(self, supervisor: Supervisor) -> Memory:
         """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""

@@ -22,8 +22,10 @@ import uvloop
 from msgspec.structs import replace
 
 from machine.announce import Announcement
+from machine.awake import Awake
 from machine.journal import open_journal
 from machine.private import private_folder
+from machine.sleeping import SleepWatch
 from node import bonjour, enrol
 from node.agent import Agent, Expelled
 from node.enrol import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
@@ -36,6 +38,7 @@ from node.settings import NodeSettings, node_name, resolve
 from node.sharer import Sharer
 from node.supervise import Supervisor
 from node.video.studio import Studio
+from node.wakeful import Wakeful
 from wire.advert import Advert
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
@@ -173,6 +176,9 @@ async def _serve(
         poll.start()
         await supervisor.start()
         await studio.start()
+    wakeful = Wakeful(agent.settings.node.stay_awake, agent.busy, loop.time, Awake())
+    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.look)
+    watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code = 0
@@ -190,6 +196,8 @@ async def _serve(
         code = 8 if error.reason == "protocol" else 4
     finally:
         await sharer.stop()
+        watch.stop()
+        wakeful.stop()
         await studio.stop()
         poll.stop()
         waiting.cancel()

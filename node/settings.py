@@ -158,6 +158,9 @@ class AgentSettings(Section, frozen=True):
     report_idle: Annotated[float, Meta(ge=0.05, le=5, description=(
         "Seconds from one report to the next while it is idle. The coordinator suspects a node after 3 s of silence."
         ))] = 1.0  # fmt: skip
+    stay_awake: Annotated[str, Meta(description=(
+        'macOS: when this Mac may not fall asleep by itself: "busy" (while it works, and a minute longer), "always", '
+        'or "never". Lid and menu put it to sleep in any case.'))] = "busy"  # fmt: skip
     machine: Annotated[str, Meta(description=(
         "Overrides the machine's own id, which a certificate is bound to: for two nodes on one machine. Empty: the "
         "machine's."))] = ""  # fmt: skip
@@ -201,6 +204,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "models.profile": ("auto", "off"),
     "engine.scripted.text": ("words", "echo", "clock"),
     "node.share": tuple(when.value for when in When),
+    "node.stay_awake": ("busy", "always", "never"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }
 _SIZES = (

@@ -22,16 +22,24 @@ LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
 @click.option("--strict", is_flag=True, help="Exit code 1 when there are warnings.")
 @click.option("--all", "everything", is_flag=True, help="Print also what cannot be asked on this machine.")
 @click.option("--bundle", type=click.Path(path_type=Path, dir_okay=False), help="Write a redacted tar.gz for a report.")
+@click.option("--seconds", type=click.FloatRange(1, 600), default=4.5, show_default=True, help="Longest time for all.")
 @click.option("--list", "only_list", is_flag=True, help="List the checks and run none.")
 @options
 def doctor(
-    session: Session, as_json: bool, strict: bool, everything: bool, bundle: Path | None, only_list: bool
+    session: Session,
+    as_json: bool,
+    strict: bool,
+    everything: bool,
+    bundle: Path | None,
+    seconds: float,
+    only_list: bool,
 ) -> None:
     """Look for what is wrong with this machine and its place in the pool, and say what to do about it.
 
-    It needs no coordinator, changes nothing and takes less than five seconds. Every check has a lasting id, and says
-    ok, warn, fail, or why the question has no answer here. Exit codes: 0 nothing failed, 1 warnings (with --strict), 6
-    something failed, 9 the coordinator is not the one that was joined, 10 macOS blocks the local network.
+    It needs no coordinator, changes nothing and takes less than five seconds (a machine that is very busy needs
+    more: --seconds). Every check has a lasting id, and says ok, warn, fail, or why the question has no answer here.
+    Exit codes: 0 nothing failed, 1 warnings (with --strict), 6 something failed, 9 the coordinator is not the one that
+    was joined, 10 macOS blocks the local network.
 
     The bundle holds versions, settings, findings, conditions, the nodes' reports and the events of the logs; no key, no
     token, and nothing that anybody wrote to a model.
@@ -44,7 +52,7 @@ def doctor(
         for one in CHECKS:
             click.echo(f"{one.id:<14} {one.title}")
         return
-    here: Here = Here(session)
+    here: Here = Here(session, seconds=seconds)
     found: list[Examined] = []
     as_json = as_json or session.json
     for one in examine(here):

@@ -14,9 +14,6 @@ from coordinator.doctor import machine_checks, pool_checks, service_checks
 from coordinator.doctor.finding import Finding, warn
 from coordinator.doctor.here import Here
 
-LONGEST = 4.5
-"""Seconds after which every check has ended or is given up."""
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -73,12 +70,13 @@ class Examined:
                 "numbers": dict(one.numbers), "seconds": round(self.seconds, 3)}  # fmt: skip
 
 
-def examine(here: Here, checks: Sequence[Check] = CHECKS, seconds: float = LONGEST) -> Iterator[Examined]:
-    """Start every check, and yield them in order, each as soon as it and those before it are done."""
+def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
+    """Start every check, and yield them in order, each as soon as it and those before it are done; what has not ended
+    after `here.seconds` is given up."""
     began = time.monotonic()
     running = [_Running(check, here) for check in checks]
     for one in running:
-        yield one.ended(max(0.0, began + seconds - time.monotonic()))
+        yield one.ended(max(0.0, began + here.seconds - time.monotonic()))
 
 
 class _Running:

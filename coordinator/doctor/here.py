@@ -21,7 +21,8 @@ from coordinator.cli.session import Problem, Session
 from wire.settings import OUTSIDE
 
 TOOL_SECONDS = 2.5
-CHILD_SECONDS = 3.8
+SPARE_SECONDS = 0.7
+"""By so much a child ends before the whole examination does."""
 DIAL_SECONDS = 1.5
 ASK_SECONDS = 2.5
 
@@ -90,6 +91,8 @@ class Here:
     ask: Ask = run_tool
     dial: Dial = run_dial
     root: Path = Path("/")
+    seconds: float = 4.5
+    """Longest time for everything."""
     examined: Once[dict[str, Any] | None] = field(init=False)
     device: Once[dict[str, Any] | None] = field(init=False)
     version: Once["Answer"] = field(init=False)
@@ -138,7 +141,7 @@ class Here:
 
     def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
         """Run one of our own modules; None when it does not answer in time."""
-        found = self.ask((sys.executable, "-P", "-m", module, *arguments), CHILD_SECONDS)
+        found = self.ask((sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - SPARE_SECONDS))
         if found is None or found.code != 0:
             return None
         try:

@@ -1,7 +1,7 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
-`python -m tests.bench NAME…` runs only the groups with these names: begin, stream, plain, memory, idle, help, parts,
-simulation, metrics, video; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture,
+`python -m tests.bench NAME…` runs only the groups with these names: begin, stream, plain, memory, idle, help, doctor,
+parts, simulation, metrics, video; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture,
 steady, grammar.
 """
 
@@ -129,6 +129,18 @@ def bench_help(_: Path) -> list[Row]:
     return [Row("cluster --help", "<= 0.15 s CPU", f"{median:.3f} s", median <= 0.15, commit())]
 
 
+def bench_doctor(folder: Path) -> list[Row]:
+    """Time of `cluster doctor` on a machine in no cluster, every check at once."""
+    seconds: list[float] = []
+    for _round in range(5):
+        began = time.monotonic()
+        subprocess.run([*CLI, "doctor", "--state", str(folder / "none")], capture_output=True, env=environment())
+        seconds.append(time.monotonic() - began)
+    worst = max(seconds)
+    return [Row("cluster doctor", "<= 5 s", f"{worst:.2f} s, median {statistics.median(seconds):.2f} s", worst <= 5.0,
+                commit())]  # fmt: skip
+
+
 def bench_parts(folder: Path) -> list[Row]:
     """A long answer over a link of 100 Mbit/s beside streams: how far it moves the gaps between tokens."""
     target = "ITL p99 moves by <= 50 ms"
@@ -161,6 +173,7 @@ def bench_parts(folder: Path) -> list[Row]:
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "begin": begin.bench_begin,
     "help": bench_help,
+    "doctor": bench_doctor,
     "idle": bench_idle,
     "memory": bench_memory,
     "metrics": metrics.bench_metrics,

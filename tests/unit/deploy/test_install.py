@@ -35,9 +35,9 @@ def run(
     for name in ("sh", "cat", "cut", "rm"):
         if not (folder / name).exists():
             (folder / name).symlink_to(shutil.which(name) or name)
-    command = [shutil.which(SHELLS[0]) or "/bin/sh", str(DEPLOY / script), *arguments]
+    shell = shutil.which(SHELLS[0]) or "/bin/sh"
     return subprocess.run(
-        command, input=typed, capture_output=True, text=True,
+        [shell, str(DEPLOY / script), *arguments], input=typed, capture_output=True, text=True,
         env={"PATH": str(folder), "HOME": str(home)}, timeout=20,
     )  # fmt: skip
 

@@ -116,7 +116,9 @@ def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, 
         with served() as pool:
             (tmp_path / "key").write_text(pool.keys["admin"])
             arguments = ["--state", str(state), "--url", pool.url, "--key-file", str(tmp_path / "key")]
-            done = CliRunner().invoke(cluster, ["doctor", *arguments, "--json", "--bundle", str(file)])
+            done = CliRunner().invoke(
+                cluster, ["doctor", *arguments, "--json", "--seconds", "50", "--bundle", str(file)]
+            )
             secrets = (*CANARIES, *pool.keys.values())
     finally:
         os.umask(old)

@@ -1,5 +1,6 @@
 """Every check on a pretended Mac that is well, and on one where that one thing is wrong; and on this machine."""
 
+import dataclasses
 import json
 import os
 import threading
@@ -190,7 +191,9 @@ def test_a_check_that_hangs_or_breaks_holds_up_nobody(tmp_path: Path):
         raise RuntimeError("boom")
 
     checks = [Check("hangs", "x", hang), Check("breaks", "x", broken), Check("works", "x", lambda _: ok("fine"))]
-    found = {one.check.id: one.finding for one in examine(pretended(tmp_path), checks, seconds=1.0)}
+    found = {
+        one.check.id: one.finding for one in examine(dataclasses.replace(pretended(tmp_path), seconds=1.0), checks)
+    }
     never.set()
     assert found["hangs"].result == "warn"
     assert "in time" in found["hangs"].text

@@ -1,0 +1,63 @@
+"""Keeps this machine from falling asleep by itself, for as long as it is wanted and no longer than we live.
+
+macOS: `caffeinate -i -w PID`, a child that holds the assertion and ends with us, whatever becomes of us. The lid and
+the menu still put the Mac to sleep. Elsewhere nothing is held: servers do not sleep, and a Linux laptop's desktop
+decides. Unverified on macOS: the entry `awake` of the checklist.
+"""
+
+import os
+import subprocess
+import sys
+
+import structlog
+
+log = structlog.get_logger("machine.awake")
+
+CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
+END_SECONDS = 2.0
+
+
+class Awake:
+    """One assertion, held or not."""
+
+    def __init__(self, command: tuple[str, ...] | None = None) -> None:
+        self._command = command if command is not None else CAFFEINATE if sys.platform == "darwin" else ()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is held now."""
+        return self._child is not None and self._child.poll() is None
+
+    def hold(self, wanted: bool) -> None:
+        """Hold it, or let it go; nothing happens where it is so already, or this system has none."""
+        if wanted and not self.held:
+            self._begin()
+        elif not wanted and self._child is not None:
+            self._end()
+
+    def _begin(self) -> None:
+        if not self._command:
+            return
+        try:
+            self._child = subprocess.Popen(
+                [*self._command, str(os.getpid())], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            log.warning("cannot stay awake", error=error.strerror)
+            self._command = ()
+            return
+        log.info("stays awake")
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        log.info("may sleep")

@@ -1,0 +1,96 @@
+"""macOS's word that it goes to sleep, by ctypes. Unverified on macOS: tested against a compiled stand-in.
+
+Calls and numbers are those of <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. Who has registered is asked before an
+idle sleep (we never object) and told before every sleep; the system waits up to 30 s for IOAllowPowerChange. We answer
+as soon as the goodbye is on its way, and after ANSWER_SECONDS in any case: a pool must not keep a lid from closing.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_uint32, c_void_p
+
+IOKIT = "/System/Library/Frameworks/IOKit.framework/IOKit"
+CORE = "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
+CAN_SLEEP, WILL_SLEEP, POWERED_ON = 0xE0000270, 0xE0000280, 0xE0000300
+ANSWER_SECONDS = 2.0
+
+_CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
+
+
+class PowerNotice:
+    """Listens on a thread with a run loop of its own."""
+
+    def __init__(self, iokit: str = IOKIT, core: str = CORE) -> None:
+        self._paths = iokit, core
+        self._loop: int | None = None
+        self._core: ctypes.CDLL | None = None
+        self._running = threading.Event()
+        self._ended = threading.Event()
+
+    def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
+        """Register, and listen; False where the frameworks are missing or do not let us."""
+        try:
+            iokit, core = (ctypes.CDLL(path) for path in self._paths)
+            _declare(iokit, core)
+        except (OSError, AttributeError):
+            return False
+        self._core = core
+        taken: list[bool] = []
+        thread = threading.Thread(
+            target=self._listen, args=(iokit, core, on_sleep, on_wake, taken), name="sleep notice", daemon=True
+        )
+        thread.start()
+        self._running.wait(ANSWER_SECONDS)
+        return bool(taken)
+
+    def stop(self) -> None:
+        """End the run loop."""
+        if self._core is not None and self._loop is not None and not self._ended.is_set():
+            self._core.CFRunLoopStop(self._loop)
+            self._ended.wait(ANSWER_SECONDS)
+
+    def _listen(
+        self, iokit: ctypes.CDLL, core: ctypes.CDLL, on_sleep: Callable[[Callable[[], None]], None],
+        on_wake: Callable[[], None], taken: list[bool],
+    ) -> None:  # fmt: skip
+        port, notifier, root = c_void_p(), c_uint32(), c_uint32()
+
+        def heard(_: int | None, __: int, message: int, argument: int | None) -> None:
+            if message == CAN_SLEEP:
+                iokit.IOAllowPowerChange(root, argument)
+            elif message == WILL_SLEEP:
+                said = threading.Event()
+                on_sleep(said.set)
+                said.wait(ANSWER_SECONDS)
+                iokit.IOAllowPowerChange(root, argument)
+            elif message == POWERED_ON:
+                on_wake()
+
+        callback = _CALLBACK(heard)  # kept alive by this frame for as long as the run loop may call it
+        root.value = iokit.IORegisterForSystemPower(None, byref(port), callback, byref(notifier))
+        if root.value and port.value:
+            self._loop = core.CFRunLoopGetCurrent()
+            mode = c_void_p.in_dll(core, "kCFRunLoopDefaultMode")
+            core.CFRunLoopAddSource(self._loop, iokit.IONotificationPortGetRunLoopSource(port), mode)
+            taken.append(True)
+            self._running.set()
+            core.CFRunLoopRun()
+            iokit.IODeregisterForSystemPower(byref(notifier))
+        self._running.set()
+        self._ended.set()
+
+
+def _declare(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
+    """Say what the calls take and give: pointers would be cut to 32 bits otherwise."""
+    register = iokit.IORegisterForSystemPower
+    register.argtypes, register.restype = [c_void_p, POINTER(c_void_p), _CALLBACK, POINTER(c_uint32)], c_uint32
+    iokit.IODeregisterForSystemPower.argtypes = [POINTER(c_uint32)]
+    iokit.IODeregisterForSystemPower.restype = c_int
+    iokit.IOAllowPowerChange.argtypes, iokit.IOAllowPowerChange.restype = [c_uint32, c_void_p], c_int
+    source = iokit.IONotificationPortGetRunLoopSource
+    source.argtypes, source.restype = [c_void_p], c_void_p
+    core.CFRunLoopGetCurrent.argtypes, core.CFRunLoopGetCurrent.restype = [], c_void_p
+    core.CFRunLoopAddSource.argtypes, core.CFRunLoopAddSource.restype = [c_void_p, c_void_p, c_void_p], None
+    core.CFRunLoopRun.argtypes, core.CFRunLoopRun.restype = [], None
+    core.CFRunLoopStop.argtypes, core.CFRunLoopStop.restype = [c_void_p], None

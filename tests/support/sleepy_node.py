@@ -1,0 +1,23 @@
+"""A node whose machine can be sent to sleep: SIGHUP says that it will, SIGWINCH that it woke. Arguments: the node's."""
+
+import signal
+import sys
+from collections.abc import Callable
+
+from machine import sleeping
+from machine.sleeping import NoNotice
+from node.run import main
+
+
+class Signals(NoNotice):
+    """Tells of a sleep when a signal does."""
+
+    def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
+        signal.signal(signal.SIGHUP, lambda *_: on_sleep(lambda: None))
+        signal.signal(signal.SIGWINCH, lambda *_: on_wake())
+        return True
+
+
+if __name__ == "__main__":
+    sleeping.open_notice = Signals
+    sys.exit(main(sys.argv[1:]))

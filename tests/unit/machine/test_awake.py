@@ -1,0 +1,67 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from machine.awake import Awake
+from tests.support.processes import ROOT, environment, until
+
+SLEEPER = (sys.executable, "-IS", "-c", "import sys, time; time.sleep(60)")
+CAFFEINATE = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+while os.getppid() == int(sys.argv[2]):
+    time.sleep(0.02)
+"""
+"""Ends with the process that it is told to watch, as `caffeinate -w` does."""
+
+
+def test_it_is_held_once_and_let_go():
+    awake = Awake(SLEEPER)
+    awake.hold(False)
+    assert not awake.held
+    awake.hold(True)
+    child = awake._child
+    awake.hold(True)
+    assert awake.held
+    assert awake._child is child
+    awake.hold(False)
+    assert not awake.held
+    assert child is not None
+    assert child.returncode is not None
+
+
+def test_one_that_ended_is_held_anew():
+    awake = Awake((sys.executable, "-IS", "-c", "pass"))
+    awake.hold(True)
+    until(lambda: not awake.held, 10)
+    awake.hold(True)
+    awake.hold(False)
+
+
+@pytest.mark.parametrize("command", [(), ("/nonexistent/caffeinate",)])
+def test_a_system_without_it_is_left_alone(command: tuple[str, ...]):
+    awake = Awake(command)
+    awake.hold(True)
+    assert not awake.held
+
+
+def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):
+    note = tmp_path / "pid"
+    code = (
+        "import sys, time; from machine.awake import Awake; "
+        f"Awake((sys.executable, '-IS', '-c', {CAFFEINATE!r}, {str(note)!r})).hold(True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT)
+    try:
+        until(lambda: note.exists() and note.read_text(), 20)
+    finally:
+        process.kill()
+        process.wait()
+    pid = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text()

@@ -1,0 +1,25 @@
+import sys
+
+import pytest
+
+from machine.awake import Awake
+from node.wakeful import LINGER_SECONDS, Wakeful
+
+
+@pytest.mark.parametrize(
+    ("rule", "held"),
+    [("busy", [False, True, True, False]), ("always", [True] * 4), ("never", [False] * 4)],
+)
+def test_a_mac_stays_awake_for_its_work(rule: str, held: list[bool]):
+    now, busy = [1000.0], [False]
+    awake = Awake((sys.executable, "-IS", "-c", "import time, sys; time.sleep(60)"))
+    wakeful = Wakeful(rule, lambda: busy[0], lambda: now[0], awake)
+    seen: list[bool] = []
+    for after, works in ((0.0, False), (10.0, True), (LINGER_SECONDS - 1, False), (2.0, False)):
+        now[0] += after
+        busy[0] = works
+        wakeful.look()
+        seen.append(awake.held)
+    wakeful.stop()
+    assert seen == held
+    assert not awake.held
