@@ -1,8 +1,8 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
 `python -m tests.bench NAME…` runs only the groups with these names: begin, stream, plain, memory, idle, help, doctor,
-parts, simulation, metrics, video; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture,
-steady, grammar.
+parts, simulation, metrics, video; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate,
+torture, steady, grammar.
 """
 
 import asyncio
