@@ -252,6 +252,7 @@ def test_coordinator_moves_to_another_address_and_nodes_find_it(lab: Lab) -> Non
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.timeout(180)
 def test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind(lab: Lab, tmp_path: Path) -> None:
     lab.up()
     lab.join_all("engine.scripted.step_ms=50")
