@@ -9,7 +9,7 @@ FAST = $(if $(BLAS),LD_PRELOAD=$(BLAS)) OPENBLAS_NUM_THREADS=1
 PYTEST = $(FAST) $(BIN)/python -m pytest
 READY := .venv/.ready
 
-.PHONY: demo test quick lint types unit bench neuter docs lock clean mac-check
+.PHONY: demo test quick lint types unit bench neuter docs screenshots clients manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
@@ -43,9 +43,18 @@ neuter: $(READY)
 mac-check: $(READY)
 	$(BIN)/python -m deploy.mac_check
 
+screenshots: $(READY)
+	$(FAST) $(BIN)/python -m tests.browser.screenshots
+
 docs: $(READY)
 	$(BIN)/python -m docs.generate
 	$(BIN)/python -m dashboards.generate
+
+clients: $(READY)
+	$(FAST) $(BIN)/python -m tests.clients.drive
+
+manual: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lock: $(READY)
 	UV=$(UV) sh requirements/compile.sh

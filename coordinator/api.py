@@ -66,6 +66,8 @@ PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """A text that moves no terminal's cursor."""
 LONGEST_LIFE = 10 * 365 * 86400.0
 """Seconds that a key may live at most; one without an end lives until it is revoked."""
+LONGEST_PAUSE = 365 * 86400.0
+"""Seconds that a node is paused at most; one without an end is until it is resumed."""
 DAY = r"^(\d{4}-\d{2}-\d{2})?$"
 _actor: ContextVar[str] = ContextVar("actor", default="")
 """The key of the request that is being answered, as the audit log names it."""
@@ -112,6 +114,12 @@ class Drain(Body):
     """How long to wait until a node has no requests."""
 
     wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
+
+
+class PauseBody(Body):
+    """For how long a node takes nothing new; without an end it does not before it is resumed."""
+
+    seconds: Annotated[float | None, Field(gt=0, le=LONGEST_PAUSE)] = None
 
 
 class DryRun(Body):
@@ -291,6 +299,8 @@ class Api:
             ("POST", "/nodes/{node}/cordon", "admin", self.cordon),
             ("POST", "/nodes/{node}/uncordon", "admin", self.uncordon),
             ("POST", "/nodes/{node}/drain", "admin", self.drain),
+            ("POST", "/nodes/{node}/pause", "admin", self.pause),
+            ("POST", "/nodes/{node}/resume", "admin", self.resume),
             ("PUT", "/nodes/{node}/labels", "admin", self.label),
             ("DELETE", "/nodes/{node}", "admin", self.remove),
             ("GET", "/models", "infer", self.models),
@@ -506,6 +516,27 @@ class Api:
         self._registry.cordon(found, on=True)
         left = await self._traffic.emptied(found, body.wait_seconds)
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
+
+    async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
+        """Have a node take nothing new and give its memory back to its owner; what runs there goes on elsewhere.
+
+        The node keeps the pause itself: it holds while the coordinator is away, and ends by itself."""
+        return await self._pause(node, body.seconds)
+
+    async def resume(self, node: str) -> dict[str, Any]:
+        """End a node's pause; its own rule (`node.share`) may still keep it from taking work."""
+        return await self._pause(node, 0.0)
+
+    async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:
+        found = self._find(node)
+        try:
+            sharing = await self._registry.pause(found, seconds, "an administrator of the pool")
+        except LookupError as error:
+            raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
+        if sharing is None:
+            raise ProblemError(Problem(503, "node_unreachable", f"{node} has not said that it did so: look at its log"))
+        left = self._traffic.in_flight(found)
+        return {"schema": 1, "node": found, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 
     def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find(node)
@@ -821,7 +852,7 @@ _ORDERED = (404, 409, 429, 500, 502, 503, 504)
 _MORE: dict[str, tuple[int, ...]] = {
     "logs": (503,), "load": _ORDERED, "unload": _ORDERED, "profile": _ORDERED, "approve": (429,), "reject": (429,),
     "ca": (404,), "enter": (401,), "leave": (404,), "live": (503,), "node_metrics": (503,), "own_logs": (503,),
-    "events": (503,),
+    "events": (503,), "pause": (503,), "resume": (503,),
 }  # fmt: skip
 """Statuses of single routes, by the name of what answers."""
 _TEXTS = {

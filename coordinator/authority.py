@@ -85,6 +85,18 @@ class Authority:
         )  # fmt: skip
         return certificate.public_bytes(Encoding.DER)
 
+    def seal(self, generation: int) -> bytes:
+        """Sign that this cluster has a coordinator of this generation."""
+        return self._key.sign(_generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
+
+    def sealed(self, generation: int, seal: bytes) -> bool:
+        """Say whether a coordinator of this cluster signed this generation: nobody else can."""
+        try:
+            self._key.public_key().verify(seal, _generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
+        except InvalidSignature:
+            return False
+        return True
+
     def server_context(self) -> ssl.SSLContext:
         """Give the one context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
@@ -164,6 +176,11 @@ class Authority:
         return context
 
 
+def cluster_in(file: Path) -> str:
+    """Give the id of the cluster whose CA a file of `write_pair` is; AuthorityError when it is none."""
+    return _cluster_of(read_pair(file)[1], file)
+
+
 def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
     """Take the public key out of a certificate request (DER).
 
@@ -183,6 +200,10 @@ def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
     if not signed:
         raise BadRequestError("the certificate request is not signed by its own key")
     return key
+
+
+def _generation(cluster: str, generation: int) -> bytes:
+    return f"macpool generation {cluster} {generation}".encode()
 
 
 def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

@@ -4,10 +4,10 @@ Covers: states and legal transitions, silence, hysteresis, newest link wins, sel
 Does not cover: who may connect (certificate and deny list: the link server), what is stored (store.py), what a node
 can serve (registry.py).
 
-    joining ──first report──► ready ◄──────► draining          (the report says so)
+    joining ──first report──► ready ◄──────► draining, paused  (the report says so)
                                 │  3 s without a report, no new work
                                 ▼
-                             suspect ──two reports in a row──► ready or draining
+                             suspect ──two reports in a row──► ready, draining or paused
                                 │  10 s without a report
                                 ▼
     end of the connection ──► lost     goodbye: asleep, left, or lost ("stopped")     a new link ──► joining
@@ -52,14 +52,15 @@ class State(StrEnum):
     ASLEEP = "asleep"
     LOST = "lost"
     DRAINING = "draining"
+    PAUSED = "paused"
     LEFT = "left"
 
 
-LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
+LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING, State.PAUSED})
 """States that have a link; a joining node may have one."""
 GONE = frozenset({State.ASLEEP, State.LOST, State.LEFT})
 """States that have none."""
-ALIVE = frozenset({State.READY, State.DRAINING})
+ALIVE = frozenset({State.READY, State.DRAINING, State.PAUSED})
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
@@ -135,6 +136,7 @@ class Reported:
 
     link: int
     draining: bool = False
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,23 +216,25 @@ class Forget:
 Action = CloseLink | NodeGone | Changed | Forget
 Step = tuple[Member, tuple[Action, ...]]
 
-_J, _R, _S, _A, _L, _D, _X = (
-    State.JOINING, State.READY, State.SUSPECT, State.ASLEEP, State.LOST, State.DRAINING, State.LEFT,
+_J, _R, _S, _A, _L, _D, _P, _X = (
+    State.JOINING, State.READY, State.SUSPECT, State.ASLEEP, State.LOST, State.DRAINING, State.PAUSED, State.LEFT,
 )  # fmt: skip
-_NOT_LEFT = (_J, _R, _S, _A, _L, _D)
+_NOT_LEFT = (_J, _R, _S, _A, _L, _D, _P)
+_TOLD = frozenset({_R, _D, _P})
+"""States that a report can put a node in."""
 
 TABLE: dict[type, dict[State, frozenset[State]]] = {
     Enrolled: {_J: frozenset({_J}), _R: frozenset({_R}), _S: frozenset({_S}), _D: frozenset({_D}),
-               _A: frozenset({_J}), _L: frozenset({_J}), _X: frozenset({_J})},
+               _P: frozenset({_P}), _A: frozenset({_J}), _L: frozenset({_J}), _X: frozenset({_J})},
     Connected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
-    Reported: {_J: frozenset({_R, _D}), _R: frozenset({_R, _D}), _D: frozenset({_R, _D}), _S: frozenset({_S, _R, _D})},
-    Disconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D)},
-    SaidGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D)},
+    Reported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
+    Disconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
+    SaidGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
     Cordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     Uncordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     Removed: {state: frozenset({_X}) for state in _NOT_LEFT},
-    Tick: {_J: frozenset({_J, _L}), _R: frozenset({_R, _S}), _D: frozenset({_D, _S}), _S: frozenset({_S, _L}),
-           _A: frozenset({_A}), _L: frozenset({_L}), _X: frozenset({_X})},
+    Tick: {_J: frozenset({_J, _L}), _R: frozenset({_R, _S}), _D: frozenset({_D, _S}), _P: frozenset({_P, _S}),
+           _S: frozenset({_S, _L}), _A: frozenset({_A}), _L: frozenset({_L}), _X: frozenset({_X})},
 }  # fmt: skip
 """For each event the states in which it may happen and the states that may follow."""
 
@@ -308,7 +312,7 @@ def _reported(member: Member, event: Reported, now: float) -> Step:
         streak = member.streak + 1 if in_a_row else 1
         if streak < RETURN_AFTER:
             return replace(heard, streak=streak), ()
-    state = State.DRAINING if event.draining else State.READY
+    state = State.PAUSED if event.paused else State.DRAINING if event.draining else State.READY
     since = member.since if state is member.state else now
     return _seen(member, replace(heard, state=state, since=since, streak=0, reason="", fell=None))
 

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from msgspec.structs import asdict
 from coordinator import membership
 from coordinator.authority import Authority, BadRequestError
 from coordinator.enrolment import Conversation, Enrolment, plain_hardware
+from coordinator.keeping.fence import Fence, Mark
 from coordinator.links import LinkServer
 from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
 from coordinator.store import MemberRow, Store
@@ -24,15 +26,17 @@ from coordinator.video.shown import video_row
 from router.view import ClusterView, NodeView, view_of
 from wire.advert import plain
 from wire.certificate import read_certificate
-from wire.frames import Denied, Frame, Goodbye, Hello, Renew, Renewed, Report, Welcome
+from wire.frames import Denied, Frame, Goodbye, Hello, Pause, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
-from wire.report import Enforcement, Level, Model
+from wire.report import Enforcement, Level, Model, Sharing
 from wire.units import show_size
 from wire.verdict import most_bytes
 
 log = structlog.get_logger("coordinator.registry")
 AT_ONCE = 32
 """Members up to which every report makes a new picture at once."""
+PAUSE_SECONDS = 10.0
+"""Longest wait for a node's report that it is paused, or resumed."""
 MOMENT = 0.02
 """Seconds in which the reports of a larger cluster are gathered into one picture."""
 
@@ -70,6 +74,7 @@ class Registry:
         version: str,
         epoch: int,
         wall: Callable[[], float] = time.time,
+        fence: Fence | None = None,
     ) -> None:
         self._store = store
         self._authority = authority
@@ -78,6 +83,10 @@ class Registry:
         self._version = version
         self._epoch = epoch
         self._wall = wall
+        self._fence = fence or Fence(authority, store.meta.generation)
+        self._seal = authority.seal(self._fence.generation)
+        self.on_superseded: Callable[[Mark], None] = lambda mark: None
+        """Told once a node has proved that another coordinator of this cluster counts more than we do."""
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
         self._pool = membership.restored(
@@ -86,10 +95,12 @@ class Registry:
         self._reports: dict[NodeId, Report] = {}
         self._heard: dict[NodeId, float] = {}
         self._versions: dict[NodeId, str] = {}
+        self._protocols: dict[NodeId, int] = {}
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._publishing: asyncio.TimerHandle | None = None
+        self._heard_of: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
         """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
         self.some_ready = asyncio.Event()
@@ -111,6 +122,9 @@ class Registry:
 
     def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
         """Say whether a node with this certificate may link, and why not."""
+        if peer.node == hello.node and hello.node in self._pool.members:
+            node = NodeId(hello.node)
+            self._versions[node], self._protocols[node] = plain(hello.version), hello.protocol
         if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
             older = "node" if hello.protocol < OLDEST_PROTOCOL else "coordinator"
             return Denied(
@@ -118,6 +132,11 @@ class Registry:
                 f"the node speaks protocol {hello.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}: update "
                 f"macpool on the {older}",
                 final=True,
+            )
+        if self._fence.newer(hello.generation, hello.seal):
+            self.on_superseded(Mark(hello.generation, hello.seal, plain(hello.name), self._wall()))
+            return Denied(
+                "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
             )
         row = self._store.members.get(NodeId(hello.node))
         if peer.node != hello.node:
@@ -131,12 +150,12 @@ class Registry:
                 f"this identity belongs to another machine ({row.name}): join again with a new token",
                 final=True,
             )
-        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses)
+        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses,
+                       self._fence.generation, self._seal)  # fmt: skip
 
     def linked(self, node: NodeId, hello: Hello) -> int:
         """Count a new link; give its number."""
         number = next(self._link_numbers)
-        self._versions[node] = plain(hello.version)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
         if row.hardware != hardware:
             self._store.put_member(replace(row, hardware=hardware))
@@ -169,7 +188,9 @@ class Registry:
             return
         self._reports[node] = report
         self._heard[node] = self._loop.time()
-        self._happen(node, membership.Reported(number, report.draining), always=True)
+        if (waited := self._heard_of.pop(node, None)) is not None:
+            waited.set()
+        self._happen(node, membership.Reported(number, report.draining, report.sharing.paused), always=True)
 
     def _take_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
         if self._pool.members[node].link != number:
@@ -207,6 +228,21 @@ class Registry:
         """Give a node no new work, or work again."""
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
+
+    async def pause(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
+        """Ask a node to take nothing new for so many seconds (None: until it is resumed; 0: resume), and give what it
+        says of itself once it has done so; None when it does not answer in PAUSE_SECONDS. LookupError when it is not
+        here, or cannot be paused from here."""
+        if not self._node_view(node).sharing.when:
+            raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
+        if not self.links.send(node, Pause(seconds, by)):
+            raise LookupError("it is not linked: run the same command on that machine, without a name")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE_SECONDS):
+                while self._node_view(node).sharing.by_hand != (seconds != 0):
+                    await self._heard_of.setdefault(node, asyncio.Event()).wait()
+                return self._node_view(node).sharing
+        return None
 
     def label(self, node: NodeId, labels: tuple[str, ...]) -> None:
         """Give a node these labels, in place of all that it had."""
@@ -260,7 +296,7 @@ class Registry:
             self._plan()
 
     def _forget(self, node: NodeId) -> None:
-        for kept in (self._reports, self._heard, self._versions, self._views):
+        for kept in (self._reports, self._heard, self._heard_of, self._versions, self._protocols, self._views):
             kept.pop(node, None)
         if self.placing is not None:
             self.placing.forget(node)
@@ -383,11 +419,13 @@ class Registry:
             "state": member.state.value,
             "reason": member.reason,
             "cordoned": member.cordoned,
+            "sharing": asdict(view.sharing),
             "labels": list(row.labels),
             "chip": row.hardware.chip,
             "memory": row.hardware.memory,
             "system": row.hardware.system,
             "version": self._versions.get(node, ""),
+            "protocol": self._protocols.get(node, 0),
             "cap": memory.cap,
             "ceiling": memory.ceiling,
             "margin": memory.margin,

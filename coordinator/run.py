@@ -42,6 +42,8 @@ from coordinator.enrolment import Cluster, Enrolment
 from coordinator.events import Events
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
+from coordinator.keeping import fence
+from coordinator.keeping.fence import Fence, Mark, SupersededError, moved_on
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
 from coordinator.metrics.service import Metrics
@@ -121,15 +123,40 @@ class Server(uvicorn.Server):
         yield
 
 
+class _Superseded:
+    """What a node's proof that the cluster moved on leads to: it is noted, and we end."""
+
+    def __init__(self, state: Path, stop: asyncio.Event) -> None:
+        self._state = state
+        self._stop = stop
+        self.mark: Mark | None = None
+
+    def __call__(self, mark: Mark) -> None:
+        if self.mark is not None:
+            return
+        self.mark = mark
+        log.error("superseded", generation=mark.generation, node=mark.node)
+        with contextlib.suppress(OSError):  # then it is found out again after the next start
+            fence.note(self._state, mark)
+        self._stop.set()
+
+    def check(self) -> None:
+        """SupersededError where there was such a proof."""
+        if self.mark is not None:
+            raise SupersededError(moved_on(self.mark, self._state))
+
+
 async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start; `ready` is told the facts once."""
+    """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start; SupersededError when another coordinator
+    of this cluster counts; `ready` is told the facts once."""
     stop = asyncio.Event()
+    superseded = _Superseded(options.state, stop)
     loop = asyncio.get_running_loop()
     _allow_files()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        facts = await _start(options, stack)
+        facts = await _start(options, stack, superseded)
         # What lives as long as we do is not looked at again; requests leave few rings, so the collector may be rare.
         gc.collect()
         gc.freeze()
@@ -138,6 +165,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
         log.info("stopping")
+    superseded.check()
 
 
 def _allow_files() -> None:
@@ -148,7 +176,7 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
+async def _start(options: Options, stack: AsyncExitStack, superseded: _Superseded) -> dict[str, Any]:
     state, settings = private_folder(options.state), options.settings
     events, log_file = Events(), state / "logs" / "coordinator.log"
     open_journal(log_file, "info", events.tell)
@@ -158,6 +186,8 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
     authority = Authority(state / "authority", time.time, settings.cluster.certificate_days * DAY)
     if first:
         store.found(authority.cluster, settings.cluster.name)
+    guard = Fence(authority, store.meta.generation)
+    guard.check(state)
     epoch = store.next_epoch()
     version = installed("macpool")
 
@@ -172,7 +202,9 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
             listener(row)
 
     enrolment = Enrolment(Cluster(settings.cluster.name, authority, tokens, store, approvals, time.time, tell))
-    registry = Registry(store, authority, enrolment, name=settings.cluster.name, version=version, epoch=epoch)
+    registry = Registry(store, authority, enrolment, name=settings.cluster.name, version=version, epoch=epoch,
+                        fence=guard)  # fmt: skip
+    registry.on_superseded = superseded
     enrolled += [registry.enrolled, partial(_joined, store)]
     stack.callback(registry.close)
 
@@ -209,6 +241,7 @@ async def _start(options: Options, stack: AsyncExitStack) -> dict[str, Any]:
                   trusted, options.origins)  # fmt: skip
     loads = Loads(dispatcher, time.monotonic)
     metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
+    metrics.video = conductor.picture
     conditions = _conditions(settings, metrics, stack)
     api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(),
               Visitors(ring, pepper, time.time), Seen(metrics, conditions, events, log_file))  # fmt: skip

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from coordinator.keeping.swap import settle
 from machine.private import private_folder
 from router.quotas import KeyLimits
 from router.usage import Used
@@ -53,6 +54,9 @@ MIGRATIONS = (
                         cached_tokens INTEGER, completion_tokens INTEGER, PRIMARY KEY (key, model, day));
     CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, actor TEXT, action TEXT, subject TEXT);
     """,
+    """
+    ALTER TABLE meta ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;
+    """,
 )
 """One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
 
@@ -67,11 +71,13 @@ class StateLockedError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Who we are. `epoch` counts the starts of the coordinator."""
+    """Who we are. `epoch` counts the starts of the coordinator, `generation` grows with every restore of a backup: of
+    two coordinators of one cluster that of the higher generation counts."""
 
     cluster: str = ""
     name: str = ""
     epoch: int = 0
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +173,15 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
         try:
+            settle(folder)
             connection = open_database(folder / "cluster.db", MIGRATIONS)
             self._load(connection)
         except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
             self._lock.release()
             raise StoreError(f"{folder / 'cluster.db'} cannot be used: {error}; restore a backup") from None
+        except OSError as error:
+            self._lock.release()
+            raise StoreError(f"a restore was broken off in {folder} and cannot be finished: {error}") from None
         except StoreError:
             self._lock.release()
             raise
@@ -182,8 +192,8 @@ class Store:
         self._writer.start()
 
     def _load(self, connection: sqlite3.Connection) -> None:
-        cluster, name, epoch = connection.execute("SELECT cluster, name, epoch FROM meta").fetchone()
-        self._meta = Meta(cluster, name, epoch)
+        row = connection.execute("SELECT cluster, name, epoch, generation FROM meta").fetchone()
+        self._meta = Meta(*row)
         self._members = {row.node: row for row in map(_member, connection.execute("SELECT * FROM members"))}
         self._tokens = {row.id: row for row in map(_token, connection.execute("SELECT * FROM tokens"))}
         live = connection.execute("SELECT * FROM keys WHERE revoked IS NULL")
@@ -387,8 +397,25 @@ def _prepare(connection: sqlite3.Connection, path: Path, migrations: Sequence[st
         raise StoreError(
             f"{path} was written by a newer macpool (schema {version}, we know {len(migrations)}): update macpool"
         )
+    if 0 < version < len(migrations):
+        _keep_before(connection, path, version)
     for number, script in enumerate(migrations[version:], version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """Keep a copy of a database before its schema is changed: an older macpool cannot read it afterwards. A copy that
+    is there is whole, and from before an attempt that was broken off."""
+    kept = path.with_name(f"{path.name}.schema-{version}")
+    if kept.exists():
+        return
+    beside = path.with_name(f"{kept.name}.new")
+    beside.unlink(missing_ok=True)
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with contextlib.closing(sqlite3.connect(beside)) as copy:
+        connection.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE")
+    beside.replace(kept)
 
 
 def _member(row: tuple[Any, ...]) -> MemberRow:

@@ -98,13 +98,15 @@ def listing(title: str, about: str, query: str, width: int = 24) -> Panel:
     return Panel(title, about, COUNT, ((query, ""),), Kind.TABLE, width)
 
 
-def quantiles(title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF) -> Panel:
-    """Draw the median, and what one in ten and one in a hundred exceed."""
+def quantiles(
+    title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, over: str = "$__rate_interval"
+) -> Panel:
+    """Draw the median, and what one in ten and one in a hundred exceed; of what is rare, `over` a longer time."""
     also = f", {by}" if by else ""
     named = f" {{{{{by}}}}}" if by else ""
     return lines(
         title, about, unit,
-        *((f"histogram_quantile({q}, sum by (le{also}) (rate({bucket}[$__rate_interval])))", f"p{q * 100:g}{named}")
+        *((f"histogram_quantile({q}, sum by (le{also}) (rate({bucket}[{over}])))", f"p{q * 100:g}{named}")
           for q in QUANTILES),
         width=width,
     )  # fmt: skip

@@ -51,11 +51,11 @@ and node may share one file: each reads its own sections. Sizes are "96GiB", "12
 API = f"""# HTTP API
 {NOTICE}
 
-The endpoint speaks OpenAI's dialects and Anthropic's under `/v1`, and Ollama's under `/api`: how, is in
-[dialects.md](dialects.md), and more about chats in [chat.md](chat.md). The verbs of `cluster` that act on the pool are
-routes under `/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer KEY` or
-`x-api-key: KEY`, in every dialect. A key of the scope `admin` may do everything; `metrics` may read the state of the
-pool; `infer` may use the models.
+First [by example](examples.md). The endpoint speaks OpenAI's dialects and Anthropic's under `/v1`, and Ollama's under
+`/api`: how, is in [dialects](dialects.md), and more about chats in [chat](chat.md). The verbs of `cluster` that act on
+the pool are routes under `/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer
+KEY` or `x-api-key: KEY`, in every dialect. A key of the scope `admin` may do everything; `metrics` may read the state
+of the pool; `infer` may use the models.
 
 | route | scope | what it does |
 |---|---|---|

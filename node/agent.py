@@ -8,6 +8,8 @@ Rules
 - A request belongs to the link it came on. When that link ends the request is cancelled, and nothing of it is ever
   sent on another link, so the coordinator may place it elsewhere without hearing two answers.
 - The end of a link never unloads a model.
+- Of two coordinators of our cluster that of the higher generation counts: we stay with no other once we have seen it.
+- While its owner wants the Mac for himself (`sharing`) nothing is taken that begins anything, whoever asks for it.
 - A renewed certificate opens a second link that takes over; the first is closed when its last request is done.
 """
 
@@ -27,14 +29,16 @@ from msgspec.structs import replace
 
 from node import bonjour
 from node.alarm import Alarm
-from node.identity import Identity, client_context, install, needs_renewal, new_csr, remember
+from node.identity import Identity, client_context, follow, install, needs_renewal, new_csr, outgrow, remember
 from node.lending import PREFIX, Lender
 from node.limits import Limiter
 from node.link import Link, dial
 from node.memory.sensor import footprint
 from node.poll import Poll
 from node.settings import NodeSettings
-from node.supervise import Supervisor
+from node.sharer import Sharer
+from node.sharing import Act, Holds, Standing
+from node.supervise import STOPPED, Supervisor
 from node.video.raylet import Raylet
 from wire.codec import decode, encode, head_of
 from wire.frames import (
@@ -53,6 +57,7 @@ from wire.frames import (
     Hello,
     Lease,
     Load,
+    Pause,
     Ping,
     Profile,
     RayHead,
@@ -66,7 +71,8 @@ from wire.frames import (
 )
 from wire.identity import PROTOCOL
 from wire.measures import GateMeasures, NodeMeasures
-from wire.report import Enforcement, Hardware, Memory, System
+from wire.refusals import Code, Refused
+from wire.report import Enforcement, Hardware, Memory, Model, Sharing, System
 from wire.video import VideoState
 
 SILENCE = 10.0
@@ -82,6 +88,10 @@ CHANGE_GAP = 0.2
 ANSWER_PIECE = 32 * 1024
 FIND_SECONDS = 3.0
 """How long Bonjour is asked for a coordinator whose address changed."""
+OUTGROWN_SECONDS = 30.0
+"""For how long an address is left alone at which a coordinator is that the cluster has left behind."""
+SUPERSEDED = "superseded"
+"""The reason of a coordinator that learned from our Hello that it is not the cluster's any more."""
 
 log = structlog.get_logger("node.agent")
 
@@ -114,7 +124,9 @@ class Agent:
         self._reported_at = 0.0
         self._told: tuple[object, ...] = ()
         self._next_report = Alarm(self.report)
+        self._models: tuple[Model, ...] = ()
         self._draining = False
+        self._outgrown: dict[str, float] = {}
         self._expelled: Denied | None = None
         self._retry_after = 0.0
         self._woken = asyncio.Event()
@@ -128,6 +140,9 @@ class Agent:
         self.poll: Poll | None = None
         self.lender: Lender | None = None
         self.raylet: Raylet | None = None
+        self.sharer: Sharer | None = None
+        self.on_sharing: Callable[[str], None] = lambda why: None
+        """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
         self.welcomed = asyncio.Event()
         self.on_ready: Callable[[str], None] = lambda address: None
         """Called with the coordinator's address whenever this node is linked and its engine is up."""
@@ -189,9 +204,11 @@ class Agent:
             return
 
     async def _connect(self, *, takeover: bool) -> Link | None:
-        last = next(iter(self._identity.addresses), None)
+        now = asyncio.get_running_loop().time()
+        besides = {address for address, at in self._outgrown.items() if now - at < OUTGROWN_SECONDS}
+        last = next((address for address in self._identity.addresses if address not in besides), None)
         for address in (last, None):
-            where = address or await bonjour.locate(self._identity, FIND_SECONDS)
+            where = address or await bonjour.locate(self._identity, FIND_SECONDS, besides=besides)
             if where is None or self._stopped.is_set():
                 return None
             try:
@@ -213,7 +230,7 @@ class Agent:
         identity = self._identity
         return Hello(
             PROTOCOL, identity.node, identity.name, self._instance, identity.machine, self._version, self._hardware,
-            takeover,
+            takeover, identity.generation, identity.seal,
         )  # fmt: skip
 
     async def _until_lost(self, link: Link) -> None:
@@ -270,6 +287,9 @@ class Agent:
     def _take(self, link: Link, tag: int, body: bytes) -> None:
         assert self.supervisor is not None  # noqa: S101  set before the first link
         request = head_of(body)
+        if self._paused and TAGS[tag] is not Unload:
+            link.send(Refusal(request, self._not_now()))
+            return
         link.requests.add(request)
         encoded = (len(body) + 1).to_bytes(4, "big") + bytes((tag,)) + body
         self.supervisor.send(encoded, TAGS[tag], request)
@@ -289,15 +309,22 @@ class Agent:
             case Welcome():
                 self._welcomed(link, frame)
             case Denied():
-                self._denied(frame)
+                self._denied(link, frame)
             case Ask():
                 self._answer(link, frame)
             case Lease() | Release() | RayHead():
                 self._lend(frame)
+            case Pause():
+                self._obey(frame)
             case Renewed():
                 self._spawn(self._take_over(frame))
             case _:
                 link.abort(f"the coordinator sent {type(frame).__name__}, which only nodes send")
+
+    def _obey(self, order: Pause) -> None:
+        if self.sharer is not None:
+            self.sharer.obey(order)
+            self.report()
 
     def _lend(self, frame: Lease | Release | RayHead) -> None:
         """Hand on what is about video."""
@@ -312,6 +339,10 @@ class Agent:
                 self.raylet.follow(frame)
 
     def _welcomed(self, link: Link, welcome: Welcome) -> None:
+        if welcome.generation < self._identity.generation:
+            self._outgrow(link)
+            return
+        self._identity = follow(self._identity, welcome.generation, welcome.seal)
         older, self._link = self._link, link
         for address in reversed((link.address, *welcome.addresses)):
             self._identity = remember(self._identity, address)
@@ -329,8 +360,19 @@ class Agent:
         if not link.requests:
             link.close()
 
-    def _denied(self, denied: Denied) -> None:
+    def _outgrow(self, link: Link) -> None:
+        """Turn away from a coordinator that the cluster has left behind; another one is looked for."""
+        log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
+        self._outgrown[link.address] = asyncio.get_running_loop().time()
+        self._identity = outgrow(self._identity, link.address)
+        link.close()
+        self._woken.set()
+
+    def _denied(self, link: Link, denied: Denied) -> None:
         log.error("denied", reason=denied.reason, message=denied.message)
+        if denied.reason == SUPERSEDED:
+            self._outgrow(link)
+            return
         if denied.final:
             self._expelled = denied
         self._retry_after = denied.retry_after
@@ -368,6 +410,8 @@ class Agent:
             self._retire(link)
         if self._draining:
             self._woken.set()
+        if self._paused and self.sharer is not None:
+            self.sharer.wake()
 
     def changed(self) -> None:
         """Report soon when a request came or ended or the engine's state changed; bytes written can wait."""
@@ -432,18 +476,21 @@ class Agent:
         self._reported_at = loop.time()
         self._told = self._tellable()
         state, snapshot = supervisor.state, supervisor.report
+        if snapshot is not None:
+            self._models = snapshot.models
         link.send(
             Report(
                 self._sequence,
                 self._memory(supervisor),
                 state,
-                snapshot.models if snapshot else (),
+                snapshot.models if snapshot else self._resting_models(),
                 snapshot.acked_seq if snapshot else 0,
-                self._draining,
+                self._draining or self._paused,
                 self._ping,
                 self.poll.system() if self.poll else System(),
                 self.poll.enforcement() if self.poll else Enforcement(),
                 self._video(),
+                self.sharer.told() if self.sharer is not None else Sharing(),
             )
         )
         settings = self._settings.node
@@ -479,6 +526,63 @@ class Agent:
             leases=limits.leases,
             total=self._hardware.memory,
         )
+
+    # -- the owner's memory ----------------------------------------------------------
+
+    @property
+    def _paused(self) -> bool:
+        return self.sharer is not None and not self.sharer.standing.shared
+
+    def _not_now(self) -> Refused:
+        """Say why nothing is begun here now. The code is one that every coordinator knows."""
+        assert self.sharer is not None  # noqa: S101  it is what says no
+        text = f"this Mac takes nothing new: {self.sharer.standing.why}"
+        return Refused(Code.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
+
+    def _resting_models(self) -> tuple[Model, ...]:
+        """Give the models that this Mac could serve while its engine is replaced for the sake of its memory: they are
+        not gone, and who asks for one is told to wait and not that nobody has it."""
+        if not self._paused:
+            return ()
+        return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
+
+    def sharing_changed(self) -> None:
+        """Tell everybody whom it concerns whether this Mac takes work."""
+        assert self.sharer is not None  # noqa: S101  it calls us
+        standing = self.sharer.standing
+        self.on_sharing("" if standing.shared else standing.why)
+        self.report()
+
+    def holds(self) -> Holds:
+        """Say what is still on this Mac."""
+        return Holds(
+            sum(len(link.requests) for link in self._links),
+            self.lender is not None and self.lender.holding,
+            self.supervisor is not None and self.supervisor.resting,
+        )
+
+    def act(self, act: Act, standing: Standing) -> None:
+        """Give the memory back, step by step, or take work again."""
+        assert self.supervisor is not None  # noqa: S101  set before the sharer starts
+        match act:
+            case Act.END_REQUESTS:
+                self._let_go(f"its Mac takes no work now: {standing.why}")
+            case Act.END_LEASE if self.lender is not None:
+                self.lender.end(standing.why)
+            case Act.END_LEASE:
+                pass
+            case Act.REST:
+                self.supervisor.rest()
+            case Act.WAKE:
+                self.supervisor.wake()
+
+    def _let_go(self, why: str) -> None:
+        """End what nobody else had room for; the coordinator may still go on with it elsewhere."""
+        for link in tuple(self._links):
+            for request in tuple(link.requests):
+                self._to_engine(Cancel(request))
+                link.send(Failed(request, STOPPED, why))
+                self._end(link, request)
 
     # -- questions ---------------------------------------------------------------
 

@@ -8,7 +8,7 @@ URL never needs multicast.
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -140,8 +140,11 @@ class _Search:
         self._first.set()
 
 
-async def locate(identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None) -> str | None:
+async def locate(
+    identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
+) -> str | None:
     """Find our coordinator at the remembered addresses and by Bonjour, side by side: dead addresses hold nothing up.
+    `besides` are addresses to leave out.
 
     Gives the `host:port` where its certificate proved it, None when it is nowhere.
     """
@@ -151,9 +154,10 @@ async def locate(identity: Identity, seconds: float, *, interfaces: Sequence[str
 
     async def announced() -> str | None:
         heard = await find(seconds, identity.cluster, interfaces=interfaces)
-        return await first_proven([address for found in heard for address in found.candidates], proven)
+        return await first_proven(_without([one for found in heard for one in found.candidates], besides), proven)
 
-    ways = [asyncio.ensure_future(way) for way in (first_proven(identity.addresses, proven), announced())]
+    known = _without(identity.addresses, besides)
+    ways = [asyncio.ensure_future(way) for way in (first_proven(known, proven), announced())]
     try:
         for way in asyncio.as_completed(ways):
             address = await way
@@ -164,6 +168,10 @@ async def locate(identity: Identity, seconds: float, *, interfaces: Sequence[str
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
     return None
+
+
+def _without(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
+    return [address for address in addresses if address not in besides]
 
 
 async def first_proven(

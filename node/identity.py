@@ -41,7 +41,7 @@ class IdentityMismatch(IdentityError):
 @dataclass(frozen=True, slots=True)
 class Identity:
     """A joined node. `certificate` and `ca` are DER; `addresses` (`host:port`) are where the coordinator was found,
-    the latest first."""
+    the latest first. `generation` is the highest that a coordinator of the cluster has shown, `seal` its signature."""
 
     cluster: str
     node: NodeId
@@ -51,6 +51,8 @@ class Identity:
     certificate: bytes
     ca: bytes
     addresses: tuple[str, ...] = ()
+    generation: int = 0
+    seal: bytes = b""
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -60,6 +62,8 @@ class _Kept(msgspec.Struct, frozen=True):
     machine: str
     ca: bytes
     addresses: tuple[str, ...] = ()
+    generation: int = 0
+    seal: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,9 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
     if uri != node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
     return Identity(
-        kept.cluster, NodeId(kept.node), kept.name, kept.machine, folder, certificate, kept.ca, kept.addresses
-    )
+        kept.cluster, NodeId(kept.node), kept.name, kept.machine, folder, certificate, kept.ca, kept.addresses,
+        kept.generation, kept.seal,
+    )  # fmt: skip
 
 
 def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca: bytes, machine: str) -> Identity:
@@ -135,6 +140,23 @@ def remember(identity: Identity, address: str) -> Identity:
     after = replace(identity, addresses=(address, *others)[:MOST_ADDRESSES])
     if after.addresses != identity.addresses:
         _keep(after)
+    return after
+
+
+def outgrow(identity: Identity, address: str) -> Identity:
+    """Forget an address at which a coordinator is that the cluster has left behind."""
+    after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
+    if after.addresses != identity.addresses:
+        _keep(after)
+    return after
+
+
+def follow(identity: Identity, generation: int, seal: bytes) -> Identity:
+    """Keep the generation of a coordinator that proved itself, if it is higher than any before."""
+    if generation <= identity.generation:
+        return identity
+    after = replace(identity, generation=generation, seal=seal)
+    _keep(after)
     return after
 
 
@@ -187,7 +209,8 @@ def install(identity: Identity, certificate: bytes) -> Identity:
 
 
 def _keep(identity: Identity) -> None:
-    kept = _Kept(identity.cluster, identity.node, identity.name, identity.machine, identity.ca, identity.addresses)
+    kept = _Kept(identity.cluster, identity.node, identity.name, identity.machine, identity.ca, identity.addresses,
+                 identity.generation, identity.seal)  # fmt: skip
     write_private(identity.folder / "identity.json", msgspec.json.encode(kept))
 
 

@@ -46,7 +46,10 @@ ACKNOWLEDGED = "acknowledged"
 NO_DISK = "disk_full"
 STOPPING = "node_stopping"
 SILENT = "engine_silent"
+PAUSED = "node_paused"
 RETRY_SOON = 2.0
+LEFT = 64 * 1024
+"""Bytes that a disk has to have left: with less a worker that ends has ended for that."""
 KEPT = 32
 """Leases that ended and are not acknowledged yet; of more the oldest are forgotten with their files."""
 PREFIX = "artifact:"
@@ -71,6 +74,7 @@ class Lender:
         self._asked: tuple[str, int] | None = None
         self._order = ""
         self._stopping = False
+        self._paused = ""
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._told: tuple[object, ...] = ()
@@ -125,6 +129,8 @@ class Lender:
             self._repeat(held)
         elif self._stopping:
             self.say(leases.no(ask, STOPPING, "this node is stopping", leases.RETRY_READY))
+        elif self._paused:
+            self.say(self._no_more(ask))
         elif self._task is not None or self._asked is not None:
             holding = self._ledger.holding
             what, wait = (f"to {holding.job}", leases.RETRY_HELD) if holding is not None else ("already", RETRY_SOON)
@@ -132,6 +138,9 @@ class Lender:
         else:
             self._asked, self._order = (ask.lease, ask.generation), ""
             self._task = asyncio.get_running_loop().create_task(self._live(ask))
+
+    def _no_more(self, ask: Lease) -> LeaseRefused:
+        return leases.no(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.RETRY_READY)
 
     def _repeat(self, held: Held) -> None:
         """Answer again what was answered before; while it is being decided there is nothing to say yet."""
@@ -146,7 +155,8 @@ class Lender:
         if held is None and self._asked == (order.lease, order.generation):
             self._order = order.cause or "released"
         elif held is None:
-            self.say(LeaseEnded(order.lease, order.generation, watchdog.LOST, "this node knows of no such lease"))
+            if order.cause != ACKNOWLEDGED:  # an answer to an acknowledgement would be acknowledged, for ever
+                self.say(LeaseEnded(order.lease, order.generation, watchdog.LOST, "this node knows of no such lease"))
         elif held.ended is None:
             self._order = order.cause or "released"
             self._news.set()
@@ -154,6 +164,16 @@ class Lender:
             self._forget(held)
         else:
             self.say(held.ended)
+
+    def pause(self, why: str) -> None:
+        """Lend nothing new, because of `why`; an empty text: lend again. A lease that is held goes on."""
+        self._paused = why
+
+    def end(self, why: str) -> None:
+        """End the lease that is held, because the node takes no work any more."""
+        if self.holding and not self._order:
+            self._paused, self._order = why, PAUSED
+            self._news.set()
 
     def linked(self) -> None:
         """Say again, on a new link, what was not acknowledged."""
@@ -223,6 +243,8 @@ class Lender:
         refused = leases.no(ask, NO_DISK, "the lease cannot be written down on this node", leases.RETRY_READY)
         if self._keep(held):
             refused = await self._lowered(ask)
+        if refused is None and self._paused:
+            refused = self._no_more(ask)
         if refused is None:
             try:
                 return self._open(held, spec)
@@ -340,9 +362,7 @@ class Lender:
         """Look until there is an end to it."""
         while True:
             if self._order:
-                return End(
-                    self._order, "this node is stopping" if self._stopping else "the coordinator ended the lease"
-                )
+                return End(self._order, self._ordered())
             end = watch.look()
             self._note(watch)
             if end is not None:
@@ -351,6 +371,16 @@ class Lender:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
                     await self._news.wait()
+
+    def _ordered(self) -> str:
+        """Say who wants the end."""
+        if self._stopping:
+            return "this node is stopping"
+        return (
+            f"its node takes no work now: {self._paused}"
+            if self._order == PAUSED
+            else "the coordinator ended the lease"
+        )
 
     def _note(self, watch: Watch) -> None:
         """Write down a worker that has come, and tell what is new."""
@@ -375,6 +405,8 @@ class Lender:
         artifacts = await asyncio.to_thread(_artifacts, watch) if end.code == COMPLETED else ()
         if end.code == COMPLETED and not artifacts:
             end = End("output_invalid", "the worker said that it was done, and left no clip")
+        if end.code in (watchdog.LOST, watchdog.CRASHED) and await asyncio.to_thread(_full, self._folder):
+            end = End(NO_DISK, f"the disk of this node is full: {end.message}")
         self._conclude(watch.held, end, watch, artifacts)
         self._watch = None
 
@@ -430,6 +462,13 @@ class Lender:
             if entry.is_dir() and entry.name not in known:
                 shutil.rmtree(entry, ignore_errors=True)
         return ledger
+
+
+def _full(folder: Path) -> bool:
+    """Whether nobody could write anything there, not even what went wrong."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free < LEFT
+    return False
 
 
 def _artifacts(watch: Watch) -> tuple[Artifact, ...]:

@@ -35,6 +35,7 @@ from node.machine import machine_id
 from node.memory.sensor import open_machine
 from node.poll import Poll
 from node.settings import NodeSettings, node_name, resolve
+from node.sharer import Sharer
 from node.supervise import Supervisor
 from node.video.studio import Studio
 from node.wakeful import Wakeful
@@ -147,11 +148,15 @@ async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) ->
     studio = Studio(settings, state, limiter, poll, supervisor)
     agent.lender, agent.raylet = studio.lender, studio.raylet
     studio.connect(agent.tell, agent.video_changed)
+    sharer = Sharer(settings.node, state / "node")
+    agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent
     agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, poll, studio)
+    return await _serve(options, agent, supervisor, poll, studio, sharer)
 
 
-async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll, studio: Studio) -> int:
+async def _serve(
+    options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll, studio: Studio, sharer: Sharer
+) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -167,6 +172,7 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
+        await sharer.start()
         poll.start()
         await supervisor.start()
         await studio.start()
@@ -189,6 +195,7 @@ async def _serve(options: argparse.Namespace, agent: Agent, supervisor: Supervis
         print(f"error: {error}", file=sys.stderr)
         code = 8 if error.reason == "protocol" else 4
     finally:
+        await sharer.stop()
         watch.stop()
         wakeful.stop()
         await studio.stop()

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from node.engine import kinds
 from node.memory.cap import CUSTOM, TIERS
+from node.sharing import When, read_hours
 from wire.identity import valid_id, valid_model, valid_name
 from wire.settings import Flat, Resolved, Section, SettingsError
 from wire.settings import resolve as resolve_layers
@@ -163,6 +164,22 @@ class AgentSettings(Section, frozen=True):
     machine: Annotated[str, Meta(description=(
         "Overrides the machine's own id, which a certificate is bound to: for two nodes on one machine. Empty: the "
         "machine's."))] = ""  # fmt: skip
+    share: Annotated[str, Meta(description=(
+        'When this Mac takes work: "always", "plugged-in" (while it draws from the mains), "idle" (once nobody has '
+        'touched it for node.share_idle), or "hours" (those of node.share_hours). Else it takes nothing new and gives '
+        "its memory back. `cluster pause` goes before it."))] = "always"  # fmt: skip
+    share_hours: Annotated[str, Meta(description=(
+        'Hours of node.share = "hours" by this Mac\'s clock: "22:00-07:00", several with commas between.'
+        ))] = ""  # fmt: skip
+    share_idle: Annotated[float, Meta(ge=1, le=86400, description=(
+        'Seconds without a touch of keyboard, mouse or screen after which node.share = "idle" takes work.'
+        ))] = 600.0  # fmt: skip
+    share_grace: Annotated[float, Meta(ge=0, le=86400, description=(
+        "Seconds that requests which nobody else has room for may go on here after this Mac stopped sharing."
+        ))] = 30.0  # fmt: skip
+    share_video_grace: Annotated[float, Meta(ge=0, le=86400, description=(
+        "Seconds that a video may go on here after this Mac stopped sharing; then its job ends as "
+        "video.on_node_loss says."))] = 300.0  # fmt: skip
     log_level: Annotated[str, Meta(description="Least level that is logged: debug, info, warning or error.")] = "info"
 
 
@@ -186,6 +203,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "engine.mlx.blas": ("auto", "bundled"),
     "models.profile": ("auto", "off"),
     "engine.scripted.text": ("words", "echo", "clock"),
+    "node.share": tuple(when.value for when in When),
     "node.stay_awake": ("busy", "always", "never"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }
@@ -246,8 +264,18 @@ def check(settings: NodeSettings) -> None:
         value = str(_leaf(settings, key))
         if value and not valid(value):
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
+    _check_hours(settings.node)
     if not valid_model(settings.engine.scripted.model):
         raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
+
+
+def _check_hours(node: AgentSettings) -> None:
+    if not node.share_hours and node.share != When.HOURS:
+        return
+    try:
+        read_hours(node.share_hours)
+    except ValueError as error:
+        raise SettingsError(f"setting node.share_hours: {error}") from None
 
 
 def _check_size(key: str, value: object) -> None:

@@ -9,6 +9,9 @@ minute of health. It loads again, one by one, what its predecessor had loaded, b
 A child whose last model is gone, and its memory not, is recycled: closed in good health while nobody uses it, and
 replaced at once. That is no death: it counts as none, delays nothing and accuses no model.
 
+While the engine rests (`rest`), its owner wants the memory: a child that has loaded anything is recycled, and none
+loads a model by itself, neither what its predecessor had nor what is preloaded. `wake` brings those back.
+
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: killed)─► hung ─► restarting       failed: restarting, at the longest wait
 
@@ -126,6 +129,8 @@ class Child(asyncio.Protocol):
     pinged: float | None = None
     blame: str = ""
     recycled: bool = False
+    resting: bool = False
+    """Whether it was started without what is preloaded, or has nothing loaded."""
     seen: set[str] = field(default_factory=set[str])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -202,6 +207,7 @@ class Supervisor:
         self._cause = ""
         self._restarts = self._recycles = 0
         self._deaths = 0
+        self._resting = False
         self._stopping = asyncio.Event()
         self._busier = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -319,6 +325,28 @@ class Supervisor:
         if self._child is not None:
             self._child.end(blame)
 
+    @property
+    def resting(self) -> bool:
+        """Whether the engine was told to hold nothing."""
+        return self._resting
+
+    def rest(self) -> None:
+        """Give all of the engine's memory back, and load nothing until `wake`. What still runs there is lost."""
+        self._resting = True
+        child = self._child
+        if child is None or child.resting:
+            return
+        if child.seen or self._wanted or self._settings.models.preload:
+            self._recycle(child, "its memory is its owner's for now, so it was replaced by one that holds nothing")
+        child.resting = True
+
+    def wake(self) -> None:
+        """Let models be loaded again; those that are preloaded come back with a new child."""
+        self._resting = False
+        child = self._child
+        if child is not None and child.resting and self._settings.models.preload:
+            self._recycle(child, "what is preloaded comes back with another")
+
     async def stop(self, grace: float = 5.0) -> None:
         """End the child within `grace` seconds; requests that are still open end in Failed."""
         self._stopping.set()
@@ -405,16 +433,22 @@ class Supervisor:
             if errors >= 0:
                 os.close(errors)
         now = time.monotonic()
-        child = Child(process, open_sensor(process.pid), now, self._receive, page, heard=now)
+        child = Child(process, open_sensor(process.pid), now, self._receive, page, heard=now, resting=self._resting)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=ours)
-        child.write(settings_message(self._settings))
+        child.write(settings_message(self._told()))
         self._restore(child)
         if self._limits is not None:
             child.write(encode(self._limits))
         if self._stopping.is_set():
             child.close()
         return child
+
+    def _told(self) -> NodeSettings:
+        """Give the settings for a new child: at rest it preloads nothing."""
+        if not self._resting:
+            return self._settings
+        return replace(self._settings, models=replace(self._settings.models, preload=()))
 
     def _environment(self) -> dict[str, str]:
         engine = self._settings.engine
@@ -423,6 +457,8 @@ class Supervisor:
     def _restore(self, child: Child) -> None:
         """Tell a new child what to load again and what to keep out; before its limits, so before it loads anything."""
         bans = self._quarantine.bans(time.monotonic())
+        if self._resting:
+            self._wanted.clear()
         self._wanted -= {ban.model for ban in bans}
         if self._wanted or bans:
             child.write(encode(Restore(tuple(sorted(self._wanted)), bans)))
@@ -484,7 +520,10 @@ class Supervisor:
                 child.ready = True
                 self._become("ready")
             elif child is not None and self._spent(child, frame):
-                self._recycle(child, frame)
+                log.warning("recycled", unreturned=show_size(frame.unreturned), phys=show_size(frame.memory.phys),
+                            base=show_size(frame.memory.base))  # fmt: skip
+                text = f"{show_size(frame.unreturned)} of unloaded models did not come back, so it was replaced"
+                self._recycle(child, text)
             else:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
@@ -495,18 +534,16 @@ class Supervisor:
     def _spent(self, child: Child, report: EngineReport) -> bool:
         """Whether only a new process brings this one's memory back, and nobody would notice. With preloaded models one
         would: they would come back with it, though somebody had them unloaded."""
-        used = self._live or report.running or report.waiting or self._settings.models.preload
+        pinned = self._settings.models.preload and not child.resting
+        used = self._live or report.running or report.waiting or pinned
         here = any(model.loaded or model.loading for model in report.models)
         return report.unreturned > 0 and child.ready and bool(child.seen) and not used and not here
 
-    def _recycle(self, child: Child, report: EngineReport) -> None:
+    def _recycle(self, child: Child, why: str) -> None:
         """Let a healthy child leave, for another to take its place."""
-        memory = report.memory
         self._recycles += 1
-        log.warning("recycled", unreturned=show_size(report.unreturned), phys=show_size(memory.phys),
-                    base=show_size(memory.base))  # fmt: skip
         child.recycled, child.ready = True, False
-        child.blame = f"{show_size(report.unreturned)} of unloaded models did not come back, so it was replaced"
+        child.blame = why
         self._become("restarting", child.blame)
         child.close()
 

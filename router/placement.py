@@ -309,6 +309,8 @@ def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Tr
 
 def away(node: NodeView, now: float) -> tuple[str, Code | None]:
     """Say why a node can be given nothing now, whatever it is; nothing when it can."""
+    if node.state == "paused":
+        return f"is paused: {node.sharing.why}", Code.DRAINING
     if node.state != "ready":
         return f"is {node.state}", Code.NOT_READY
     if node.cordoned:

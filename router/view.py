@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, System
+from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, Sharing, System
 from wire.video import LeaseState, VideoPackage, VideoState
 
 FRESH_SECONDS = 3.0
@@ -29,6 +29,8 @@ UNMEASURED_RATIO = 4.0
 """Bytes of request text per prompt token until the node has measured it: English prose."""
 LONGEST_CONTEXT = 100_000_000
 LONGEST_LOAD = 600.0
+LATEST = 2.0**33
+"""Unix seconds until which a pause may last: the year 2242."""
 MOST_EXPECTED = 32_768
 MOST_MODELS = 512
 """Models of one node that are looked at."""
@@ -64,6 +66,7 @@ class NodeView:
     enforcement: Enforcement = field(default_factory=Enforcement)
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
+    sharing: Sharing = field(default_factory=Sharing)
 
     @property
     def life(self) -> int:
@@ -128,6 +131,7 @@ def view_of(
         enforcement=_honest_enforcement(report.enforcement),
         labels=labels,
         video=honest_video(report.video),
+        sharing=_honest_sharing(report.sharing),
     )
 
 
@@ -235,6 +239,11 @@ def _honest_enforcement(one: Enforcement) -> Enforcement:
         tuple(_printable(text) for text in one.warnings[:MOST_WARNINGS]), max(0, one.polls), max(0, one.over_caps),
         max(0, one.kills),
     )  # fmt: skip
+
+
+def _honest_sharing(one: Sharing) -> Sharing:
+    until = None if one.until is None else _bounded(one.until, 0.0, LATEST, 0.0)
+    return Sharing(_printable(one.when)[:20], one.paused, _printable(one.why), until or None, one.by_hand)
 
 
 def _size(size: int | None) -> int | None:

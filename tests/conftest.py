@@ -51,7 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """Print every skip's reason, and fail CI for one that tests/skips.txt does not list."""
+    """Print what tests want seen (`record_property("seen", …)`); print every skip's reason, and fail CI for one that
+    tests/skips.txt does not list."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, text in report.user_properties:
+            if name == "seen":
+                terminalreporter.write_line(str(text))
     if not os.environ.get("CI"):
         return
     listed = [

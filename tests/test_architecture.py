@@ -51,6 +51,7 @@ PERIODIC_SLEEPS = {
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "coordinator/web/live.py": "the next look at the pool, while a page is open",
+    "coordinator/video/broker.py": "until Ray is asked again for an actor, of whose nodes it had not heard",
     "coordinator/video/conductor.py": "until a node is asked again that did not answer",
     "coordinator/video/head.py": "back-off before Ray is started again",
     "coordinator/video/rays.py": "back-off before the broker is started again",
@@ -210,7 +211,7 @@ def texts() -> Iterator[Path]:
     """Give every text file of the repository."""
     for folder in (*PACKAGES, "tests", "deploy", "dashboards", "docs", "requirements", ".ci"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if not file.is_file() or "__pycache__" in file.parts or file.suffix == ".safetensors":
+            if not file.is_file() or "__pycache__" in file.parts or file.suffix in (".safetensors", ".png"):
                 continue
             if file != Path(__file__):
                 yield file

@@ -3,12 +3,16 @@
 import importlib.util
 import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from coordinator.settings import OTHERS, CoordinatorSettings
-from docs.generate import HERE, PAGES
+from docs.generate import HERE, PAGES, contexts
 from node.enforcer import BUSY, EMPTY
 from node.engine.prompt import IMAGE_TOKENS
 from node.engine.returns import LEAST
@@ -20,6 +24,7 @@ from router.placement import Demand, Placement, Policy, place
 from router.reservations import Ledger
 from router.view import ClusterView
 from tests.support.loopback_cluster import a_memory
+from tests.support.processes import environment
 from tests.unit.router.test_placement import NOW, node
 from wire.refusals import Numbers, Refused
 from wire.report import EngineState, Memory
@@ -116,3 +121,42 @@ def test_the_policy_in_the_manual_is_one_that_the_router_takes(tmp_path: Path):
         result = place(ClusterView(nodes), Demand("tiny", 0, 1000), Ledger(), now=NOW, draw=lambda: 0.5, policy=policy)
         assert isinstance(result, Placement)
         assert result.chosen.name == expected
+
+
+VERBS = dict(contexts())
+
+
+def commands() -> list[object]:
+    """Give every `cluster …` line of every shell block of every page."""
+    pages = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
+    lines = [
+        (page.name, line.strip())
+        for page in pages
+        for block in re.findall(r"^```(?:sh)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        if line.startswith("cluster ")
+    ]
+    return [pytest.param(line, id=f"{name}:{line[:60]}") for name, line in dict.fromkeys(lines)]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_in_the_manual_is_one_that_exists(line: str):
+    words = shlex.split(line.replace("…", "x").replace("[", "").replace("]", ""), comments=True)[1:]
+    path: tuple[str, ...] = ("cluster",)
+    while words and (*path, words[0]) in VERBS:
+        path = (*path, words.pop(0))
+    assert len(path) > 1, "there is no such verb"
+    command, context = VERBS[path].command, VERBS[path]
+    _, rest, _ = command.make_parser(context).parse_args(words)
+    assert rest == [] or any(isinstance(one, click.Argument) for one in command.params), rest
+
+
+def test_the_manual_builds_without_a_warning(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(NO_MKDOCS_2_WARNING="1"))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    pages = {file.relative_to(HERE).with_suffix(".html") for file in HERE.rglob("*.md")}
+    assert {file for file in pages if not (tmp_path / file).exists()} == set()
+    loaded = re.compile(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?|png|svg)\b[^"]*)"')
+    outside = {url for file in tmp_path.rglob("*.html") for url in loaded.findall(file.read_text())}
+    assert outside == set(), "the site loads something from elsewhere"

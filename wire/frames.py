@@ -12,7 +12,19 @@ from enum import IntEnum
 
 from wire.measures import GateMeasures
 from wire.refusals import Refused
-from wire.report import CacheState, Counts, Enforcement, EngineState, Hardware, Level, Memory, Model, Part, System
+from wire.report import (
+    CacheState,
+    Counts,
+    Enforcement,
+    EngineState,
+    Hardware,
+    Level,
+    Memory,
+    Model,
+    Part,
+    Sharing,
+    System,
+)
 from wire.video import Artifact, VideoState
 
 
@@ -81,7 +93,8 @@ class Enrolled(Frame, frozen=True, array_like=True, gc=False):
 
 class Hello(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator, first frame of a link. `instance` is new at every agent start; `takeover` marks a second link
-    of the same instance that replaces the first without ending its requests."""
+    of the same instance that replaces the first without ending its requests. `generation` is the highest that this node
+    was ever told in Welcome, with its `seal`: a coordinator of a lower one is not the cluster's any more."""
 
     protocol: int
     node: str
@@ -91,10 +104,13 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     version: str
     hardware: Hardware
     takeover: bool = False
+    generation: int = 0
+    seal: bytes = b""
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember."""
+    """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember.
+    `generation` grows with every restore of a backup, and `seal` is the CA's signature of it."""
 
     epoch: int
     cluster: str
@@ -102,6 +118,8 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     time: float
     version: str
     addresses: tuple[str, ...] = ()
+    generation: int = 0
+    seal: bytes = b""
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):
@@ -115,7 +133,8 @@ class Denied(Frame, frozen=True, array_like=True, gc=False):
 
 class Report(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator: heartbeat and facts. `sequence` counts reports, `acked_seq` is the highest `seq` that
-    `memory.reserved` already counts, `ping` echoes the newest Ping."""
+    `memory.reserved` already counts, `ping` echoes the newest Ping. `draining` is also true while `sharing.paused`: who
+    does not know of pauses sends nothing new either."""
 
     sequence: int
     memory: Memory
@@ -127,6 +146,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     system: System = System()
     enforcement: Enforcement = Enforcement()
     video: VideoState = VideoState()
+    sharing: Sharing = Sharing()
 
 
 class Goodbye(Frame, frozen=True, array_like=True, gc=False):
@@ -191,6 +211,14 @@ class Fragment(Frame, frozen=True, array_like=True, gc=False):
     message: int
     payload: bytes
     last: bool = False
+
+
+class Pause(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: take nothing new for so many `seconds` (None: until a person resumes you; 0: resume), `by`
+    whom. Answered by the next report, whose `sharing` says how things stand; sent only to nodes that report it."""
+
+    seconds: float | None
+    by: str = ""
 
 
 # requests
@@ -569,7 +597,7 @@ class Head(Part, frozen=True, array_like=True, gc=False):
 TAGS: dict[int, type[Frame]] = {
     1: EnrolStart, 2: EnrolAuthority, 3: Enrol, 4: EnrolPending, 5: Enrolled,
     10: Hello, 11: Welcome, 12: Denied, 13: Report, 14: Goodbye, 15: Ping, 16: Pong, 17: Renew, 18: Renewed,
-    19: Ask, 20: Answer, 21: Fragment,
+    19: Ask, 20: Answer, 21: Fragment, 22: Pause,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload, 39: Profile, 40: Count,
     50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom,

@@ -237,6 +237,18 @@ class System(Part, frozen=True, array_like=True, gc=False):
     worker: int = 0
 
 
+class Sharing(Part, frozen=True, array_like=True, gc=False):
+    """Whether the owner's Mac takes work now. `when` is the node's rule (`always`, `plugged-in`, `idle`, `hours`),
+    empty from a node that cannot be paused. `paused`: it takes nothing new, because of `why`, until `until` (Unix
+    seconds by its own clock; None: nobody can say). `by_hand`: a person paused it, not the rule."""
+
+    when: str = ""
+    paused: bool = False
+    why: str = ""
+    until: float | None = None
+    by_hand: bool = False
+
+
 class Enforcement(Part, frozen=True, array_like=True, gc=False):
     """What the agent holds its engine to, from outside: `phys` is its own reading of that process, `highest` and
     `interval` the kernel's high-water marks of it (ever, and since they were last reset), which judge nobody.

@@ -13,6 +13,8 @@ COMMANDS = {
     "leave": ("coordinator.cli.join:leave", "Take this machine out of its cluster for good."),
     "status": ("coordinator.cli.nodes:status", "Say in a few lines how the pool is."),
     "nodes": ("coordinator.cli.nodes:nodes", "List the nodes with their memory; inspect, cordon or remove one."),
+    "pause": ("coordinator.cli.owner:pause", "Have a Mac take nothing new, and its owner its memory back."),
+    "resume": ("coordinator.cli.owner:resume", "End a Mac's pause."),
     "approve": ("coordinator.cli.nodes:approve", "Let a machine in that asks with a short code."),
     "models": ("coordinator.cli.models:models", "List the models and where they are."),
     "load": ("coordinator.cli.models:load", "Load a model into the memory of a node."),
@@ -39,6 +41,8 @@ COMMANDS = {
     "service": ("coordinator.cli.service:service", "Run this machine's part of the pool as a service of the system."),
     "config": ("coordinator.cli.config:config", "Show the settings with their origins; look a file of them through."),
     "doctor": ("coordinator.cli.doctor:doctor", "Look for what is wrong with this machine, and say what to do."),
+    "backup": ("coordinator.cli.keeping:backup", "Write the whole cluster into one file."),
+    "restore": ("coordinator.cli.keeping:restore", "Put a backup in place, here or on another machine."),
     "version": ("coordinator.cli.use:version", "Print versions."),
     "completion": ("coordinator.cli.use:completion", "Print the completion script for a shell."),
 }

@@ -7,6 +7,7 @@ import click
 from coordinator.cli.access import Duration, moment
 from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, guard_of
 from coordinator.cli.models import standing, waiting
+from coordinator.cli.owner import described
 from coordinator.cli.session import REFUSED, Problem, Session, options, table
 from wire.units import show_size
 
@@ -52,6 +53,8 @@ def _print_nodes(answer: dict[str, Any]) -> None:
     for node in answer["nodes"]:
         if node["bound_by"] and node.get("remedy"):
             click.echo(f"{node['name']}: {node['bound_by']} decides; {node['remedy']}")
+        if node["state"] == "paused":
+            click.echo(f"{node['name']}: {described(node['sharing'])}")
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.session import Problem, default_state
+from coordinator.cli.session import REFUSED, Problem, default_state
 
 STRANGERS = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
 
@@ -63,6 +63,7 @@ def up(
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
 
     from coordinator.authority import AuthorityError
+    from coordinator.keeping.fence import SupersededError
     from coordinator.run import Options, serve
     from coordinator.settings import OTHERS, CoordinatorSettings
     from coordinator.store import StoreError
@@ -98,6 +99,8 @@ def up(
 
     try:
         uvloop.run(serve(options, ready))
+    except SupersededError as error:
+        raise Problem(REFUSED, str(error)) from None
     except (StoreError, AuthorityError) as error:
         raise Problem(1, str(error)) from None
     except OSError as error:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.session import REFUSED, Problem, Session, options, raise_for, table
+from coordinator.cli.session import PROTOCOL, REFUSED, Problem, Session, options, raise_for, table
 from wire.units import show_size
 
 
@@ -207,29 +207,50 @@ def env(session: Session, shell: str) -> None:
 @click.option("--cluster", "whole", is_flag=True, help="Ask the coordinator and its nodes too.")
 @options
 def version(session: Session, whole: bool) -> None:
-    """Print versions."""
+    """Print versions; with --cluster what every member runs, its protocol, and what to do.
+
+    Exit code 8 where a member cannot take part because of its protocol."""
     from importlib.metadata import version as installed
 
-    from wire.identity import OLDEST_PROTOCOL, PROTOCOL
+    from wire import identity
 
     answer: dict[str, Any] = {
         "schema": 1,
         "version": installed("macpool"),
-        "protocol": PROTOCOL,
-        "oldest": OLDEST_PROTOCOL,
+        "protocol": identity.PROTOCOL,
+        "oldest": identity.OLDEST_PROTOCOL,
     }
     if whole:
-        answer["coordinator"] = session.call("GET", "/api/v1/version")["version"]
-        answer["nodes"] = {n["name"]: n["version"] for n in session.call("GET", "/api/v1/nodes")["nodes"]}
+        asked, nodes = session.call("GET", "/api/v1/version"), session.call("GET", "/api/v1/nodes")["nodes"]
+        answer["coordinator"] = asked["version"]
+        answer["coordinator_protocol"] = asked["protocol"]
+        answer["nodes"] = {node["name"]: node["version"] for node in nodes}
+        answer["members"] = _members(asked["version"], nodes)
     session.show(answer, _print_version)
+    if any("cannot take part" in one["advice"] for one in answer.get("members", [])):
+        click.get_current_context().exit(PROTOCOL)
+
+
+def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from coordinator.versions import Running, compare
+
+    lines = compare(coordinator, [Running(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes])
+    return [
+        {"name": one.running.name, "state": one.running.state, "version": one.running.version,
+         "protocol": one.running.protocol, "ok": one.ok, "advice": one.advice}
+        for one in lines
+    ]  # fmt: skip
 
 
 def _print_version(answer: dict[str, Any]) -> None:
     click.echo(f"macpool {answer['version']}, protocol {answer['protocol']} (speaks from {answer['oldest']})")
     if "coordinator" in answer:
-        click.echo(f"coordinator {answer['coordinator']}")
-        for name, running in answer["nodes"].items():
-            click.echo(f"{name} {running or '-'}")
+        rows = [("coordinator", "", answer["coordinator"], str(answer["coordinator_protocol"]), "")]
+        rows += [
+            (one["name"], one["state"], one["version"] or "-", str(one["protocol"] or "-"), one["advice"] or "ok")
+            for one in answer["members"]
+        ]
+        table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "WHAT TO DO"), rows)
 
 
 @click.command()

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from coordinator.membership import State
 from coordinator.metrics.families import Family, Histogram, Kind, Row, histogram, one
+from coordinator.video.counters import ENDS, REASONS, VideoCounters, VideoPicture
 from router.metrics import OTHER, OUTCOMES, Counters, ModelCounts
 from router.view import ClusterView
 from wire.identity import NodeId
+from wire.measures import Buckets
 from wire.refusals import Code
 
 CERTIFICATES = ("authority", "coordinator", "endpoint")
@@ -62,6 +64,7 @@ class PoolPicture:
     links: Links
     conditions: Mapping[str, bool]
     process: Process
+    video: VideoPicture
 
 
 _NODE = (("node", "a member's name"),)
@@ -100,6 +103,15 @@ def _headrooms(picture: PoolPicture) -> Mapping[NodeId, float]:
         for node in picture.view.nodes
         if node.state in _LINKED and node.memory.headroom is not None
     }
+
+
+def _video(read: Callable[[VideoPicture], Iterable[Row]]) -> Callable[[PoolPicture], Iterable[Row]]:
+    """Read nothing of a pool without videos."""
+    return lambda picture: read(picture.video) if picture.video.used else ()
+
+
+def _video_times(read: Callable[[VideoCounters], Buckets]) -> Callable[[PoolPicture], Iterable[Row]]:
+    return _video(lambda video: one(histogram(read(video.counters))))
 
 
 def _lives(at: int) -> Callable[[PoolPicture], list[Row]]:
@@ -163,12 +175,18 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
            lambda p: [((node.name, str(node.state)), 1.0) for node in p.view.nodes], (*_NODE, ("state", "as above"))),
     Family("cluster_node_cordoned", _G, "1 while a member gets nothing new because a person said so.",
            lambda p: [((node.name,), float(node.cordoned)) for node in p.view.nodes], _NODE),
+    Family("cluster_node_paused", _G, "1 while a member takes nothing new because its owner wants its memory.",
+           lambda p: [((node.name,), float(node.sharing.paused)) for node in p.view.nodes], _NODE),
+    Family("cluster_node_paused_until_timestamp_seconds", _G, "When a member's pause ends, Unix time.",
+           lambda p: [((node.name,), node.sharing.until) for node in p.view.nodes
+                      if node.sharing.paused and node.sharing.until], _NODE,
+           "while it is paused until a known time"),
     Family("cluster_node_report_timestamp_seconds", _G, "When a member's newest report came, Unix time.",
            lambda p: [((node.name,), p.wall - (p.now - node.heard_at)) for node in p.view.nodes if node.heard_at],
            _NODE, "once one came"),
     Family("cluster_node_headroom_bytes", _G,
            "Headroom as placement sees it: of the newest report, with what is reusable, less what is promised since.",
-           _by_node(_headrooms), _NODE, "while the node is linked and its footprint readable"),
+           _by_node(_headrooms), _NODE, "while the node is linked, not paused, and its footprint readable"),
     Family("cluster_node_certificate_issued_timestamp_seconds", _G, "Begin of the certificate that a node showed.",
            _by_node(lambda p: {node: life[0] for node, life in p.node_certificates.items()}), _NODE,
            "while it is linked"),
@@ -181,6 +199,33 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
            lambda p: p.links.strangers),
     _counter("cluster_links_made", "Links that were made.", lambda p: p.links.linked),
     _counter("cluster_links_denied", "Nodes that were turned away.", lambda p: p.links.denied),
+)  # fmt: skip
+_USED = "once a node makes videos"
+VIDEO: tuple[Family[PoolPicture], ...] = (
+    Family("video_jobs", _G, "Video jobs that have not ended.",
+           _video(lambda v: [((state,), count) for state, count in v.states.items()]),
+           (("state", "`queued`; `leasing`: a node was asked for memory; `in_progress`; `finalizing`: its files are "
+             "fetched"),), _USED),
+    Family("video_jobs_ended", _C, "Ended video jobs.",
+           _video(lambda v: [((end,), count) for end, count in v.counters.ends.items()]),
+           (("status", ", ".join(f"`{end}`" for end in ENDS)),), _USED),
+    Family("video_failures", _C, "Why video jobs failed.",
+           _video(lambda v: [((reason,), count) for reason, count in v.counters.failures.items()]),
+           (("reason", ", ".join(f"`{reason}`" for reason in sorted(REASONS))),), "once one failed so"),
+    Family("video_oldest_queued_seconds", _G, "For how long the job waits that came first; 0 where none does.",
+           _video(lambda v: one(v.oldest)), when=_USED),
+    Family("video_job_progress_ratio", _G, "What is done of the job on a node.",
+           _by_node(lambda p: p.video.progress), _NODE, "while one runs there"),
+    Family("video_made_seconds", _C, "Length of all videos that were made.",
+           _video(lambda v: one(v.counters.seconds)), when=_USED),
+    Family("video_artifacts_bytes", _G, "What the files of videos take on the coordinator.",
+           _video(lambda v: one(v.kept)), when=_USED),
+    Family("video_queue_time_seconds", _H, "From a job's creation to its lease.",
+           _video_times(lambda counters: counters.waited), when=_USED),
+    Family("video_job_duration_seconds", _H, "From a job's lease to its end, of those that were completed.",
+           _video_times(lambda counters: counters.took), when=_USED),
+    Family("video_lease_confirm_seconds", _H, "From asking a node for memory to its confirmation.",
+           _video_times(lambda counters: counters.confirmed), when=_USED),
 )  # fmt: skip
 SELF: tuple[Family[PoolPicture], ...] = (
     Family("build_info", _G, "What runs here; always 1.", lambda p: [((p.version, p.python), 1.0)],
@@ -199,4 +244,4 @@ SELF: tuple[Family[PoolPicture], ...] = (
     _gauge("process_open_fds", "Open files and connections of the coordinator.", lambda p: p.process.open_files),
     _gauge("process_max_fds", "How many it may have.", lambda p: p.process.most_files),
 )  # fmt: skip
-POOL = (*ROUTER, *MEMBERS, *SELF)
+POOL = (*ROUTER, *MEMBERS, *VIDEO, *SELF)

@@ -22,6 +22,7 @@ from coordinator.metrics.labels import Labels
 from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
 from coordinator.metrics.pool import POOL, Links, PoolPicture, Process
 from coordinator.registry import Registry
+from coordinator.video.counters import VideoPicture
 from router.dispatch import Dispatcher
 from router.keys import KeyRing
 from router.view import NodeView
@@ -33,7 +34,7 @@ ASK_SECONDS = 3.0
 LONGEST_MEASURES = 16 * 1024
 LIVES_SECONDS = 60.0
 """For which the lives of our certificates are remembered: they are read from files."""
-SCRAPABLE = frozenset({"ready", "suspect", "draining", "joining"})
+SCRAPABLE = frozenset({"ready", "suspect", "draining", "paused", "joining"})
 Lives = Mapping[str, tuple[float, float]]
 
 
@@ -42,7 +43,8 @@ class Unreachable(Exception):
 
 
 class Metrics:
-    """See the module. `lives` reads begin and end of our certificates, `conditions` gives which hold now."""
+    """See the module. `lives` reads begin and end of our certificates, `conditions` gives which hold now, `video` how
+    videos stand."""
 
     def __init__(
         self, registry: Registry, dispatcher: Dispatcher, ring: KeyRing, version: str, lives: Callable[[], Lives]
@@ -57,6 +59,7 @@ class Metrics:
         self._started = time.time()
         self._labels = Labels()
         self.conditions: Callable[[], Mapping[str, bool]] = dict
+        self.video: Callable[[], VideoPicture] = VideoPicture
 
     async def pool(self, accept: str) -> tuple[bytes, str]:
         """Give the coordinator's metrics in the form that `accept` asks for, with its content type."""
@@ -150,6 +153,7 @@ class Metrics:
             links=Links(links.open(), links.strangers(), links.made, links.denied),
             conditions=self.conditions(),
             process=self._process(),
+            video=self.video(),
         )
 
     def _our_lives(self) -> Lives:

@@ -17,8 +17,10 @@ import structlog
 
 from coordinator.store import StoreError
 from coordinator.video import events
+from coordinator.video.advance import advance
 from coordinator.video.artifacts import Artifacts, Interrupted
-from coordinator.video.board import Board, Hold, advance
+from coordinator.video.board import Board, Hold
+from coordinator.video.counters import VideoCounters, VideoPicture, picture
 from coordinator.video.jobs import Fault, Job, State, Wanted
 from coordinator.video.ledger import Choice, choose, packages_of, profile_of
 from coordinator.video.predictor import Profile, ProfileKey, key_of
@@ -107,11 +109,14 @@ class Conductor:
         self._store = VideoStore(folder)
         self.profiles: dict[ProfileKey, Profile] = dict(self._store.profiles)
         self.view = ClusterView()
+        self.counters = VideoCounters()
         self.board = Board(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
         self._heard: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._rays: dict[str, tuple[NodeId, str]] = {}
+        """By lease whose actor was asked for: its node, and that node's name in Ray's cluster."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -175,6 +180,11 @@ class Conductor:
         """Give the memory that is lent, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
 
+    def picture(self) -> VideoPicture:
+        """Take the picture of all jobs, for metrics."""
+        offered = any(node.video.packages for node in self.view.nodes)
+        return picture(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
+
     async def _written(self) -> None:
         if self.broken:
             raise StoreError(self.broken)
@@ -191,6 +201,12 @@ class Conductor:
             if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
                 self._heard[node.id] = node.heard_at
                 self.tell(events.Reported(node.id, node.video.leases))
+        for lease, (node, ray) in list(self._rays.items()):
+            found = view.node(node)
+            if found is not None and found.video.ray != ray:
+                del self._rays[lease]
+                log.info("ray of a lease ended", lease=lease, node=node)
+                self.tell(events.NotStarted(lease, "Ray has ended on its node"))
         if not self._running:
             self._look()
             self._run()
@@ -248,12 +264,21 @@ class Conductor:
         for action in actions:
             self._act(action)
         if before.jobs != self.board.jobs:
-            self._log(before)
+            self._tell_of_moves(before)
+        if before.holds != self.board.holds:
+            self._count_grants(before)
 
-    def _log(self, before: Board) -> None:
+    def _count_grants(self, before: Board) -> None:
+        for hold in self.board.holds.values():
+            old = before.holds.get(hold.lease)
+            if hold.granted and old is not None and not old.granted:
+                self.counters.granted(self._wall() - hold.since)
+
+    def _tell_of_moves(self, before: Board) -> None:
         for job in self.board.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
+                self.counters.moved(old, job, self._wall())
                 fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
                 log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
 
@@ -296,6 +321,7 @@ class Conductor:
             case events.Start(job, folder):
                 self._start(job, folder)
             case events.Stop(lease):
+                self._rays.pop(lease, None)
                 if self.starter is not None:
                     self.starter.stop(lease)
             case events.Fetch(job, artifacts):
@@ -328,6 +354,7 @@ class Conductor:
         if self.starter is None or node is None or not node.video.ray:
             self._events.append(events.NotStarted(job.lease, "Ray is not up on its node"))
         else:
+            self._rays[job.lease] = node.id, node.video.ray
             self.starter.start(job.lease, job.generation, node.video.ray, folder, job.size)
 
     async def _fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> None:

@@ -13,19 +13,13 @@ Ports, from `video.ray_port` on (all of them listen on every interface, which is
 """
 
 import asyncio
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import secrets
 import shutil
-import signal
 import socket
-import stat
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,21 +27,17 @@ import structlog
 
 from coordinator.video.ray_tls import LOOPBACK, RayAuthority
 from coordinator.video.settings import VideoSettings
+from machine import ray_process
 from machine.announce import addresses
 from machine.private import private_folder, write_private
+from machine.ray_process import BACK_OFF, HEALTHY, STARTED
 
 log = structlog.get_logger("coordinator.ray")
 
-BACK_OFF = (1.0, 60.0)
-"""First and longest wait before it is started again, in seconds; a run of two minutes resets it."""
-HEALTHY = 120.0
 START_SECONDS = 90.0
-GRACE = 5.0
-STORE = 80_000_000
 PORTS = 51
 LOOK_SECONDS = 10.0
 """Between two looks at this machine's address."""
-STARTED = b"Ray runtime started"
 USED = "used"
 """A file beside the tables that a head came up with."""
 CURRENT = "ray_current_cluster"
@@ -55,18 +45,11 @@ CURRENT = "ray_current_cluster"
 back, Ray would take the head for running and refuse to start it."""
 SESSIONS = 2
 """Sessions whose logs stay; the newest may be gone on with."""
-MOST_SAID = 2**20
-KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-SLIM = {
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    "PYTHONUNBUFFERED": "1",
+HEALTH = {
     "RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000", "RAY_health_check_failure_threshold": "4",
 }  # fmt: skip
-"""What every process of Ray here is told: a node that is away for some 20 seconds is out of Ray's cluster."""
+"""A node that is away for some 20 seconds is out of Ray's cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +82,7 @@ def names(host: str) -> tuple[str, ...]:
 
 def environment(files: Path, inherited: Mapping[str, str], *, tls: bool) -> dict[str, str]:
     """Give the environment of every process of Ray here; `files` holds token and certificates."""
-    found = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
-    found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token"), "TMPDIR": str(files)}
-    if tls:
-        found |= {
-            "RAY_USE_TLS": "1", "RAY_TLS_CA_CERT": str(files / "authority.pem"),
-            "RAY_TLS_SERVER_CERT": str(files / "certificate.pem"), "RAY_TLS_SERVER_KEY": str(files / "key.pem"),
-        }  # fmt: skip
-    return found
+    return ray_process.environment(inherited, files, token=True, tls=tls) | HEALTH | {"TMPDIR": str(files)}
 
 
 def command(host: str, port: int, folder: Path) -> list[str]:
@@ -115,14 +91,12 @@ def command(host: str, port: int, folder: Path) -> list[str]:
         "port": port, "node-manager-port": port + 1, "object-manager-port": port + 2,
         "dashboard-agent-grpc-port": port + 3, "dashboard-agent-listen-port": port + 4,
         "runtime-env-agent-port": port + 5, "metrics-export-port": port + 6, "min-worker-port": port + 20,
-        "max-worker-port": port + PORTS - 1, "num-cpus": 0, "num-gpus": 0, "object-store-memory": STORE,
+        "max-worker-port": port + PORTS - 1, "num-cpus": 0, "num-gpus": 0, "object-store-memory": ray_process.STORE,
     }  # fmt: skip
-    return [
-        sys.executable, "-P", "-m", "node.video.raylet_child", "start", "--head", "--block",
-        f"--node-ip-address={host}", *(f"--{name}={number}" for name, number in numbers.items()),
-        f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats", "--include-log-monitor=false",
-        "--no-monitor",
-    ]  # fmt: skip
+    return ray_process.command(
+        "--head", f"--node-ip-address={host}", *ray_process.numbered(numbers), f"--temp-dir={folder}",
+        "--include-dashboard=false", "--no-monitor",
+    )  # fmt: skip
 
 
 class Head:
@@ -186,27 +160,29 @@ class Head:
         called = names(host)
         token, port = self._write(host), self._settings.ray_port or self._any_port(host)
         facts = Facts(host, port, token, importlib.metadata.version("ray"))
-        folder = short_folder(self.files)
+        folder = ray_process.short_folder(self.files)
         _prune(folder)
         (folder / CURRENT).unlink(missing_ok=True)
         process = await self._spawn(command(host, port, folder))
         ended = asyncio.create_task(process.wait())
         try:
-            said = await _until_started(process)
+            said = await ray_process.until_started(process, START_SECONDS)
             write_private(self._log_file, said)
             if STARTED not in said:
                 self._without_tables()
-                return f"Ray did not start: {_last_words(said)}"
+                return f"Ray did not start: {ray_process.last_words(said)}"
             if self._storage:
                 (self.files / "tables" / USED).touch()
             log.info("ray head", address=facts.address, pid=process.pid, storage=self._storage)
             self._say(facts, "")
-            reading = asyncio.create_task(_discard(process))
-            await self._while_called(called, ended)
-            reading.cancel()
+            reading = asyncio.create_task(ray_process.discard(process))
+            try:
+                await self._while_called(called, ended)
+            finally:
+                reading.cancel()
             return "Ray's head has ended" if ended.done() else "this machine has another address now"
         finally:
-            await _end(process, ended)
+            await ray_process.end(process, ended)
 
     def _any_port(self, host: str) -> int:
         """Give ports that are free; the same as before if they are, so that nodes find the head where it was."""
@@ -230,10 +206,7 @@ class Head:
         if self._storage:
             tables = private_folder(self.files / "tables")
             variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tables)}
-        return await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True, cwd=self.files, env=variables,
-        )  # fmt: skip
+        return await ray_process.start(words, variables, self.files)
 
     def _write(self, host: str) -> str:
         """Lay token and certificates where only we read them; give the token, which stays the same."""
@@ -257,55 +230,6 @@ class Head:
         if (facts, cause) != (self.facts, self.cause):
             self.facts, self.cause = facts, cause
             self._changed()
-
-
-async def _until_started(process: asyncio.subprocess.Process) -> bytes:
-    """Read what it says until it is up, or has ended, or took too long."""
-    assert process.stdout is not None  # noqa: S101  it was asked for
-    said = bytearray()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(START_SECONDS):
-            while STARTED not in said and len(said) < MOST_SAID:
-                piece = await process.stdout.read(4096)
-                if not piece:
-                    break
-                said += piece
-    return bytes(said)
-
-
-async def _discard(process: asyncio.subprocess.Process) -> None:
-    assert process.stdout is not None  # noqa: S101  it was asked for
-    while await process.stdout.read(4096):
-        pass
-
-
-def _last_words(said: bytes) -> str:
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-3:])[:500] or "it said nothing"
-
-
-async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
-    """End the process that we started, and all that it left in its group."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        await asyncio.wait({ended}, timeout=GRACE)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await ended
-
-
-def short_folder(files: Path) -> Path:
-    """Give Ray's own folder below /tmp: the paths of its sockets must fit into 103 bytes. OSError where it is somebody
-    else's."""
-    name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
-    folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
-    return private_folder(folder)
 
 
 def _prune(folder: Path) -> None:

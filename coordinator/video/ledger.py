@@ -138,6 +138,8 @@ def could_ever(node: NodeView, size: int) -> bool:
 
 def _absent(node: NodeView, at: float) -> str:
     """Say why a node that has the package cannot take a job now; empty when it can."""
+    if node.state == "paused":
+        return f"it is paused: {node.sharing.why}"
     if node.state != "ready" or at - node.heard_at > FRESH_SECONDS:
         return f"it is {node.state if node.state != 'ready' else 'silent'}"
     if node.cordoned or node.draining:

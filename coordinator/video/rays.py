@@ -15,11 +15,12 @@ from typing import Protocol
 
 import structlog
 
-from coordinator.video.head import BACK_OFF, HEALTHY, Facts, Head, environment, missing, names
+from coordinator.video.head import Facts, Head, environment, missing, names
 from coordinator.video.ray_tls import LOOPBACK
 from coordinator.video.settings import VideoSettings
 from coordinator.video.spoken import Connect, Create, Created, Ear, FromBroker, Kill, NotCreated, SpeechError, Up, said
 from machine.private import private_folder
+from machine.ray_process import BACK_OFF, HEALTHY
 from router.view import ClusterView, NodeView
 from wire.frames import Frame, RayHead
 from wire.identity import NodeId
@@ -169,7 +170,9 @@ class Rays:
 
 def _offers(node: NodeView) -> bool:
     return (
-        node.state in ("ready", "draining") and node.video.ready and any(not one.cause for one in node.video.packages)
+        node.state in ("ready", "draining", "paused")
+        and node.video.ready
+        and any(not one.cause for one in node.video.packages)
     )
 
 

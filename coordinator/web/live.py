@@ -8,6 +8,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
+import structlog
+
+log = structlog.get_logger("coordinator.web")
 
 LOOK_SECONDS = 0.5
 SILENCE_SECONDS = 15.0
@@ -67,9 +70,16 @@ class Live:
 
     def _look(self) -> None:
         self._looks += 1
-        for name, section in self._sections().items():
+        for name, section in self._now().items():
             encoded = msgspec.json.encode(section)
             if encoded != self._seen.get(name):
                 self._seen[name], self._changed[name] = encoded, self._looks
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
+
+    def _now(self) -> Mapping[str, object]:
+        try:
+            return self._sections()
+        except Exception:  # a page that stands still is no reason to end the stream that will move it again
+            log.exception("page not told")
+            return {}

@@ -2,14 +2,21 @@
 
 It holds nothing: no object of Ray's, no state that anybody asks for. The broker creates it on the node whose agent has
 granted the lease; who wants to know how the job goes hears it from that agent, over the link.
+
+It leaves as soon as the process has that started it: Ray takes seconds to notice, and the worker's memory would be lent
+for as long.
 """
 
+import os
 import threading
 from pathlib import Path
 
 import ray
 
 from node.video.attendant import Attendant, Fenced
+
+LOOK = 0.1
+"""Seconds between two looks at our parent. No system tells a process of its parent's end in a way that all have."""
 
 
 class Host:
@@ -19,6 +26,7 @@ class Host:
         self._attendant = Attendant(Path(folder), lease, generation)
         self._ended = threading.Event()
         self._why = ""
+        threading.Thread(target=_leave_with, args=(os.getppid(),), name="parent", daemon=True).start()
         threading.Thread(target=self._attend, name="attendant", daemon=True).start()
 
     def _attend(self) -> None:
@@ -41,3 +49,11 @@ class Host:
     def stop(self) -> None:
         """End the worker at once."""
         self._attendant.stop()
+
+
+def _leave_with(parent: int) -> None:
+    """Leave when our parent has left, in whatever way; our worker then loses its life line."""
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(LOOK)
+    os._exit(1)

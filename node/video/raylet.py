@@ -4,6 +4,9 @@ Ray starts and ends video's actors on a chosen node, and nothing else: chat neve
 environment, a package or a head to follow starts nothing. Its memory is the lease's business, so Ray's own monitor is
 off. What is not needed is off, too: no dashboard, no metrics, no log monitor, a store of 80 MB.
 
+While memory is lent the Ray that started the job stays, even where its head is gone or another is to be followed: the
+actor in it holds the worker. So a coordinator can move to another machine under a running job.
+
 Every process of Ray demands a token (from a file that only we read), and TLS where the coordinator gave us a
 certificate. Its ports begin at `worker.ray_ports`:
 
@@ -13,48 +16,37 @@ The child leaves when its life line does, whichever way we end, and takes Ray's 
 """
 
 import asyncio
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 import secrets
 import shutil
-import signal
-import stat
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
+from machine import ray_process
 from machine.private import private_folder, write_private
+from machine.ray_process import BACK_OFF, HEALTHY, STARTED
 from node.settings import WorkerSettings
 from wire.frames import RayHead
 
-BACK_OFF = (1.0, 60.0)
-"""First and longest wait before Ray is started again, in seconds."""
-HEALTHY = 120.0
 START_SECONDS = 120.0
-GRACE = 5.0
-STORE = 80_000_000
 PORTS = 60
-MOST_SAID = 2**20
-STARTED = b"Ray runtime started"
 RESOURCE = "video_lease_gib"
 ROOT = str(Path(__file__).parents[2])
 """Where the actor is imported from."""
-KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-SLIM = {
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    "RAY_kill_child_processes_on_worker_exit": "true", "RAY_raylet_start_wait_time_s": "90", "PYTHONUNBUFFERED": "1",
+TOLD = {
+    "RAY_kill_child_processes_on_worker_exit": "false", "RAY_raylet_start_wait_time_s": "90",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
 }  # fmt: skip
-"""What every process of Ray on a node is told."""
+"""What Ray is told on a node beside what it is told everywhere. A worker has a life line; were it killed before the
+actor that attends it, it would look as if it had crashed. And a job does not end because the head is away for more than
+Ray's minute: our agent ends Ray here when the coordinator says so, or has another head."""
 NAME = re.compile(r"RAY_[A-Za-z0-9_]{1,80}")
 
 log = structlog.get_logger("node.ray")
@@ -77,30 +69,21 @@ def command(head: RayHead, ports: int, folder: Path, gib: int) -> list[str]:
         "node-manager-port": first, "object-manager-port": first + 1, "dashboard-agent-grpc-port": first + 2,
         "dashboard-agent-listen-port": first + 3, "runtime-env-agent-port": first + 4, "metrics-export-port": first + 5,
         "min-worker-port": first + 10, "max-worker-port": first + PORTS - 1, "num-cpus": 1, "num-gpus": 0,
-        "object-store-memory": STORE,
+        "object-store-memory": ray_process.STORE,
     }  # fmt: skip
-    words = [f"--{name}={number}" for name, number in numbers.items()]
     host = [f"--node-ip-address={head.host}"] if head.host else []
-    return [
-        sys.executable, "-P", "-m", "node.video.raylet_child", "start", "--block", f"--address={head.address}", *host,
-        *words, f"--temp-dir={folder}", f'--resources={{"{RESOURCE}": {gib}}}', "--disable-usage-stats",
-        "--include-log-monitor=false",
-    ]  # fmt: skip
+    return ray_process.command(
+        f"--address={head.address}", *host, *ray_process.numbered(numbers), f"--temp-dir={folder}",
+        f'--resources={{"{RESOURCE}": {gib}}}',
+    )  # fmt: skip
 
 
 def environment(head: RayHead, inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
     """Give the environment of this node's Ray; `files` holds token and certificates, `node` will be its id."""
-    found = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
+    found = ray_process.environment(inherited, files, token=bool(head.token), tls=bool(head.certificate)) | TOLD
     found |= {name: value for name, value in head.environment if NAME.fullmatch(name)}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
-    if head.token:
-        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
-    if head.certificate:
-        found |= {
-            "RAY_USE_TLS": "1", "RAY_TLS_CA_CERT": str(files / "authority.pem"),
-            "RAY_TLS_SERVER_CERT": str(files / "certificate.pem"), "RAY_TLS_SERVER_KEY": str(files / "key.pem"),
-        }  # fmt: skip
     return found
 
 
@@ -113,11 +96,10 @@ class Raylet:
         self._log_file = log_file
         self._gib = gib
         self._head = RayHead("")
-        self._offered = False
+        self._offered = self._lent = False
         self._task: asyncio.Task[None] | None = None
         self._again = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
         self.node = ""
         """The id of this node in the Ray cluster; empty while it is in none."""
         self.cause = ""
@@ -139,6 +121,12 @@ class Raylet:
         """Say whether this node offers video."""
         if wanted != self._offered:
             self._offered = wanted
+            self._change()
+
+    def lend(self, *, on: bool) -> None:
+        """Say whether a job is made on this node now."""
+        if on != self._lent:
+            self._lent = on
             self._change()
 
     async def stop(self) -> None:
@@ -183,28 +171,46 @@ class Raylet:
         again = asyncio.create_task(self._again.wait())
         ended = asyncio.create_task(process.wait())
         try:
-            up = await self._up(process)
-            if up:
-                self._say(node, "")
-                await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
-                return "Ray has ended, its log says more" if ended.done() else ""
-            return f"Ray did not start: {self._last_words()}"
+            said = await ray_process.until_started(process, START_SECONDS)
+            self._written(said)
+            if STARTED not in said:
+                return f"Ray did not start: {ray_process.last_words(said)}"
+            self._say(node, "")
+            reading = asyncio.create_task(ray_process.discard(process))
+            try:
+                while not ended.done() and (self._lent or (self._wanted and head == self._head)):
+                    await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    again = self._renewed(again)
+            finally:
+                reading.cancel()
+            return "Ray has ended, its log says more" if ended.done() else ""
         finally:
             again.cancel()
-            await _end(process, ended)
+            await ray_process.end(process, ended)
             self._process = None
 
+    def _renewed(self, again: asyncio.Task[Literal[True]]) -> asyncio.Task[Literal[True]]:
+        """Give what waits for the next change."""
+        if not again.done():
+            return again
+        self._again.clear()
+        return asyncio.create_task(self._again.wait())
+
     async def _start(self, head: RayHead, node: str) -> asyncio.subprocess.Process:
-        folder = short_folder(self._settings.ray_folder, self._files)
+        folder = self._folder()
         for session in folder.glob("session_*"):
             if not session.is_symlink():
                 shutil.rmtree(session, ignore_errors=True)
         self._write(head)
-        return await asyncio.create_subprocess_exec(
-            *command(head, self._settings.ray_ports, folder, self._gib), stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True, cwd=self._files,
-            env=environment(head, os.environ, self._files, node),
+        variables = environment(head, os.environ, self._files, node)
+        return await ray_process.start(
+            command(head, self._settings.ray_ports, folder, self._gib), variables, self._files
         )  # fmt: skip
+
+    def _folder(self) -> Path:
+        """Give Ray's own folder: the one that was set, else one below /tmp that belongs to this node's state."""
+        wanted = self._settings.ray_folder
+        return private_folder(Path(wanted).expanduser()) if wanted else ray_process.short_folder(self._files)
 
     def _write(self, head: RayHead) -> None:
         """Lay token and certificates where only we read them."""
@@ -219,61 +225,13 @@ class Raylet:
             else:
                 (self._files / name).unlink(missing_ok=True)
 
-    async def _up(self, process: asyncio.subprocess.Process) -> bool:
-        """Read what it says until it is up, and write it down; what it says later is in the logs of its session."""
-        assert process.stdout is not None  # noqa: S101  it was asked for
-        said = bytearray()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(START_SECONDS):
-                while STARTED not in said and len(said) < MOST_SAID:
-                    piece = await process.stdout.read(4096)
-                    if not piece:
-                        break
-                    said += piece
+    def _written(self, said: bytes) -> None:
+        """Keep what it said until it was up; what it says later is in the logs of its session."""
         private_folder(self._log_file.parent)
-        write_private(self._log_file, bytes(said))
-        self._reading = asyncio.create_task(_discard(process.stdout))
-        return STARTED in said
-
-    def _last_words(self) -> str:
-        with suppress(OSError):
-            lines = [line.strip() for line in self._log_file.read_text(errors="replace").splitlines() if line.strip()]
-            return lines[-1][:300] if lines else "it said nothing"
-        return "it said nothing"
+        write_private(self._log_file, said)
 
     def _say(self, node: str, cause: str) -> None:
         if (node, cause) != (self.node, self.cause):
             self.node, self.cause = node, cause
             log.info("ray", node=node, cause=cause)
             self.changed()
-
-
-async def _discard(stream: asyncio.StreamReader) -> None:
-    while await stream.read(4096):
-        pass
-
-
-async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
-    """End the process that we started, and all that it left in its group."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        await asyncio.wait({ended}, timeout=GRACE)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await ended
-
-
-def short_folder(wanted: str, files: Path) -> Path:
-    """Give Ray's own folder, whose sockets' paths must fit into 103 bytes: the one that was set, else one below /tmp
-    that belongs to this node's state. OSError where somebody else has it."""
-    if wanted:
-        return private_folder(Path(wanted).expanduser())
-    name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
-    folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
-    return private_folder(folder)

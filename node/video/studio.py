@@ -30,11 +30,12 @@ class Studio:
         gib = limiter.cap.bytes // GIB
         self.raylet = Raylet(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed: Callable[[], None] = lambda: None
+        self._paused = ""
 
     def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
         """Say by whom the coordinator is told, and who wants to know that something changed."""
         self._changed = changed
-        self.lender.say, self.lender.changed = tell, changed
+        self.lender.say, self.lender.changed = tell, self._offered
         self.raylet.changed, self.offer.changed = changed, self._offered
 
     async def start(self) -> None:
@@ -53,6 +54,13 @@ class Studio:
         await self.lender.stop()
         await self.raylet.stop()
 
+    def pause(self, why: str) -> None:
+        """Lend nothing new, because of `why`, and let Ray go once nothing is lent; an empty text: as before."""
+        self._paused = why
+        self.lender.pause(why)
+        self._offered()
+
     def _offered(self) -> None:
-        self.raylet.offer(wanted=not self.offer.unready)
+        self.raylet.lend(on=self.lender.holding)
+        self.raylet.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
         self._changed()

@@ -42,6 +42,8 @@ LOOK = 0.2
 """Seconds from one look to the next."""
 LEAVE = 5.0
 """Seconds that a worker has to be gone after its last word."""
+WORD = 1.0
+"""Seconds that who started a worker has, after its end, to say how it ended, or to be gone as well."""
 DEATH_LOOK = 0.02
 COMPLETED = "completed"
 PHASES = {
@@ -112,7 +114,8 @@ class Job:
 
 
 def _how(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    names = {int(one): one.name for one in signal.Signals}
+    return f"with exit code {code}" if code >= 0 else f"by {names.get(-code, f'signal {-code}')}"
 
 
 class Watch:
@@ -131,6 +134,7 @@ class Watch:
         self._granted = time.monotonic()
         self._tail = Tail(folder / EVENTS)
         self._guard: int | None = None
+        self._gone_at = 0.0
 
     def open(self, grant: Grant) -> None:
         """Lay out the folder; from now on an attendant may begin. OSError when that is not possible."""
@@ -169,22 +173,25 @@ class Watch:
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
         elif now - self._granted >= self._start_timeout:
-            return End(watchdog.LOST, f"nobody started a worker within {now - self._granted:.0f} s")
+            return End(watchdog.NOT_STARTED, f"nobody started a worker within {now - self._granted:.0f} s")
         return None
 
     def _judge(self, worker: Worker, now: float) -> End | None:
         assert self.state is not None  # noqa: S101  it begins with the worker
+        attended = locked(self.folder / ATTENDED)  # asked first: worker and attendant may both end, done, in between
         alive = living(worker)
         read = footprint_of(alive)
         self.footprint = read or 0
+        if not alive or not attended:
+            for line in self._tail.lines():  # its last words may have come by now
+                self.job.hear(line, now)
         if self.job.end is not None and (not alive or now - self.job.said_at >= LEAVE):
             return self.job.end
-        seen = Seen(read, self.job.mark, bool(alive), locked(self.folder / ATTENDED))
-        if not alive:  # its last words may have come between
-            for line in self._tail.lines():
-                self.job.hear(line, now)
-            if self.job.end is not None:
-                return self.job.end
+        if not alive:
+            self._gone_at = self._gone_at or now
+            if attended and now - self._gone_at < WORD:
+                return None
+        seen = Seen(read, self.job.mark, bool(alive), attended or self.job.end is not None)
         self.state, end = watchdog.step(self.state, seen, self._bounds, now)
         return end
 

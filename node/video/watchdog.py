@@ -23,6 +23,7 @@ TIMEOUT = "job_timeout"
 UNREADABLE = "monitor_failed"
 CRASHED = "worker_crashed"
 LOST = "worker_lost"
+NOT_STARTED = "start_failed"
 READINGS = 3
 """Failed readings in a row after which nobody guards the memory any more."""
 

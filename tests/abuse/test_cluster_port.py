@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from coordinator.authority import Authority
 from coordinator.cli import nodes as verbs
+from coordinator.keeping.fence import Mark
 from coordinator.links import STRANGERS
 from coordinator.ratelimit import RateLimit
 from node.identity import Identity, authority_context, create, new_request, remember
@@ -159,6 +160,25 @@ async def test_the_name_must_be_that_of_the_certificate(port: Port) -> None:
         assert the_no(await line.ended()).reason == "identity"
         assert port.state(victim) == "ready"
         link.send(a_report(1))
+
+
+async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_path: Path) -> None:
+    who, authority = port.member("studio"), port.application.authority
+    marks: list[Mark] = []
+    port.application.registry.on_superseded = marks.append
+    stranger = Authority(tmp_path / "stranger", time.time)
+    for generation, seal in ((2**60, b""), (7, b"x" * 72), (7, authority.seal(8)), (7, stranger.seal(7)), (-1, b"")):
+        line = await port.dial(who)
+        line.send(hello(who, generation=generation, seal=seal))
+        welcome = await line.until(Welcome)
+        assert authority.sealed(welcome.generation, welcome.seal)
+        line.close()
+    assert marks == [], "a node cannot end us by a word"
+    line = await port.dial(who)
+    line.send(hello(who, generation=7, seal=authority.seal(7)))
+    denied = the_no(await line.ended())
+    assert (denied.reason, denied.final) == ("superseded", False)
+    assert [(mark.generation, mark.node) for mark in marks] == [(7, "studio")]
 
 
 @pytest.mark.parametrize(("protocol", "older"), [(0, "node"), (99, "coordinator")])

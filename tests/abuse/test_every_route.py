@@ -65,6 +65,7 @@ CHANGING = [operation for operation in OPERATIONS if not operation.startswith("G
 WITH_BODY = [
     "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/messages", "POST /v1/messages/count_tokens",
     "POST /v1/responses", "POST /api/chat", "POST /api/generate", "POST /api/show", "POST /api/v1/nodes/{node}/drain",
+    "POST /api/v1/nodes/{node}/pause",
     "PUT /api/v1/nodes/{node}/labels", "POST /api/v1/models/load", "POST /api/v1/models/unload",
     "POST /api/v1/models/profile", "POST /api/v1/place", "POST /api/v1/tokens", "POST /api/v1/keys",
     "PUT /api/v1/keys/{key}/limits", "POST /api/v1/page/visits", "POST /v1/videos",

@@ -139,9 +139,16 @@ async def test_a_body_that_drips_to_the_control_api_has_ten_seconds(running: Poo
     assert BODY_SECONDS - 1 < time.monotonic() - began < BODY_SECONDS + 3
 
 
-async def test_a_long_body_to_the_control_api_is_not_read_even_without_a_key(running: Pool) -> None:
-    head = b"POST /api/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99999999\r\n\r\n"
-    answer = await raw(running, head, b"x" * 100_000)
+@pytest.mark.parametrize(
+    ("told", "body"),
+    [
+        pytest.param(b"content-length: 99999999", b"", id="announced"),
+        pytest.param(b"transfer-encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n", id="in pieces"),
+    ],
+)
+async def test_a_long_body_to_the_control_api_is_not_read_even_without_a_key(running: Pool, told: bytes, body: bytes):
+    head = b"POST /api/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\n" + told + b"\r\n\r\n"
+    answer = await raw(running, head, body)
     assert (status(answer), error(answer)["code"]) == (413, "request_too_large")
 
 

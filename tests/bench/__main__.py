@@ -1,8 +1,8 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
-`python -m tests.bench NAME…` runs only the groups with these names: stream, plain, memory, idle, help, doctor, parts,
-simulation, metrics; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate, torture, steady,
-grammar.
+`python -m tests.bench NAME…` runs only the groups with these names: begin, stream, plain, memory, idle, help, doctor,
+parts, simulation, metrics, video; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate,
+torture, steady, grammar.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import engine, load, metrics, page, simulation
+from tests.bench import begin, engine, load, metrics, page, simulation, video
 from tests.bench.peers import Peer, mock_nodes, nginx, sglang
 from tests.bench.row import Row, commit
 from tests.support.hosts import Hosts, unsupported
@@ -171,6 +171,7 @@ def bench_parts(folder: Path) -> list[Row]:
 
 
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
+    "begin": begin.bench_begin,
     "help": bench_help,
     "doctor": bench_doctor,
     "idle": bench_idle,
@@ -181,6 +182,7 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "parts": bench_parts,
     "simulation": simulation.bench_simulation,
     "stream": bench_stream,
+    **video.GROUPS,
     **engine.GROUPS,
 }
 

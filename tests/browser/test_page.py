@@ -1,5 +1,6 @@
 """The page in a real browser, over a real coordinator and its nodes."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from openai import OpenAI
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.support.processes import Pool, pool, until
+from tests.support.studio import words
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync")  # fmt: skip
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
+RAY_PORTS = 27000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""A range of this worker's own: Ray cannot be given any free ones."""
+CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 HOSTILE = "<img src=x onerror=document.title='gone'>"
 WAIT = 15_000
 expect.set_options(timeout=WAIT)
@@ -26,8 +31,9 @@ expect.set_options(timeout=WAIT)
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("page")) as made:
-        made.up()
-        for name in ("studio", "mini", "laptop"):
+        made.up("video.ray_port=0", "video.max_steps=1000")
+        made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy=0.2))
+        for name in ("mini", "laptop"):
             made.join(name)
         client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, http_client=httpx.Client(trust_env=False))
         client.chat.completions.create(
@@ -183,8 +189,7 @@ def test_names_are_text_and_nothing_comes_from_elsewhere(context: BrowserContext
     page.goto(link(home))
     expect(page.get_by_role("meter")).to_have_count(3)
     for view in VIEWS:
-        if view != "Videos":
-            go(page, view)
+        go(page, view)
     go(page, "Keys and usage")
     expect(page.get_by_text(HOSTILE)).to_be_visible()
     assert page.title() != "gone"
@@ -200,11 +205,59 @@ def test_every_view_is_accessible_in_light_and_dark_on_a_phone_and_a_screen(brow
         page = visit(context, home)
         for view in VIEWS:
             go(page, view)
-            found = Axe().run(page)
-            assert found.violations_count == 0, found.generate_report()
-            wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            assert wider <= 0, f"{view} at {width} pixels is {wider} wider than the screen"
+            sound(page, f"{view} at {width} pixels")
         context.close()
+
+
+def sound(page: Page, what: str) -> None:
+    """Demand that everybody can use what is shown, on a screen of its width."""
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wider <= 0, f"{what} is {wider} wider than the screen"
+
+
+def ask_for_a_video(home: Pool, **changes: object) -> str:
+    until(lambda: home.node("studio")["video"]["ray"], 120, "Ray")
+    headers = {"authorization": f"Bearer {home.key}"}
+    url = f"{home.base}/v1/videos"
+    return (
+        httpx.post(url, json=CLIP | changes, headers=headers, trust_env=False, timeout=30)
+        .raise_for_status()
+        .json()["id"]
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_video_is_followed_played_and_deleted_and_another_cancelled(context: BrowserContext, home: Pool):
+    made = ask_for_a_video(home)
+    page = visit(context, home)
+    go(page, "Videos")
+    card = page.get_by_role("region", name=made)
+    expect(card.get_by_text("completed", exact=True)).to_be_visible(timeout=90_000)
+    card.get_by_role("button", name="Play").click()
+    page.wait_for_function(
+        "document.querySelector('video')?.readyState >= 2 && document.querySelector('video').videoWidth"
+    )
+    assert page.evaluate("[document.querySelector('video').videoWidth, document.querySelector('video').duration]") == [
+        64,
+        1.125,
+    ]
+    other = ask_for_a_video(home, steps=1000)
+    running = page.get_by_role("region", name=other)
+    expect(running.get_by_role("progressbar")).to_be_visible()
+    expect(running.get_by_text("denoising")).to_be_visible(timeout=90_000)
+    sound(page, "a video that is made")
+    go(page, "Pool")
+    expect(page.get_by_role("meter", name="Memory of studio")).to_have_attribute(
+        "aria-valuetext", re.compile("lent to video 36.0 GiB")
+    )
+    go(page, "Videos")
+    running.get_by_role("button", name="Cancel").click()
+    expect(running.get_by_text("it was cancelled")).to_be_visible()
+    for one in (card, running):
+        one.get_by_role("button", name="Delete").click()
+        expect(one).to_have_count(0)
 
 
 def test_the_keyboard_is_enough(context: BrowserContext, home: Pool):

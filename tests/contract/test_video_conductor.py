@@ -146,6 +146,24 @@ async def test_what_ray_cannot_start_is_tried_again_and_then_fails(tmp_path: Pat
         assert one.started.stopped
 
 
+async def test_a_worker_that_has_not_begun_never_will_once_its_nodes_ray_is_another(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        one.started.peers = []  # Ray has been asked, and is about to be killed
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        (lease,) = one.peer.leases
+        one.peer.video = {"ray": ""}
+        await one.port.until(lambda: "Ray is starting" in one.conductor.board.jobs[video].phase)
+        assert one.peer.of(Release)[0].lease == lease
+        one.started.peers = one.peers
+        one.peer.video = {"ray": "ray-a"}
+        await one.until(video, "in_progress")
+        await one.port.until(lambda: one.conductor.board.jobs[video].phase == "denoising", 20)
+        one.peer.video = {"ray": ""}
+        await one.port.until(lambda: one.conductor.view.nodes[0].video.ray == "")
+        assert state(one, video) == State.IN_PROGRESS, "whoever runs is watched by the node"
+
+
 async def test_this_process_begins_again_and_finds_its_jobs(tmp_path: Path):
     async with opened(tmp_path) as port:
         peer = VideoPeer(port, "a", plays=False)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from coordinator.video.settings import VideoSettings
 from tests.support.cluster_port import Port, a_report, opened
@@ -65,6 +66,15 @@ async def pool(folder: Path, *names: str, peer: dict[str, Any] | None = None, **
         for one in peers:
             await one.link()
         yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
+    """One pool for all that is refused: nothing of it may ever become a job."""
+    async with pool(tmp_path_factory.mktemp("shared")) as one:
+        yield one
+        assert one.conductor.board.jobs == {}
+        assert one.peer.of(Lease) == []
 
 
 async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
@@ -229,6 +239,33 @@ async def test_deleting_while_it_is_read_hurts_nobody(tmp_path: Path):
             assert answer.status_code == 404 or answer.content == CLIP
 
 
+async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client:
+        video = await made(one, client)
+        got: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and message.get("body"):
+                got.append(message["body"])
+                if len(got) == 1:
+                    assert message["more_body"], "there is more to come"
+                    await client.videos.delete(video.id)
+                    await one.port.until(lambda: not (tmp_path / "state" / "videos" / video.id).exists())
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        path = f"/v1/videos/{video.id}/content"
+        headers = [(b"authorization", f"Bearer {one.key}".encode()), (b"host", b"127.0.0.1")]
+        scope = {
+            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
+            "http_version": "1.1", "asgi": {"version": "3.0"}, "root_path": "",
+        }  # fmt: skip
+        await one.port.application.app(scope, receive, send)
+        assert b"".join(got) == CLIP
+
+
 # the line
 
 
@@ -296,17 +333,18 @@ async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
         ({"extra_body": {"n": "2"}}, 400, "n", "one clip"),
     ],
 )  # fmt: skip
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_that_cannot_be_is_refused_by_name(
-    tmp_path: Path, fields: dict[str, Any], status: int, param: str | None, words: str
+    shared: Pool, fields: dict[str, Any], status: int, param: str | None, words: str
 ):
-    async with pool(tmp_path) as one, one.sdk() as client:
+    async with shared.sdk() as client:
         with pytest.raises(openai.APIStatusError) as refused:
             await client.videos.create(**({"model": "wan", "prompt": "x"} | fields))
         error = refused.value
         assert (error.status_code, error.param) == (status, param), error.message
         assert words in error.message
-        assert one.peer.of(Lease) == []
-        assert one.conductor.board.jobs == {}
+        assert shared.peer.of(Lease) == []
+        assert shared.conductor.board.jobs == {}
 
 
 async def test_what_is_rounded_is_said(tmp_path: Path):
@@ -384,16 +422,18 @@ async def test_without_ray_here_it_is_a_503(tmp_path: Path):
         ("application/json", b"[]", "object"),
     ],
 )  # fmt: skip
-async def test_a_body_that_is_none_is_a_400(tmp_path: Path, content_type: str, body: bytes, words: str):
-    async with pool(tmp_path) as one, one.http() as http:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_that_is_none_is_a_400(shared: Pool, content_type: str, body: bytes, words: str):
+    async with shared.http() as http:
         answer = await http.post("/v1/videos", content=body, headers={"content-type": content_type})
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data; boundary=x"])
-async def test_a_hundred_megabytes_are_not_read(tmp_path: Path, content_type: str):
-    async with pool(tmp_path) as one, one.http() as http:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_hundred_megabytes_are_not_read(shared: Pool, content_type: str):
+    async with shared.http() as http:
         head = {"content-type": content_type, "content-length": str(100 * 2**20)}
         assert (await http.post("/v1/videos", content=b"{}", headers=head)).status_code == 413
 
@@ -410,8 +450,9 @@ async def test_a_hundred_megabytes_are_not_read(tmp_path: Path, content_type: st
     "name", ["x", "..", "../../cluster.db", "video_", "video_" + "0" * 24, "video_" + "g" * 24, "%2e%2e%2fcluster.db",
              "video_0000%00", "x" * 5000]
 )  # fmt: skip
-async def test_ids_that_are_none(tmp_path: Path, name: str):
-    async with pool(tmp_path) as one, one.http() as http:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ids_that_are_none(shared: Pool, name: str):
+    async with shared.http() as http:
         for method, path in (("GET", ""), ("GET", "/content"), ("POST", "/cancel"), ("DELETE", "")):
             answer = await http.request(method, f"/v1/videos/{name}{path}")
             assert answer.status_code in (404, 405), (method, path)
@@ -421,8 +462,9 @@ async def test_ids_that_are_none(tmp_path: Path, name: str):
     ("path", "words"),
     [("video_1/remix", "remix"), ("edits", "edits"), ("extensions", "extensions"), ("characters", "characters")],
 )
-async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path, path: str, words: str):
-    async with pool(tmp_path) as one, one.http() as http:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_not_offered_is_refused_by_name(shared: Pool, path: str, words: str):
+    async with shared.http() as http:
         answer = await http.post(f"/v1/videos/{path}", json={"prompt": "x"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
         assert words in answer.json()["error"]["message"]
@@ -441,14 +483,15 @@ async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path, path: str,
         ("/v1/responses", {"input": "x"}),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_chat_on_a_video_model_is_told_where_to_ask_and_evicts_nobody(
-    tmp_path: Path, path: str, body: dict[str, Any]
+    shared: Pool, path: str, body: dict[str, Any]
 ):
-    async with pool(tmp_path) as one, one.http() as http:
+    async with shared.http() as http:
         answer = await http.post(path, json={"model": "wan", **body})
         assert answer.status_code == 400
         assert "POST /v1/videos" in answer.text
-        assert one.peer.of(Generate) == []
+        assert shared.peer.of(Generate) == []
         listed = (await http.get("/v1/models")).json()["data"]
         assert [model["id"] for model in listed] == ["tiny"], "what is listed there can chat"
         found = (await http.get("/api/v1/videos/models")).json()

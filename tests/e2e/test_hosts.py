@@ -6,6 +6,7 @@ Cables are cut and hosts lose power here, so nobody says goodbye, and what is fo
 import asyncio
 import json
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -22,7 +23,8 @@ from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 from tests.support.hosts import NET, Hosts, unsupported
-from tests.support.processes import Pool, Process, pool, until
+from tests.support.processes import CLI, Pool, Process, environment, pool, until
+from tests.support.studio import flat
 from wire.identity import SERVICE_TYPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(90)]
@@ -31,6 +33,13 @@ WINDOW = 10.0
 """Seconds of silence after which a node is lost."""
 WORK = 3.0
 """Seconds that a loaded machine may add."""
+VIDEO = ("video.ray_port=0", "video.max_steps=1000")
+
+
+def flat_settings(**more: Any) -> list[str]:
+    """Give the settings of a node that makes small videos."""
+    made = flat(**more)
+    return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
 
 
 @dataclass
@@ -51,18 +60,35 @@ class Lab:
     def __init__(self, hosts: Hosts, made: Pool, stack: ExitStack) -> None:
         self.hosts = hosts
         self.pool = made
+        self._stack = stack
+        self.newest: Process | None = None
         self._client = stack.enter_context(hosts[4].threads(40))
         local = stack.enter_context(hosts[1].threads(2))
         made.call = lambda ask: local.submit(ask).result()
 
-    def up(self) -> None:
+    def up(self, *settings: str) -> None:
         self.pool.up(
             "http.tls=off",
+            *settings,
             listen="0.0.0.0:8080",
             cluster_listen="0.0.0.0:8081",
             bonjour=True,
             wrap=self.hosts[1].enter(),
         )
+
+    def move(self, number: int) -> None:
+        """Let all that is said to the coordinator be said on this host; its state is that host's."""
+        local = self._stack.enter_context(self.hosts[number].threads(2))
+        self.pool.home = "coordinator" if number == 1 else f"coordinator-{number}"
+        self.pool.wrap = self.hosts[number].enter()
+        self.pool.call = lambda ask: local.submit(ask).result()
+
+    def up_on(self, number: int, *settings: str) -> None:
+        self.pool.up(
+            "http.tls=off", *settings, listen="0.0.0.0:8080", cluster_listen="0.0.0.0:8081", bonjour=True,
+            wrap=self.hosts[number].enter(),
+        )  # fmt: skip
+        self.newest = self.pool.coordinator
 
     def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
         return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **{"url": False, **how})
@@ -90,6 +116,11 @@ class Lab:
 
     def chat(self, prompt: int = 5, tokens: int = 10) -> Future[Chat]:
         return self._client.submit(self._chat, prompt, tokens)
+
+    def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """Send one request; where it is called from decides from which host."""
+        headers = {"Authorization": f"Bearer {self.pool.key}"}
+        return httpx.request(method, self.pool.base + path, headers=headers, trust_env=False, timeout=60, **more)
 
     def _chat(self, prompt: int, tokens: int) -> Chat:
         chat = Chat()
@@ -221,6 +252,47 @@ def test_coordinator_moves_to_another_address_and_nodes_find_it(lab: Lab) -> Non
     assert time.monotonic() - began < 20
 
 
+def test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind(lab: Lab, tmp_path: Path) -> None:
+    lab.up()
+    lab.join_all("engine.scripted.step_ms=50")
+    ident = lab.pool.get("/api/v1/status")["cluster"]["id"]
+    file = tmp_path / "home.backup"
+    assert lab.pool.cli("backup", str(file))["cluster"] == ident
+    busy = lab.pool.run("restore", str(file), "--replace", "--state", str(lab.pool.state))
+    assert (busy.returncode, "in use by process" in busy.stderr) == (6, True)
+    assert lab.pool.coordinator is not None
+    assert lab.pool.coordinator.stop() == 0
+
+    lab.move(4)
+    told = lab.pool.run("restore", str(file), "--state", str(lab.pool.state))
+    assert "cluster up" in told.stdout, told.stderr
+    lab.up_on(4)
+    lab.both_serve()
+    status = lab.pool.get("/api/v1/status")
+    assert status["cluster"]["id"] == ident
+    chats = [lab.chat(5, 20) for _ in range(4)]
+    assert {(one.result().status, one.result().words) for one in chats} == {(200, 20)}, "with the key of before"
+    links = [len(lab.events("node linked")), len(lab.events("denied"))]
+    assert links == [2, 0]
+
+    lab.move(1)
+    lab.up()
+    old = lab.pool.coordinator
+    assert lab.pool.nodes_now(), "it starts, and has members that are not there"
+    lab.move(4)
+    assert lab.newest is not None
+    assert lab.newest.stop() == 0
+    assert old.popen.wait(40) == 6, "a node that looked for its coordinator has met the old one"
+    assert "this cluster moved on" in old.log.read_text()
+    command = [*lab.hosts[1].enter(), *CLI, "up", "--state", str(lab.pool.folder / "coordinator"), "--no-local-node"]
+    again = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=40)
+    assert again.returncode == 6
+    assert "this cluster moved on" in again.stderr
+    lab.up_on(4)
+    lab.both_serve(60)
+    assert all(node.popen.poll() is None for node in lab.pool.nodes.values())
+
+
 def test_a_code_is_approved_and_the_record_goes_with_the_coordinator(lab: Lab) -> None:
     lab.up()
     seen = lab.on_client(lambda: asyncio.run(_watch_records()))
@@ -254,3 +326,40 @@ async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
         await browser.async_cancel()
         await zeroconf.async_close()
     return events
+
+
+@pytest.mark.timeout(400)
+def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
+    lab.up(*VIDEO)
+    for name, number in (("studio", 2), ("macbook", 3)):
+        lab.join(name, number, *flat_settings(worker__ray_ports=6480, node__report_busy=0.2))
+    until(lambda: all(lab.pool.node(name)["video"]["ray"] for name in ("studio", "macbook")), 120, "Ray on both")
+    body = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 100, "seed": 1}
+    job = lab.on_client(lambda: lab.ask("POST", "/v1/videos", json=body)).result().json()["id"]
+
+    def phase() -> str:
+        return lab.on_client(lambda: lab.ask("GET", f"/v1/videos/{job}")).result().json()["phase"]
+
+    until(lambda: phase() == "denoising", 90, "it is being made")
+    (held,) = lab.pool.get("/api/v1/leases")["leases"]
+    file = tmp_path / "home.backup"
+    lab.pool.cli("backup", str(file))
+    assert lab.pool.coordinator is not None
+    lab.pool.coordinator.stop()
+    lab.move(4)
+    assert lab.pool.run("restore", str(file), "--state", str(lab.pool.state)).returncode == 0
+    lab.up_on(4, *VIDEO)
+    lab.both_serve()
+    assert [one["job"] for one in lab.pool.get("/api/v1/leases")["leases"]] == [job]
+    seen: list[dict[str, Any]] = []
+
+    def ended() -> bool:
+        seen.append(lab.on_client(lambda: lab.ask("GET", f"/v1/videos/{job}")).result().json())
+        return seen[-1]["status"] in ("completed", "failed")
+
+    until(ended, 250, "its end")
+    found = seen[-1]
+    assert found["status"] == "completed", json.dumps(found)
+    clip = lab.on_client(lambda: lab.ask("GET", f"/v1/videos/{job}/content")).result()
+    assert clip.content[4:8] == b"ftyp"
+    assert lab.pool.node(held["name"])["state"] == "ready"

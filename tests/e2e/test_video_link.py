@@ -18,7 +18,8 @@ from node.agent import Agent
 from node.identity import create, new_request, remember
 from tests.support.cluster_port import Line
 from tests.support.enrolment import HARDWARE
-from tests.support.studio import JOB, LEASE, Node, flat
+from tests.support.standin import standin
+from tests.support.studio import JOB, LEASE, LONG, Node, flat
 from wire.frames import (
     Answer,
     Ask,
@@ -37,6 +38,8 @@ from wire.identity import NodeId
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 WINDOW = 5_000
+PACED = {**JOB, "prompt": f"pace=0.4 take={64 * 2**20}"}
+"""A job that is seen in each phase, and takes something."""
 
 
 class Linked(Node):
@@ -82,7 +85,8 @@ async def linked(folder: Path) -> AsyncGenerator[tuple[Linked, "asyncio.Queue[Li
 
     context: ssl.SSLContext = authority.server_context()
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    node = Linked(folder / "node", flat(node__report_busy=0.1, node__report_idle=0.2))
+    quick = flat(node__report_busy=0.1, node__report_idle=0.2, worker__environments=str(standin(folder).environments))
+    node = Linked(folder / "node", quick)
     agent = node.link(authority, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
     await node.start()
     task = asyncio.create_task(agent.run())
@@ -119,7 +123,7 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
         assert (package.name, package.engine, package.experts, package.cause) == ("tiny-wan", "0.18.14", 2, "")
         before = report.memory.ceiling
 
-        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(JOB)))
+        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(PACED)))
         granted = await line.until(LeaseGranted, 20)
         assert (granted.lease, granted.generation) == ("l-1", 1)
         phases, footprints, ceilings = set[str](), list[int](), set[int]()
@@ -163,7 +167,7 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
 async def test_a_node_that_leaves_says_first_what_became_of_its_job(tmp_path: Path):
     async with linked(tmp_path) as (node, lines):
         line = await asyncio.wait_for(lines.get(), 20)
-        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode({**JOB, "steps": 400})))
+        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(LONG)))
         await line.until(LeaseGranted, 20)
         await node.lender.stop()
         assert (await line.until(LeaseEnded, 20)).code == "node_stopping"

@@ -1,4 +1,5 @@
-"""Video on one node, with the real engine on a very small package: leases, workers, ends of every kind."""
+"""Video on one node: leases, workers, ends of every kind. Clips are made by the real engine from a very small package;
+where a test is about processes and leases, a stand-in says what that engine would say."""
 
 import asyncio
 import hashlib
@@ -24,6 +25,7 @@ from node.video.watchdog import Bounds
 from tests import models
 from tests.support import studio
 from tests.support.processes import ROOT, environment, until
+from tests.support.standin import standin
 from tests.support.studio import JOB, LEASE, LONG, Node, flat, spoiled
 from wire.codec import encode
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused, Load
@@ -41,8 +43,9 @@ BACK = 2.0
 async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[Node] = []
 
-    async def start(*, attends: bool = True, **settings: object) -> Node:
-        made.append(Node(tmp_path / "node", flat(**settings), attends=attends))
+    async def start(*, attends: bool = True, real: bool = False, **settings: object) -> Node:
+        engine = {} if real else {"worker__environments": str(standin(tmp_path).environments)}
+        made.append(Node(tmp_path / "node", flat(**(engine | settings)), attends=attends))
         return await made[-1].start()
 
     yield start
@@ -69,7 +72,7 @@ def given_back(node: Node, before: int) -> None:
 
 
 async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make: Make):
-    node = await make()
+    node = await make(real=True)
     before = node.ceiling
     node.ask()
     assert isinstance(await node.answer(), LeaseGranted)
@@ -100,6 +103,8 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     node.lender.linked()
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended]
     node.release("acknowledged")
+    node.release("acknowledged")
+    assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended], "to thanks nobody answers"
     assert node.lender.artifact("artifact:l-1/video.mp4") is None
     assert node.lender.states() == ()
     leases = node.folder / "node" / "video" / "leases"
@@ -112,7 +117,7 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
 async def test_what_is_no_picture_is_a_failure_and_leaves_no_clip(
     make: Make, tmp_path: Path, how: str, code: str, word: str
 ):
-    node = await make(models__folders=str(spoiled(tmp_path / "packages", how)))
+    node = await make(real=True, models__folders=str(spoiled(tmp_path / "packages", how)))
     before = node.ceiling
     node.ask()
     ended = await node.ended()
@@ -124,7 +129,7 @@ async def test_what_is_no_picture_is_a_failure_and_leaves_no_clip(
 
 async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, tmp_path: Path):
     shutil.copytree(studio.tiny_wan(), tmp_path / "packages")
-    node = await make(models__folders=str(tmp_path / "packages"))
+    node = await make(real=True, models__folders=str(tmp_path / "packages"))
     shutil.rmtree(tmp_path / "packages")
     spoiled(tmp_path / "packages", "cut")
     node.ask()
@@ -148,7 +153,7 @@ async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, 
 async def test_a_worker_that_takes_more_than_its_lease_is_killed_within_a_second(make: Make):
     node = await make()
     before = node.ceiling
-    node.ask(size=300 * MIB)
+    node.ask(size=300 * MIB, job={**JOB, "prompt": f"take={400 * MIB} hold=loading"})
     ended = await node.ended()
     assert ended.code == "memory_lease_exceeded"
     assert "of a lease of 300.0 MiB" in ended.message
@@ -172,14 +177,14 @@ async def test_a_worker_that_stands_still_and_ignores_sigterm_is_killed(make: Ma
 
 async def test_a_job_ends_at_its_timeout(make: Make):
     node = await make()
-    node.ask(job={**LONG, "timeout": 4.0})
+    node.ask(job={**LONG, "timeout": 1.0})
     assert (await node.ended()).code == "job_timeout"
 
 
 async def test_a_worker_whose_footprint_cannot_be_read_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch):
     node = await make()
     node.ask(job=LONG)
-    worker = await node.working(Phase.LOADING)
+    worker = await node.working()
     monkeypatch.setattr(watch, "footprint_of", lambda pids: None)
     assert (await node.ended()).code == "monitor_failed"
     assert members(worker) == ()
@@ -187,23 +192,27 @@ async def test_a_worker_whose_footprint_cannot_be_read_is_ended(make: Make, monk
 
 # ends of every kind, at every phase
 
-PHASES = {
-    Phase.STARTING: LONG, Phase.LOADING: LONG, Phase.DENOISING: LONG,
-    Phase.DECODING: {**JOB, "frames": 33, "steps": 1},
-}  # fmt: skip
+PHASES = (Phase.STARTING, Phase.LOADING, Phase.DENOISING, Phase.DECODING, Phase.SAVING)
 
 
-@pytest.mark.parametrize(("victim", "phase", "code"), [
-    *(("worker", phase, "worker_crashed") for phase in PHASES),
-    *(("attendant", phase, "worker_lost") for phase in PHASES),
-    ("order", Phase.STARTING, "cancelled"), ("order", Phase.DENOISING, "cancelled"),
+def held(phase: Phase) -> dict[str, object]:
+    """Give a job that stays in a phase."""
+    return {**JOB, "prompt": f"hold={phase}"}
+
+
+@pytest.mark.parametrize(("victim", "phase", "code", "real"), [
+    *(("worker", phase, "worker_crashed", False) for phase in PHASES),
+    *(("attendant", phase, "worker_lost", False) for phase in PHASES),
+    ("order", Phase.STARTING, "cancelled", False), ("order", Phase.SAVING, "cancelled", False),
+    ("worker", Phase.DENOISING, "worker_crashed", True), ("attendant", Phase.DECODING, "worker_lost", True),
 ])  # fmt: skip
 async def test_the_lease_is_back_whoever_is_killed_and_whenever(
-    make: Make, phase: Phase, victim: str, code: str, capsys: pytest.CaptureFixture[str]
+    make: Make, phase: Phase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
-    node = await make()
+    node = await make(real=real)
     before = node.ceiling
-    node.ask(job=PHASES[phase])
+    decoded = {**JOB, "frames": 33, "steps": 1}  # takes the engine a while to decode
+    node.ask(job=held(phase) if not real else decoded if phase is Phase.DECODING else LONG)
     worker = await node.working(phase)
     began = time.monotonic()
     if victim == "worker":
@@ -222,14 +231,14 @@ async def test_the_lease_is_back_whoever_is_killed_and_whenever(
     assert seconds < BACK + 3, "on a busy machine; at rest it is below 2 s"
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.DENOISING, Phase.SAVING])
 async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the_lease_back(
     tmp_path: Path, phase: Phase, capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "node"
-    settings = flat()
+    settings = flat(worker__environments=str(standin(tmp_path).environments))
     command = [sys.executable, "-m", "tests.support.studio_process", str(folder), json.dumps(settings),
-               json.dumps(PHASES[phase])]  # fmt: skip
+               json.dumps(held(phase))]  # fmt: skip
     with subprocess.Popen(  # noqa: ASYNC220  nothing else runs on this loop meanwhile
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as agent:
@@ -265,7 +274,7 @@ async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the
 async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(tmp_path: Path):
     """Agent and attendant were killed at once, before the agent wrote down who the worker is, and that one hangs."""
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220  it is started at once
-    settings = flat()
+    settings = flat(worker__environments=str(standin(tmp_path).environments))
     place = tmp_path / "node" / "node" / "video" / "leases"
     (place / "l-1.1" / "scratch").mkdir(parents=True)
     held = Held(lease="l-1", generation=1, job="video_l-1", model="tiny-wan", size=LEASE)
@@ -289,7 +298,7 @@ async def test_a_lease_that_nobody_takes_up_is_given_back(make: Make):
     before = node.ceiling
     node.ask()
     ended = await node.ended()
-    assert (ended.code, ended.message) == ("worker_lost", "nobody started a worker within 1 s")
+    assert (ended.code, ended.message) == ("start_failed", "nobody started a worker within 1 s")
     given_back(node, before)
 
 
@@ -314,6 +323,29 @@ async def attend(node: Node, *words: str) -> tuple[int, str]:
     )  # fmt: skip
     _, said = await process.communicate()
     return process.returncode or 0, said.decode()
+
+
+async def test_a_paused_node_lends_nothing_new_and_ends_what_it_lends_when_its_grace_is_over(make: Make):
+    node = await make()
+    before = node.ceiling
+    node.ask(job=LONG)
+    assert isinstance(await node.answer(), LeaseGranted)
+    await node.working()
+    node.studio.pause("paused by ann")
+    node.ask(lease="l-2")
+    refused = await node.answer("l-2")
+    assert isinstance(refused, LeaseRefused)
+    assert refused.code == "node_paused"
+    assert "paused by ann" in refused.message
+    assert node.lender.holding, "what was granted goes on"
+    node.lender.end("paused by ann")
+    ended = await node.ended()
+    assert ended.code == "node_paused"
+    assert "paused by ann" in ended.message
+    given_back(node, before)
+    node.studio.pause("")
+    node.ask(lease="l-3")
+    assert isinstance(await node.answer("l-3"), LeaseGranted)
 
 
 async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Make):

@@ -13,6 +13,7 @@ from node.leases import Phase
 from node.memory.sensor import members
 from tests.support.processes import gone, until
 from tests.support.ray_head import Head, free_ports, ray_head
+from tests.support.standin import standin
 from tests.support.studio import LONG, Node, flat
 from wire.frames import LeaseGranted, RayHead
 
@@ -28,7 +29,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed(
     head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    node = Node(tmp_path / "node", flat(), attends=False)
+    stand = {"worker__environments": str(standin(tmp_path).environments)}
+    node = Node(tmp_path / "node", flat(**stand), attends=False)
     raylet, lender = node.studio.raylet, node.lender
     try:
         await node.start()
@@ -59,7 +61,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
             granted = await node.answer(lease)
             assert isinstance(granted, LeaseGranted)
             driver.begin(raylet.node, granted)
-            worker = await node.working(Phase.LOADING, lease)
+            worker = await node.working(Phase.DENOISING, lease)
             began = time.monotonic()
             actor = psutil.Process(worker).parent()
             assert actor is not None

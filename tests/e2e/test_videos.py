@@ -1,10 +1,13 @@
-"""Videos over a pool of real processes: the SDK, the coordinator, Ray, nodes, the real engine on a tiny package."""
+"""Videos over a pool of real processes: the SDK, the coordinator, Ray, nodes, the real engine on a tiny package.
+
+Who is killed when, and what becomes of it, is in test_video_chain.py."""
 
 import json
 import os
 import shutil
-import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import openai
 import psutil
 import pytest
 
-from tests.support.processes import Pool, environment, gone, until
+from tests.support.chain import until_ray
+from tests.support.processes import Pool, environment, pool, until
+from tests.support.standin import Gate, standin
 from tests.support.studio import flat
 
 pytestmark = [
@@ -22,25 +27,34 @@ pytestmark = [
 ]  # fmt: skip
 SMALL: dict[str, Any] = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48"}
 QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
-LONG = {**QUICK, "steps": 400}
 LEASE = 36 * 2**30
 PORTS = 21000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 """Where the ports of this worker's Rays begin: they are a range, so they cannot be any free ones."""
 
 
-def settings(ports: int) -> list[str]:
-    made = flat(worker__ray_ports=ports, node__report_busy=0.2)
+@pytest.fixture(scope="module")
+def real() -> Iterator[Pool]:
+    """A pool with one node and the real engine, up with its Ray."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        up(made)
+        yield made
+
+
+def settings(ports: int, **more: Any) -> list[str]:
+    made = flat(worker__ray_ports=ports, node__report_busy=0.2, **more)
     return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
 
 
-def up(pool: Pool, *names: str, **more: Any) -> openai.OpenAI:
-    """Start a coordinator and nodes; give a client once Ray is up on all of them."""
+def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai.OpenAI:
+    """Start a coordinator and nodes, with a stand-in for the engine behind a gate; give a client once Ray is up. Nodes
+    with a stand-in live beside those of `real`, so their ports are others."""
     extra = [f"video.{key}={value}" for key, value in more.items()]
     pool.up("video.ray_port=0", "video.max_steps=1000", *extra)
+    engine = {} if gate is None else {"worker__environments": str(gate.environments)}
     for number, name in enumerate(names or ("a",)):
-        pool.join(name, *settings(PORTS + 100 * number))
+        pool.join(name, *settings(PORTS + 100 * number + (0 if gate is None else 300), **engine))
     for name in names or ("a",):
-        until(lambda: video(pool, name)["ray"], 120, f"Ray on {name}")  # noqa: B023  asked at once
+        until_ray(pool, name)
     return again(pool)
 
 
@@ -104,9 +118,8 @@ def probe(data: bytes, folder: Path) -> dict[str, Any]:
     return json.loads(subprocess.run(command, capture_output=True, check=True, env=environment()).stdout)["streams"][0]
 
 
-def test_a_job_from_the_library_to_a_file_that_plays(cluster_pool: Pool, tmp_path: Path):
-    pool = cluster_pool
-    client = up(pool)
+def test_a_job_from_the_library_to_a_file_that_plays(real: Pool, tmp_path: Path):
+    pool, client = real, again(real)
     made = client.videos.create_and_poll(**SMALL, extra_body=QUICK, poll_interval_ms=200)
     assert made.status == "completed", made
     data = client.videos.download_content(made.id).read()
@@ -117,12 +130,12 @@ def test_a_job_from_the_library_to_a_file_that_plays(cluster_pool: Pool, tmp_pat
     url = f"{pool.facts['base_url']}/videos/{made.id}/content"
     part = direct.get(url, headers={"authorization": f"Bearer {pool.key}", "range": "bytes=4-7"})
     assert (part.status_code, part.content) == (206, b"ftyp")
-    assert leases(pool) == []
+    until(lambda: leases(pool) == [], 10, "its memory back")
     state = pool.state / "videos" / made.id
     assert {file.stat().st_mode & 0o777 for file in state.iterdir()} == {0o600}
     until(lambda: not video(pool, "a")["leases"], 10, "the end acknowledged")
-    profiles = pool.get("/api/v1/videos/models")["profiles"]
-    assert [(one["package"], one["measured"], one["calibrated"]) for one in profiles] == [("tiny-wan", 1, True)]
+    (profile,) = pool.get("/api/v1/videos/models")["profiles"]
+    assert (profile["package"], profile["measured"] > 0, profile["calibrated"]) == ("tiny-wan", True, True)
     client.videos.delete(made.id)
     until(lambda: not state.exists(), 10, "its files removed")
     assert "token" not in " ".join(word for process in below(pool) for word in process.cmdline()).lower().replace(
@@ -130,86 +143,33 @@ def test_a_job_from_the_library_to_a_file_that_plays(cluster_pool: Pool, tmp_pat
     chats(pool, client)
 
 
-def test_the_second_job_goes_to_the_second_node_and_a_cancelled_one_gives_its_memory_back(cluster_pool: Pool):
-    pool = cluster_pool
-    client = up(pool, "a", "b")
-    first = client.videos.create(**SMALL, extra_body=LONG)
-    second = client.videos.create(**SMALL, extra_body=LONG)
-    third = client.videos.create(**SMALL, extra_body=QUICK)
+def test_two_nodes_make_two_videos_and_one_that_is_killed_fails_its_own(cluster_pool: Pool, tmp_path: Path):
+    pool, gate = cluster_pool, standin(tmp_path)
+    client = up(pool, "a", "b", gate=gate, on_node_loss="fail", away_seconds=3)
+    first, second, third = (
+        client.videos.create(**(SMALL | {"prompt": "hold=denoising"}), extra_body={**QUICK, "seed": seed})
+        for seed in (1, 2, 3)
+    )
     for job in (first, second):
         phase(client, job.id, "denoising")
-    held = leases(pool)
-    assert {one["name"] for one in held} == {"a", "b"}
-    assert {one["size"] for one in held} == {LEASE}
+    held = {one["job"]: one for one in leases(pool)}
+    assert {one["name"] for one in held.values()} == {"a", "b"}
+    assert {one["size"] for one in held.values()} == {LEASE}
     assert "makes another video" in ask(client, third.id).phase
     for name in ("a", "b"):
-        node = pool.node(name)
-        assert node["leases"] == LEASE
+        assert pool.node(name)["leases"] == LEASE
     pool.run("videos", "cancel", first.id, "--state", str(pool.state))
-    until(lambda: first.id not in {one["job"] for one in leases(pool)}, 10, "its memory back")
+    phase(client, third.id, "denoising")
+    assert {one["job"] for one in leases(pool)} == {second.id, third.id}
+    pool.nodes[held[second.id]["name"]].kill()
+    lost = done(client, second.id)
+    assert (lost.status, lost.error.code) == ("failed", "node_lost")
+    assert [one["job"] for one in leases(pool)] == [third.id], "what it had lent counts as free"
+    chats(pool, client)
+    gate.open(3)
     assert done(client, third.id).status == "completed"
-    assert ask(client, second.id).status == "in_progress"
-    client.videos.delete(second.id)
     until(lambda: leases(pool) == [], 10, "all memory back")
-    for name in ("a", "b"):
-        until(lambda: pool.node(name)["leases"] == 0, 10, f"nothing lent by {name}")  # noqa: B023  asked at once
-
-
-@pytest.mark.parametrize("who", ["broker", "head", "gcs"])
-def test_a_running_job_and_every_chat_outlive_broker_and_head(cluster_pool: Pool, who: str):
-    pool = cluster_pool
-    client = up(pool)
-    job = client.videos.create(**SMALL, extra_body={**QUICK, "steps": 120})
-    phase(client, job.id, "denoising")
-    words = {"broker": ("coordinator.video.broker",), "head": ("raylet_child", "--head"), "gcs": ("gcs_server",)}[who]
-    (victim, *_) = below(pool, *words)
-    victim.send_signal(signal.SIGKILL)
-    gone([victim])
-    chats(pool, client)
-    found = done(client, job.id, 180)
-    # Ray's own memory may take the job along when it is killed; broker and head never do
-    lost = who == "gcs" and found.error is not None and found.error.code == "worker_lost"
-    assert found.status == "completed" or lost, found
-    chats(pool, client)
-    until(lambda: leases(pool) == [], 10, "its memory back")
-    until(lambda: below(pool, *words), 60, f"another {who}")
-    again = client.videos.create(**SMALL, extra_body=QUICK)
-    assert done(client, again.id, 180).status == "completed", ask(client, again.id)
-
-
-def test_a_coordinator_that_is_killed_comes_back_to_its_running_job(cluster_pool: Pool):
-    pool = cluster_pool
-    client = up(pool)
-    job = client.videos.create(**SMALL, extra_body={**QUICK, "steps": 150})
-    waiting = client.videos.create(**SMALL, extra_body=QUICK)
-    phase(client, job.id, "denoising")
-    coordinator, cluster_url = pool.coordinator, pool.facts["cluster_url"]
-    assert coordinator is not None
-    children = coordinator.children()
-    coordinator.kill()
-    gone(children, 20)
-    pool.up("video.ray_port=0", "video.max_steps=1000", cluster_listen=cluster_url.removeprefix("macpool://"))
-    client = again(pool)
-    found = done(client, job.id, 180)
-    assert found.status == "completed", found
-    assert client.videos.download_content(job.id).read()[4:8] == b"ftyp"
-    assert done(client, waiting.id, 180).status == "completed", ask(client, waiting.id)
-
-
-@pytest.mark.parametrize(("rule", "status"), [("fail", "failed"), ("requeue", "completed")])
-def test_a_node_that_is_killed_ends_its_job_as_the_settings_say(cluster_pool: Pool, rule: str, status: str):
-    pool = cluster_pool
-    client = up(pool, "a", "b", on_node_loss=rule, away_seconds=3)
-    job = client.videos.create(**SMALL, extra_body={**QUICK, "steps": 60})
-    phase(client, job.id, "denoising")
-    (held,) = leases(pool)
-    pool.nodes[held["name"]].kill()
-    found = done(client, job.id, 180)
-    assert found.status == status, found
-    if rule == "fail":
-        assert found.error.code == "node_lost"
-    until(lambda: leases(pool) == [], 10, "its memory counted free")
-    chats(pool, client)
+    until(lambda: pool.node(held[first.id]["name"])["leases"] == 0, 10, "the node says so as well")
 
 
 def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
@@ -224,9 +184,9 @@ def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
         client.videos.create(**SMALL)
 
 
-def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_path: Path):
-    pool = cluster_pool
-    up(pool)
+def test_the_command_asks_waits_fetches_and_measures(real: Pool, tmp_path: Path):
+    pool = real
+    before = len(pool.cli("videos", "list")["data"])
     state = ("--state", str(pool.state))
     short = ("--size", "64x48", "--fps", "8", "--frames", "9")
     assert "ready" in pool.run("nodes", *state).stdout
@@ -252,5 +212,5 @@ def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_pat
     found = pool.cli("video", "calibrate", "--sizes", "96x64,64x48", "--frames", "5", "--steps", "1")
     assert [(one["size"], one["status"]) for one in found["clips"]] == [("64x48", "completed"), ("96x64", "completed")]
     assert all(one["peak"] > 0 for one in found["clips"])
-    assert found["profiles"][0]["measured"] == 3
-    assert len(pool.cli("videos", "list")["data"]) == 2, "clips of a calibration are not kept"
+    assert found["profiles"][0]["measured"] >= 3
+    assert len(pool.cli("videos", "list")["data"]) == before + 2, "clips of a calibration are not kept"

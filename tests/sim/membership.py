@@ -5,7 +5,7 @@
         changed a
         a joining link 1
 
-Verbs: enrol, connect NODE [INSTANCE] [takeover], report NODE [draining], end NODE [link N], goodbye NODE REASON,
+Verbs: enrol, connect NODE [INSTANCE] [takeover], report NODE [draining|paused], end NODE [link N], goodbye NODE REASON,
 cordon, uncordon, remove NODE, restore NODE…, `tick` once, and `until T`, which ticks at every deadline up to T
 seconds. The number before a verb is the time. An event that is not allowed prints `illegal`.
 
@@ -109,7 +109,7 @@ class _Story:
                 instance = rest[0] if rest and rest[0] != "takeover" else "i1"
                 return Connected(self._links, instance, "takeover" in rest)
             case "report":
-                return Reported(link, draining="draining" in rest)
+                return Reported(link, draining="draining" in rest or "paused" in rest, paused="paused" in rest)
             case "end":
                 return Disconnected(link)
             case "goodbye":

@@ -8,6 +8,7 @@ from msgspec.structs import replace as changed
 
 from coordinator.metrics.node import NodePicture, worth_showing
 from coordinator.metrics.pool import Links, PoolPicture, Process
+from coordinator.video.counters import VideoCounters, VideoPicture
 from router.metrics import Counters
 from router.view import ClusterView, NodeView, view_of
 from tests.support.loopback_cluster import a_memory, a_model
@@ -77,6 +78,15 @@ def busy_counters(models: int, nodes: int) -> Counters:
     return counters
 
 
+def busy_video() -> VideoPicture:
+    """Take the picture of videos of which everything has happened."""
+    counters = VideoCounters({"completed": 2, "failed": 1, "cancelled": 1}, {"worker_lost": 1}, 10.0)
+    for buckets in (counters.waited, counters.took, counters.confirmed):
+        buckets.observe(0.1)
+    states = {"queued": 1, "leasing": 0, "in_progress": 1, "finalizing": 0}
+    return VideoPicture(counters, states, 3.0, 1_000_000, {NodeId("n0"): 0.5}, used=True)
+
+
 def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture:
     """Take the picture of a pool in which everything has happened."""
     seen = ClusterView(tuple(view(f"n{number}", models) for number in range(nodes)))
@@ -89,6 +99,6 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture
         queue_limit=64, oldest=0.5, keys_refused=0, certificates=lives,
         node_certificates=dict.fromkeys(members, (WALL - 86400.0, WALL + 86400.0 * 89)),
         links=Links(nodes, 0, nodes, 0), conditions={"GateInert": False},
-        process=Process(WALL - 60, 1.0, 100_000_000, 30, 8192),
+        process=Process(WALL - 60, 1.0, 100_000_000, 30, 8192), video=busy_video(),
     )  # fmt: skip
     return replace(picture, **changes)

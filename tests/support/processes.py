@@ -149,6 +149,8 @@ class Pool:
         self.key = ""
         self.coordinator: Process | None = None
         self.nodes: dict[str, Process] = {}
+        self.home = "coordinator"
+        """The coordinator's folder; another one after it moved."""
         self.wrap: Sequence[str] = ()
         """Words before every command that talks to the coordinator: how its host is entered."""
         self.call: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] = lambda ask: ask()
@@ -158,7 +160,7 @@ class Pool:
     @property
     def state(self) -> Path:
         """The coordinator's state folder."""
-        return self.folder / "coordinator"
+        return self.folder / self.home
 
     def up(
         self,
@@ -178,7 +180,7 @@ class Pool:
         kind = ("engine.kind=scripted",) if local_node and not _names_kind(settings) else ()
         command += [item for setting in (*kind, *settings) for item in ("--set", setting)]
         self.wrap = wrap
-        self.coordinator = Process(command, self.folder / "coordinator.err", wrap=wrap)
+        self.coordinator = Process(command, self.folder / f"{self.home}.err", wrap=wrap)
         self._stack.callback(self.coordinator.close)
         self.facts = self.coordinator.ready()
         self.key = self.facts.get("api_key", self.key)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from node.video.raylet import SLIM
+from machine.ray_process import SLIM
 from tests.support.processes import ROOT, environment
 from wire.frames import LeaseGranted, RayHead
 

@@ -5,6 +5,7 @@ import asyncio
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -33,8 +34,8 @@ from wire.units import GIB
 CACHE = ROOT / ".cache" / "video"
 SCRIPT = ROOT / "tests" / "support" / "tiny_wan.py"
 JOB = {"prompt": "a red fox", "width": 64, "height": 48, "frames": 9, "fps": 8, "steps": 4, "seed": 1}
-LONG = {**JOB, "steps": 400}
-"""A job that nobody waits for."""
+LONG = {**JOB, "prompt": "hold=denoising", "steps": 400}
+"""A job that nobody waits for, of the engine as of its stand-in."""
 WAIT = 60.0
 LEASE = 2 * GIB
 F = TypeVar("F", bound=Frame)
@@ -93,6 +94,12 @@ def flat(**settings: object) -> dict[str, object]:
         "models.folders": str(tiny_wan()), "worker.environments": str(environments()), "worker.start_timeout": 20,
         **{key.replace("__", "."): value for key, value in settings.items()},
     }  # fmt: skip
+
+
+def words(**settings: object) -> tuple[str, ...]:
+    """Give the same as words of `--set`."""
+    made = flat(**settings).items()
+    return tuple(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in made)
 
 
 class Node:

@@ -453,6 +453,36 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     assert reading < one.supervisor.report.memory.base + 100 * MIB
 
 
+@pytest.mark.slow
+async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(agent: Callable[..., Agent]):
+    name = "macpool-tiny"
+    settings = {"engine.kind": "mlx", "models.hub": False, "models.profile": "off", "models.preload": (name,)}
+    one = agent(**settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
+
+    def loaded() -> bool:
+        report = one.supervisor.report
+        return report is not None and any(model.loaded for model in report.models)
+
+    await one.supervisor.start()
+    await one.ready()
+    await one.until(loaded)
+    first = one.supervisor.pid
+    one.supervisor.rest()
+    one.supervisor.rest()
+    await one.until(lambda: recycled(one) and one.supervisor.report is not None)
+    assert one.supervisor.pid != first
+    assert gone(first or 0)
+    assert not loaded()
+    assert (one.supervisor.state.restarts, one.supervisor.state.recycles) == (0, 1)
+    assert one.supervisor.report is not None
+    assert {model.name for model in one.supervisor.report.models} == {name}, "what could be served is still told"
+    os.kill(one.supervisor.pid or 0, signal.SIGKILL)
+    await one.until(lambda: one.supervisor.state.restarts == 1 and one.supervisor.ready is not None)
+    assert not loaded(), "a death brings nothing back"
+    one.supervisor.wake()
+    await one.until(loaded)
+
+
 AT_ONCE = Patience(first=0.01, longest=0.01)
 IN_FORWARD = """
     elif isinstance(frame, Generate):

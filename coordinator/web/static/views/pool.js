@@ -40,11 +40,13 @@ function Node({ node }) {
       <dt>models</dt><dd>${loaded.length ? loaded.map((model) => model.name).join(", ") : "none loaded"}</dd>
       <dt>gate</dt><dd>${node.engine.counts.checks} checks, ${node.engine.counts.refusals} refusals</dd>
       <dt>machine</dt><dd>${node.chip || "unknown"}, ${size(node.memory)}</dd>
+      ${node.state === "paused" ? html`<dt>paused</dt><dd class="warn">${node.sharing.why}${node.sharing.until ? `, until ${new Date(node.sharing.until * 1000).toLocaleString()}` : ""}</dd>` : null}
       ${node.heard_seconds ? html`<dt>heard</dt><dd class="warn">${seconds(node.heard_seconds)} ago</dd>` : null}
       ${node.remedy && over(node) ? html`<dt>more room</dt><dd>${node.remedy}</dd>` : null}
     </dl>
     <p class="row"><button disabled=${busy} onClick=${() => act(node.cordoned ? "uncordon" : "cordon")}>${node.cordoned ? "Send requests again" : "Send nothing new"}</button>
-      <button disabled=${busy} onClick=${() => act("drain", { wait_seconds: 30 })}>Move its requests away</button></p>
+      <button disabled=${busy} onClick=${() => act("drain", { wait_seconds: 30 })}>Move its requests away</button>
+      ${node.sharing.when ? html`<button disabled=${busy} onClick=${() => (node.sharing.by_hand ? act("resume") : act("pause", { seconds: 7200 }))}>${node.sharing.by_hand ? "End its pause" : "Give its memory back for 2 h"}</button>` : null}</p>
     <${Wrong} text=${error} />
   </section>`;
 }

@@ -12,7 +12,7 @@ function One({ id }) {
     ${told.decisions.map((one) => html`<div class="card"><h3>Decision ${seconds(one.seconds_ago)} ago, among ${one.nodes} nodes</h3>
       ${one.refused ? html`<p class="bad">${one.refused}</p>` : null}
       <${Table} caption="Nodes" head=${["node", "#needs", "#headroom", "#first token in", "verdict"]} rows=${one.candidates.map((row) => ({ key: row.node,
-        cells: [row.name, size(row.need), size(row.headroom), seconds(row.expected_ttft), row.chosen ? html`<b class="good">chosen</b>` : row.why_not || "fits"] }))} /></div>`)}`;
+        cells: [row.name, row.need ? size(row.need) : "–", row.need ? size(row.headroom) : "–", seconds(row.expected_ttft), row.chosen ? html`<b class="good">chosen</b>` : row.why_not || "fits"] }))} /></div>`)}`;
 }
 
 export function Requests({ pool, rest }) {

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.video.board import Board, Rules, advance
+from coordinator.video.advance import advance
+from coordinator.video.board import Board, Rules
 from coordinator.video.events import (
     ACKNOWLEDGED,
     Action,
@@ -249,7 +250,7 @@ def test_a_deleted_job_whose_files_come_late_leaves_none():
     assert Drop("video_1") in story.tell(Fetched("video_1", 1, FILES))
 
 
-@pytest.mark.parametrize("event", ["late", "ray"])
+@pytest.mark.parametrize("event", ["late", "ray", "node"])
 def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
     story = Story(attempts=2)
     story.submit(1)
@@ -261,11 +262,16 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
         if event == "late":
             story.now += 91
             actions = story.tell(Tick())
-        else:
+        elif event == "ray":
             actions = story.tell(NotStarted(job.lease, "Ray has no such node"))
+        else:
+            actions = story.end(job, "start_failed")
+            assert story.board.held("a") is None, "the node has said that it ended"
+            story.grant(job)
+            assert story.board.holds == {}
         assert any(isinstance(one, GiveBack) and one.lease == job.lease for one in actions)
         assert story.job(1).state == (State.FAILED if attempt == 2 else State.QUEUED)
-        assert story.board.held("a") is not None, "until the node says that it ended"
+        assert event == "node" or story.board.held("a") is not None, "until the node says that it ended"
         story.end(job, "start_failed")
     assert (story.job(1).fault or Fault("", "")).code == "start_failed"
 
@@ -276,6 +282,14 @@ def test_an_actor_that_goes_once_the_worker_runs_disturbs_nobody():
     story.report("a", state_of(job))
     story.tell(NotStarted(job.lease, "the broker died"))
     assert story.job(1).state == State.IN_PROGRESS
+
+
+def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
+    story = Story()
+    job = story.running()
+    story.tell(Said("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
+    assert story.job(1).state == State.IN_PROGRESS
+    assert story.board.held("a") is not None
 
 
 def test_a_node_that_does_not_answer_is_left_alone():
@@ -366,7 +380,9 @@ STATES = st.builds(
 FRAMES = st.one_of(
     st.builds(LeaseGranted, LEASES, GENERATIONS),
     st.builds(LeaseRefused, LEASES, GENERATIONS, st.just("no_headroom"), st.just("no")),
-    st.builds(LeaseEnded, LEASES, GENERATIONS, st.sampled_from(["completed", "worker_crashed", "worker_lost"])),
+    st.builds(
+        LeaseEnded, LEASES, GENERATIONS, st.sampled_from(["completed", "worker_crashed", "worker_lost", "start_failed"])
+    ),
 )
 EVENTS = st.one_of(
     st.just("place"),

@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from coordinator.video.head import PORTS, Facts, command, environment, free_ports, names, short_folder
+from coordinator.video.head import PORTS, Facts, command, environment, free_ports, names
 from coordinator.video.ray_tls import RayAuthority
 from coordinator.video.rays import Rays
 from coordinator.video.settings import VideoSettings
@@ -70,18 +70,6 @@ def test_the_ports_are_those_of_the_manual():
     assert f"{PORTS} from `video.ray_port` (6380)" in DOCS.read_text()
     assert words["num-cpus"] == "0"
     assert 20_000 <= free_ports("127.0.0.1") < 50_000
-
-
-def test_the_folder_of_rays_sockets_is_short_and_ours(tmp_path: Path):
-    folder = short_folder(tmp_path / ("x" * 90))
-    assert len(str(folder)) < 40
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert folder.stat().st_uid == os.getuid()
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError):
-        short_folder(tmp_path / ("x" * 90))
-    folder.unlink()
 
 
 def test_papers_name_addresses_and_belong_to_an_authority_of_rays_own(tmp_path: Path):

@@ -55,6 +55,25 @@ async def test_who_reads_slowly_misses_steps_and_never_the_newest():
     await slow.aclose()
 
 
+async def test_a_look_that_fails_stops_nobody():
+    state, failed = {"n": 1}, asyncio.Event()
+
+    def sections() -> dict[str, object]:
+        if not state:
+            failed.set()
+            raise RuntimeError("no picture")
+        return {"n": state["n"]}
+
+    stream = Live(sections).stream(lambda: True)
+    assert await soon(stream) == {"n": 1}
+    state.clear()
+    waiting = asyncio.ensure_future(soon(stream))
+    await failed.wait()
+    state["n"] = 2
+    assert await waiting == {"n": 2}
+    await stream.aclose()
+
+
 async def test_nobody_looks_when_nobody_watches():
     looks: asyncio.Queue[int] = asyncio.Queue()
     live = Live(lambda: looks.put_nowait(1) or {})

@@ -1,10 +1,12 @@
+import asyncio
 import json
-import stat
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from node.settings import WorkerSettings
 from node.video import raylet
 from wire.frames import RayHead
 
@@ -36,6 +38,7 @@ def test_the_environment_is_named_and_holds_paths_of_secrets_alone(tmp_path: Pat
     assert told["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
     assert told["RAY_USE_TLS"] == "1"
     assert told["RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"] == "minor"
+    assert int(told["RAY_gcs_rpc_server_reconnect_timeout_s"]) > 3600, "a job outlives a head that is away for long"
     assert "RAY_USE_TLS" not in raylet.environment(RayHead("a:1", "t"), {}, tmp_path, "ab")
 
 
@@ -52,13 +55,36 @@ def test_another_version_is_not_followed():
     assert "have to be the same" in raylet.unusable(RayHead("a:1", version="1.0"))
 
 
-def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("sys.platform", "linux")
-    found = raylet.short_folder("", Path("/some/state"))
-    assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    assert len(found.name) < 24
-    found.rmdir()
-    found.symlink_to(tmp_path)
-    with pytest.raises(PermissionError):
-        raylet.short_folder("", Path("/some/state"))
+@pytest.mark.slow
+async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = "import sys; print('Ray runtime started', flush=True); sys.stdin.read()"
+    monkeypatch.setattr(raylet, "command", lambda *_: [sys.executable, "-c", program])
+    one = raylet.Raylet(WorkerSettings(ray_folder=str(tmp_path / "ray")), tmp_path / "files", tmp_path / "log", 1)
+    news = asyncio.Event()
+    one.changed = news.set
+
+    async def another(than: str) -> str:
+        async with asyncio.timeout(20):
+            while one.node in ("", than):
+                news.clear()
+                await news.wait()
+        return one.node
+
+    one.offer(wanted=True)
+    one.follow(RayHead("a:1"))
+    first = await another("")
+    one.lend(on=True)
+    one.follow(RayHead("b:1"))
+    one.follow(RayHead(""))
+    one.follow(RayHead("c:1"))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert one.node == first, "its actor holds the worker"
+    one.lend(on=False)
+    second = await another(first)
+    one.lend(on=True)
+    one.lend(on=False)
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert one.node == second, "the end of a job alone replaces nothing"
+    await one.stop()

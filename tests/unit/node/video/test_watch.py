@@ -4,14 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.leases import Phase, Worker
+from node.leases import Held, Phase, Worker
 from node.memory.sensor import born
-from node.video import folder
-from node.video.watch import Job, kill, living, worker_environment
+from node.video import folder, watch
+from node.video.watch import Job, Watch, kill, living, worker_environment
+from node.video.watchdog import CRASHED, LOST, Bounds
 
 
 def hear(*events: object) -> Job:
@@ -54,6 +56,9 @@ def test_the_first_end_counts_and_codes_are_ours():
     killed = hear({"event": "exit", "code": -9})
     assert killed.end is not None
     assert (killed.end.code, "SIGKILL" in killed.end.message) == ("worker_crashed", True)
+    unheard = hear({"event": "exit", "code": -9999})
+    assert unheard.end is not None
+    assert "signal 9999" in unheard.end.message
 
 
 @given(st.binary(max_size=300))
@@ -95,6 +100,54 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
 
 
 # the folder between agent and attendant
+
+
+def watched(place: Path, process: "subprocess.Popen[bytes]") -> Watch:
+    """Watch a process as the worker of a lease; nobody attends to it."""
+    held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
+    made = Watch(held, place, Bounds(2**40, 100, 100), 100, 0)
+    made.open(folder.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    claim = folder.Claim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    folder.write_new(place / folder.CLAIM, msgspec.json.encode(claim))
+    assert made.look() is None
+    return made
+
+
+@pytest.mark.parametrize(("after", "code"), [("nothing", CRASHED), ("a word", CRASHED), ("its own end", LOST)])
+def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, code: str
+):
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait()
+    one = watched(tmp_path / "l", process)
+    attended = folder.lock(tmp_path / "l" / folder.ATTENDED)
+    assert attended is not None
+    assert one.look() is None, "who started it has not said anything yet"
+    if after == "a word":
+        (tmp_path / "l" / folder.EVENTS).write_text('{"event": "exit", "code": -9}\n')
+    elif after == "its own end":
+        os.close(attended)
+    else:
+        monkeypatch.setattr(watch, "WORD", 0.0)
+    end = one.look()
+    assert end is not None
+    assert end.code == code
+    one.close()
+    if after != "its own end":
+        os.close(attended)
+
+
+def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_path: Path):
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    one = watched(tmp_path / "l", process)
+    (tmp_path / "l" / folder.EVENTS).write_text('{"event": "done", "made": {}}\n')
+    assert one.look() is None, "it leaves by itself"
+    process.kill()
+    process.wait()
+    end = one.look()
+    assert end is not None
+    assert end.code == "completed"
+    one.close()
 
 
 def test_a_lock_goes_with_its_holder(tmp_path: Path):

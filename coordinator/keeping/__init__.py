@@ -1,0 +1,1 @@
+"""Keeping a cluster: backups, restoring them, and which of two coordinators is the one that counts."""

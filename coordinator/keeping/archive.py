@@ -1,0 +1,140 @@
+"""The form of a backup: one file, read in one pass, in which nothing is believed before its digest was seen.
+
+    b"macpool backup 1\\n" | length of the manifest, 4 bytes | manifest, JSON | its SHA-256, 32 bytes | the members
+
+The members follow one another in the order and with the sizes that the manifest names, each with its SHA-256, and then
+the file ends. There are no links, no modes and no paths but those of NAMES, so nothing in it can point anywhere else.
+With a passphrase all of that is inside of `sealed`.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+MAGIC = b"macpool backup 1\n"
+FAMILY = b"macpool backup "
+FORMAT = 1
+LONGEST_MANIFEST = 16 * 2**20
+PIECE = 2**20
+DATABASE, VIDEOS = "cluster.db", "videos.db"
+NAMES = re.compile(
+    r"cluster\.db|videos\.db|config\.toml|pepper|authority/[a-z-]{1,60}\.pem"
+    r"|videos/video_[A-Za-z0-9]{1,64}/[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}"
+)
+"""What a backup may hold; a name that is anything else is refused."""
+NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
+
+
+class ArchiveError(Exception):
+    """This is no backup that can be used; the text says why and what to do."""
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: its name below the state folder, bytes, SHA-256 in hex."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backup is. `made` in Unix seconds, `macpool` the version that made it; `schemas` of the databases;
+    `outside`: files that the settings name and that are not in it."""
+
+    format: int
+    macpool: str
+    made: float
+    cluster: str
+    name: str
+    epoch: int
+    generation: int
+    schemas: dict[str, int]
+    members: tuple[Member, ...]
+    artifacts: bool = False
+    outside: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """What is read: a file, or what is inside of a sealed one."""
+
+    def read(self, size: int, /) -> bytes:
+        """Give up to `size` bytes, fewer only at the end."""
+        ...
+
+
+def head_of(manifest: Manifest) -> bytes:
+    """Give the bytes in front of the members, without MAGIC."""
+    encoded = msgspec.json.encode(manifest)
+    return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
+
+
+def read_manifest(source: Source) -> Manifest:
+    """Read what is in front of the members, without MAGIC. ArchiveError for anything that is not as it should be."""
+    length = int.from_bytes(exactly(source, 4), "big")
+    if length > LONGEST_MANIFEST:
+        raise ArchiveError(f"its manifest would have {length} bytes: it is damaged")
+    encoded = exactly(source, length)
+    if hashlib.sha256(encoded).digest() != exactly(source, 32):
+        raise ArchiveError("its manifest is damaged: use another copy of the file")
+    try:
+        number = msgspec.json.decode(encoded, type=_Numbered).format
+        if number > FORMAT:
+            raise ArchiveError(f"it was made by a newer macpool (format {number}, we know {FORMAT}): update macpool")
+        manifest = msgspec.json.decode(encoded, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise ArchiveError(f"its manifest cannot be read ({error}): use another copy of the file") from None
+    _check(manifest)
+    return manifest
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    format: int
+
+
+def _check(manifest: Manifest) -> None:
+    names = [member.name for member in manifest.members]
+    wrong = next((name for name in names if NAMES.fullmatch(name) is None), None)
+    if wrong is not None:
+        raise ArchiveError(f"it holds {wrong[:100]!r}, which no backup of ours has: it is not used")
+    if len(set(names)) < len(names) or not set(names) >= NEEDED or any(one.size < 0 for one in manifest.members):
+        raise ArchiveError("its manifest names a file twice, or lacks one that every backup has: it is not used")
+
+
+def contents(source: Source, member: Member) -> Iterator[bytes]:
+    """Yield a member's bytes; ArchiveError at the end where they are not those that the manifest names."""
+    digest, left = hashlib.sha256(), member.size
+    while left:
+        piece = exactly(source, min(PIECE, left))
+        digest.update(piece)
+        left -= len(piece)
+        yield piece
+    if digest.hexdigest() != member.sha256:
+        raise ArchiveError(f"{member.name} in it is damaged: use another copy of the file")
+
+
+def ended(source: Source) -> None:
+    """Make sure that nothing follows the last member."""
+    if source.read(1):
+        raise ArchiveError("something follows its last member: it is not used")
+
+
+def exactly(source: Source, size: int) -> bytes:
+    """Read so many bytes; ArchiveError when there are fewer."""
+    data = source.read(size)
+    while len(data) < size and (more := source.read(size - len(data))):
+        data += more
+    if len(data) < size:
+        raise ArchiveError("it ends too early: it was cut off; use another copy of the file")
+    return data
+
+
+def digest_of(file: BinaryIO) -> tuple[int, str]:
+    """Give size and SHA-256 of a file's rest."""
+    digest, size = hashlib.sha256(), 0
+    while piece := file.read(PIECE):
+        digest.update(piece)
+        size += len(piece)
+    return size, digest.hexdigest()

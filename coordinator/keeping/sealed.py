@@ -1,0 +1,101 @@
+"""A file that only a passphrase opens: scrypt makes the key, ChaCha20-Poly1305 seals it piece by piece.
+
+    b"macpool sealed 1\\n" | salt, 16 bytes | pieces of 64 KiB, each with a tag of 16 bytes
+
+The nonce of a piece is its number and, in its last byte, whether it is the last one; the head is authenticated with
+every piece. So no piece can be changed, left out, moved or added, and an end that is cut off is no end. The key is made
+from a fresh salt, so nonces never repeat under it. scrypt costs 128 MiB and about a third of a second for each guess.
+"""
+
+import os
+from typing import BinaryIO
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+MAGIC = b"macpool sealed 1\n"
+FAMILY = b"macpool sealed "
+PIECE = 64 * 1024
+TAG = 16
+SALT = 16
+_COST, _BLOCK, _LANES = 2**17, 8, 1
+
+
+class SealError(Exception):
+    """The file cannot be opened with this passphrase, or is not whole."""
+
+
+def _cipher(passphrase: bytes, salt: bytes) -> ChaCha20Poly1305:
+    return ChaCha20Poly1305(Scrypt(salt, 32, _COST, _BLOCK, _LANES).derive(passphrase))
+
+
+def _nonce(number: int, *, last: bool) -> bytes:
+    return number.to_bytes(11, "big") + bytes((last,))
+
+
+class Sealer:
+    """Writes to `file` what is written here, sealed. `finish` has to be called at the end."""
+
+    def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
+        salt = os.urandom(SALT)
+        self._file, self._head = file, MAGIC + salt
+        self._cipher = _cipher(passphrase, salt)
+        self._waiting = bytearray()
+        self._number = 0
+        file.write(self._head)
+
+    def write(self, data: bytes) -> int:
+        """Seal some bytes; give how many."""
+        self._waiting += data
+        while len(self._waiting) > PIECE:
+            self._seal(bytes(self._waiting[:PIECE]), last=False)
+            del self._waiting[:PIECE]
+        return len(data)
+
+    def finish(self) -> None:
+        """Seal the end."""
+        self._seal(bytes(self._waiting), last=True)
+
+    def _seal(self, piece: bytes, *, last: bool) -> None:
+        self._file.write(self._cipher.encrypt(_nonce(self._number, last=last), piece, self._head))
+        self._number += 1
+
+
+class Opener:
+    """Reads what a Sealer wrote. `file` stands behind MAGIC. SealError from any read that finds it changed."""
+
+    def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
+        salt = file.read(SALT)
+        if len(salt) < SALT:
+            raise SealError("it ends within its first bytes: it was cut off")
+        self._file, self._head = file, MAGIC + salt
+        self._cipher = _cipher(passphrase, salt)
+        self._next = file.read(PIECE + TAG)
+        self._plain = b""
+        self._number = 0
+        self._ended = False
+
+    def read(self, size: int) -> bytes:
+        """Give up to `size` bytes; fewer only at the end."""
+        pieces = [self._plain]
+        have = len(self._plain)
+        while have < size and not self._ended:
+            piece = self._open()
+            pieces.append(piece)
+            have += len(piece)
+        whole = b"".join(pieces)
+        self._plain = whole[size:]
+        return whole[:size]
+
+    def _open(self) -> bytes:
+        sealed, self._next = self._next, self._file.read(PIECE + TAG)
+        last = not self._next
+        try:
+            piece = self._cipher.decrypt(_nonce(self._number, last=last), sealed, self._head)
+        except (InvalidTag, ValueError):
+            why = "the passphrase is wrong, or it is damaged" if not self._number else "it is damaged or cut off"
+            raise SealError(why) from None
+        self._number += 1
+        self._ended = last
+        return piece

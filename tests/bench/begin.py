@@ -1,0 +1,91 @@
+"""From a machine with nothing but a checkout to an answer of a second node, by the three commands that a new user
+types: install, `cluster up` (which has a node of its own), and `cluster join` with the line that it prints.
+
+Everything that would be downloaded is in uv's cache before the clock starts, so what is timed is ours: building,
+installing, starting, joining, loading the model, and the first token.
+"""
+
+import json
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+from openai import OpenAI
+
+from tests.bench.row import Row, commit
+from tests.support.engine_pool import HELLO
+from tests.support.processes import ROOT, Process, environment
+
+AT_ONCE = 4
+
+
+def bench_begin(folder: Path) -> list[Row]:
+    """Time the three commands, twice: the first run fills the cache."""
+    _install(folder / "warm")
+    began = time.monotonic()
+    command = _install(folder / "new")
+    installed = time.monotonic()
+    quiet = ("--set", "cluster.bonjour=false", "--set", "models.hub=false")
+    up = Process(
+        [command, "up", "--state", str(folder / "a"), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0",
+         "-o", "json", *quiet],
+        folder / "up.err",
+    )  # fmt: skip
+    try:
+        facts = up.ready()
+        words = facts["join"].split()[1:]
+        joining = time.monotonic()
+        second = Process(
+            [command, *words, "--state", str(folder / "b"), "--name", "second", "-o", "json", "--set",
+             "node.machine=second", *quiet],
+            folder / "join.err",
+        )  # fmt: skip
+        try:
+            second.ready()
+            answered = _first_token(facts)
+            whole, join = answered - began, answered - joining
+        finally:
+            second.close()
+    finally:
+        up.close()
+    figure = f"{whole:.1f} s (install {installed - began:.1f}), 3 commands"
+    return [
+        Row("nothing to a token of a second node", "<= 120 s, <= 3 commands", figure, whole <= 120, commit()),
+        Row("join to its first token", "<= 10 s", f"{join:.1f} s", join <= 10, commit()),
+    ]
+
+
+def _install(place: Path) -> Path:
+    uv = ROOT / ".uv" / "bin" / "uv"
+    words = [str(uv) if uv.exists() else "uv"]
+    subprocess.run([*words, "venv", "--quiet", str(place)], check=True)
+    command = [*words, "pip", "install", "--quiet", "--python", str(place / "bin" / "python"), f"{ROOT}[node]"]
+    subprocess.run(command, check=True, env=environment())
+    return place / "bin" / "cluster"
+
+
+def _first_token(facts: dict[str, str]) -> float:
+    """Ask several things at once until the node `second` has answered; give when its first token came. 30 s at most."""
+    direct = httpx.Client(trust_env=False, timeout=30)
+    client = OpenAI(base_url=facts["base_url"], api_key=facts["api_key"], http_client=direct, max_retries=5)
+    deadline = time.monotonic() + 30
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        while time.monotonic() < deadline:
+            for node, first in threads.map(lambda _: _answer(client), range(AT_ONCE)):
+                if node == "second":
+                    return first
+    raise RuntimeError("the second node answered nothing: " + json.dumps(facts))
+
+
+def _answer(client: OpenAI) -> tuple[str, float]:
+    """Stream one answer; give who gave it and when its first token came."""
+    raw = client.chat.completions.with_raw_response.create(
+        model="macpool-tiny", messages=[{"role": "user", "content": HELLO}], stream=True
+    )
+    first = 0.0
+    for chunk in raw.parse():
+        if not first and chunk.choices and chunk.choices[0].delta.content:
+            first = time.monotonic()
+    return raw.headers.get("x-macpool-node", ""), first

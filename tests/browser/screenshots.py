@@ -1,0 +1,127 @@
+"""`python -m tests.browser.screenshots`: the pictures of docs/page.md, of a pool of three nodes at work.
+
+One node makes a video, one answers by a real model, one pretends a big model; a request was refused, and one is under
+way. The pictures are looked at before they are committed.
+"""
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from openai import OpenAI, OpenAIError
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.browser.test_page import CHROMIUM, FLAGS, ask_for_a_video, go, visit
+from tests.support.engine_pool import MLX
+from tests.support.processes import Pool, pool, until
+from tests.support.studio import words
+
+FOLDER = Path(__file__).parents[2] / "docs" / "images"
+RAY_PORTS = 29000
+BIG = ("engine.scripted.model=big-70b", "engine.scripted.memory=64GiB", "engine.scripted.weights=38GiB",
+       "engine.scripted.kv_per_token=2097152", "engine.scripted.tokens=400", "engine.scripted.step_ms=60")  # fmt: skip
+WIDE, PHONE = {"width": 1120, "height": 700}, {"width": 390, "height": 780}
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[Pool]:
+    """Give the pool of the pictures."""
+    with pool(folder) as made:
+        made.up("video.ray_port=0", "video.max_steps=1000", "cluster.name=home", "router.queue_seconds=1")
+        filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy=0.2)
+        made.join("studio", *filming)
+        made.join("mini", *MLX)
+        made.join("macbook", *BIG)
+        first = ask_for_a_video(made)
+        headers = {"authorization": f"Bearer {made.key}"}
+        url = f"{made.base}/v1/videos/{first}"
+        until(lambda: httpx.get(url, headers=headers, trust_env=False).json()["status"] == "completed", 120, "a video")
+        ask_for_a_video(made, prompt="a paper boat on a quiet lake, morning light", steps=1000)
+        made.cli("key", "create", "home-assistant")
+        with _asked(made):
+            yield made
+
+
+@contextmanager
+def _asked(made: Pool) -> Iterator[None]:
+    """Ask what is answered, what is refused, and something long that goes on."""
+    direct = httpx.Client(trust_env=False, timeout=60)
+    client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, max_retries=0, http_client=direct)
+
+    def ask(model: str, text: str, name: str, tokens: int) -> None:
+        said = [{"role": "user", "content": text}]
+        try:
+            for _ in client.chat.completions.create(
+                model=model, messages=said, max_tokens=tokens, stream=True, extra_headers={"x-request-id": name},  # type: ignore[arg-type]
+            ):  # fmt: skip
+                pass
+        except OpenAIError as error:
+            print(f"{name}: {error}")
+
+    ask("macpool-tiny", "Hello!", "greeting", 40)
+    ask("big-70b", "word " * 9000, "whole-book", 2000)
+    long = threading.Thread(target=ask, args=("big-70b", "Tell me a story", "story", 2000), daemon=True)
+    long.start()
+    yield
+    direct.close()
+
+
+def take(browser: Browser, made: Pool) -> None:
+    """Take all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    for colours, screen in (("light", WIDE), ("dark", PHONE)):
+        context = browser.new_context(color_scheme=colours, viewport=screen)  # type: ignore[arg-type]
+        page = visit(context, made)
+        page.get_by_role("meter", name="Memory of studio").wait_for()
+        _shoot(page, f"pool-{colours}")
+        if colours == "light":
+            _views(page)
+        context.close()
+
+
+def _views(page: Page) -> None:
+    for view in ("Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings"):
+        go(page, view)
+        if view == "Videos":
+            page.get_by_role("button", name="Play").click()
+            page.wait_for_function("document.querySelector('video')?.readyState >= 2")
+        elif view == "Chat":
+            page.get_by_label("Model").select_option("macpool-tiny")
+            page.get_by_label("Your message").fill("Hello!")
+            page.get_by_role("button", name="Send").click()
+            page.get_by_text("tokens/s").wait_for()
+        elif view == "Join":
+            page.get_by_role("button", name="Make a join line").click()
+            page.get_by_role("img", name="QR").wait_for()
+        else:
+            page.locator("main .card").first.wait_for()
+        _shoot(page, view.split()[0].lower())
+        if view == "Requests":
+            page.get_by_role("link", name="whole-book").first.click()
+            page.get_by_text("Decision").first.wait_for()
+            _shoot(page, "explained")
+
+
+def _shoot(page: Page, name: str) -> None:
+    page.screenshot(path=FOLDER / f"page-{name}.png")
+
+
+@contextmanager
+def _browser() -> Iterator[Browser]:
+    with sync_playwright() as playing:
+        yield playing.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+
+
+def main() -> int:
+    """Take the pictures."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, at_work(Path(folder)) as made, _browser() as browser:
+        take(browser, made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

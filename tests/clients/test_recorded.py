@@ -1,0 +1,122 @@
+"""What fourteen clients say is answered as they need it: their recorded requests, word by word, against a real pool.
+
+`make clients` runs those of them that can be installed here, and writes the recordings anew.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.clients.catalogue import CLIENTS
+from tests.support.engine_pool import MLX
+from tests.support.processes import Pool, pool
+
+RECORDED = Path(__file__).parent / "recorded"
+DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.slow
+Exchange = dict[str, Any]
+
+
+def exchanges() -> Iterator[Any]:
+    """Give every recorded request with a name."""
+    for file in sorted(RECORDED.glob("*.json")):
+        for number, one in enumerate(json.loads(file.read_text())):
+            yield pytest.param(one, id=f"{file.stem}-{number}")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with pool(tmp_path_factory.mktemp("clients")) as made:
+        made.up("router.queue_seconds=60")
+        made.join("mini", *MLX)
+        yield made
+
+
+def ask(made: Pool, said: Exchange) -> httpx.Response:
+    headers = said["headers"] | {"authorization": f"Bearer {made.key}"}
+    content = json.dumps(said["body"]) if "body" in said else None
+    url = made.base + said["path"]
+    return httpx.request(said["method"], url, headers=headers, content=content, trust_env=False, timeout=60)
+
+
+def events(text: str) -> list[Any]:
+    """Read server-sent events as strictly as a client: every one is JSON, but for the last of OpenAI's."""
+    datas = [block.partition("data: ")[2] for block in text.strip().split("\n\n") if not block.startswith(":")]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+def of_chat(body: Exchange, text: str) -> None:
+    if not body.get("stream"):
+        whole = json.loads(text)
+        assert whole["object"] == "chat.completion"
+        assert whole["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
+        assert whole["usage"]["total_tokens"] > 0
+        return
+    *chunks, last = events(text)
+    assert last == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]][-1] in (
+        "stop", "length", "tool_calls",
+    )  # fmt: skip
+    wants_usage = body.get("stream_options", {}).get("include_usage", False)
+    assert ("usage" in chunks[-1] and chunks[-1]["usage"] is not None) == wants_usage
+
+
+def of_responses(body: Exchange, text: str) -> None:
+    assert not body.get("stream")
+    assert json.loads(text)["status"] in ("completed", "incomplete")
+
+
+def of_messages(body: Exchange, text: str) -> None:
+    if not body.get("stream"):
+        assert json.loads(text)["type"] == "message"
+        return
+    kinds = [event["type"] for event in events(text)]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+
+
+def of_ollama(body: Exchange, text: str) -> None:
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def of_models(_: Exchange, text: str) -> None:
+    assert [model["id"] for model in json.loads(text)["data"]] == ["macpool-tiny"]
+
+
+def of_tags(_: Exchange, text: str) -> None:
+    assert [model["name"] for model in json.loads(text)["models"]] == ["macpool-tiny"]
+
+
+SHAPES = {
+    "/v1/chat/completions": of_chat, "/v1/responses": of_responses, "/v1/messages": of_messages,
+    "/v1/messages/count_tokens": lambda _, text: json.loads(text)["input_tokens"], "/v1/models": of_models,
+    "/api/chat": of_ollama, "/api/tags": of_tags, "/api/show": lambda _, text: json.loads(text)["capabilities"],
+    "/": lambda _, text: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", list(exchanges()))
+def test_a_client_gets_what_it_can_read(home: Pool, said: Exchange):
+    answer = ask(home, said)
+    assert answer.status_code == said["status"], answer.text
+    SHAPES[said["path"].partition("?")[0]](said.get("body", {}), answer.text)
+
+
+def test_every_client_is_recorded_and_in_the_manual():
+    names = {client.name for client in CLIENTS}
+    assert {file.stem for file in RECORDED.glob("*.json")} == names
+    page = (DOCS / "clients.md").read_text()
+    assert {name for name in names if f'id="{name}"' not in page} == set()
+
+
+def test_no_words_and_no_keys_are_written_down():
+    for file in RECORDED.glob("*.json"):
+        text = file.read_text()
+        assert "mp_" not in text, file.name
+        assert "/tmp/" not in text, file.name
+        assert "authorization" not in text.lower(), file.name

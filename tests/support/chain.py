@@ -1,0 +1,305 @@
+"""One pool with one node that makes videos, whose processes are killed one after the other while a job is in a phase.
+
+What is lent, and when it is back, is what node and coordinator say of it: the node's memory counts as back when its
+report lends nothing, the coordinator lends nothing, and no process of the worker lives.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.support.processes import Pool, gone, until
+from tests.support.standin import CLIP, Gate, standin
+from tests.support.studio import tiny_wan
+
+PHASES = ("queued", "acquiring", "loading", "denoising", "saving", "pulling")
+VICTIMS = ("worker", "actor", "raylet", "launcher", "agent", "engine", "broker", "gcs_server", "head's raylet",
+           "head's launcher", "coordinator")  # fmt: skip
+WORKERS = ("worker", "actor")
+"""Processes that are there only while a lease is."""
+RUNNING = ("loading", "denoising", "saving")
+LARGE = 64 * 2**20
+"""Bytes of a clip that takes long enough to be fetched for somebody to be killed meanwhile."""
+SECONDS = 60.0
+
+
+def expected(victim: str, phase: str) -> str:
+    """Say how a job ends whose chain loses this process in this phase: `completed`, or the error's code."""
+    if phase not in RUNNING:
+        return "completed"
+    if victim == "worker":
+        return "worker_crashed"
+    return "worker_lost" if victim in ("actor", "raylet", "launcher", "agent") else "completed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job. `back`: seconds until its memory was back after the kill, where that ended the job, else
+    after the worker's own end; None where the kill came when nothing was lent."""
+
+    victim: str
+    phase: str
+    end: str
+    message: str
+    back: float | None
+    took: float
+
+
+class Chain:
+    """See the module."""
+
+    def __init__(self, pool: Pool, gate: Gate, ports: int) -> None:
+        self.pool = pool
+        self.gate = gate
+        self.seed = 0
+        self._ports = ports
+        self._settings: dict[str, str] = {}
+        self._ours: list[str] = []
+        self._client = httpx.Client(trust_env=False, timeout=30)
+
+    # -- up and whole -----------------------------------------------------------------------
+
+    def up(self, **settings: str) -> None:
+        """Start coordinator and node, each with its part of these settings; wait until a video could be made."""
+        self._settings = {name.replace("__", "."): value for name, value in settings.items()}
+        self._ours = [f"{name}={self._settings.pop(name)}" for name in list(self._settings) if name[:6] == "video."]
+        self._coordinator()
+        self.join()
+        self.whole()
+
+    def _coordinator(self, **how: Any) -> None:
+        self.pool.up("video.ray_port=0", "video.max_steps=1000", *self._ours, **how)
+
+    def join(self) -> None:
+        settings = {
+            "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": "false", "models.folders": str(tiny_wan()),
+            "worker.environments": str(self.gate.environments), "worker.ray_ports": str(self._ports),
+            "node.report_busy": "0.1", "node.report_idle": "0.2",
+        }  # fmt: skip
+        self.pool.join("a", *(f"{key}={value}" for key, value in (settings | self._settings).items()))
+
+    def whole(self) -> None:
+        """Wait until every process of the chain is there again and nothing is lent."""
+        until_ray(self.pool, "a")
+        until(lambda: self.pool.serves("a"), 90, "the node serves")
+        until(lambda: self.find("broker") and self.find("head's raylet"), 90, "head and broker")
+        until(lambda: not self.lent(), 30, "all memory back")
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -- asking -----------------------------------------------------------------------------
+
+    def ask(self, method: str, path: str, **more: Any) -> Any:
+        run = json.loads((self.pool.state / "run.json").read_text())
+        answer = self._client.request(
+            method, run["url"] + path, headers={"authorization": f"Bearer {run['secret']}"}, **more
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def node(self) -> dict[str, Any]:
+        return self.ask("GET", "/api/v1/nodes")["nodes"][0]
+
+    def ray(self) -> str:
+        return self.node()["video"]["ray"]
+
+    def lent(self) -> int:
+        """Bytes that are lent by what node and coordinator say."""
+        return max(self.node()["leases"], sum(one["size"] for one in self.ask("GET", "/api/v1/leases")["leases"]))
+
+    def job(self, name: str) -> dict[str, Any]:
+        return self.ask("GET", f"/v1/videos/{name}")
+
+    def begin(self, phase: str) -> str:
+        """Have a job that stays in this phase; give its id once it is there."""
+        self.seed += 1
+        prompt = f"clip={LARGE}" if phase == "pulling" else f"hold={phase}"
+        if phase == "queued":
+            self._cordon(wanted=True)
+        elif phase == "acquiring":
+            self._engine(signal.SIGSTOP)
+        body = {"prompt": prompt, "model": "tiny-wan", "size": "64x48", "frames": 9, "fps": 8, "seed": self.seed}
+        name = self.ask("POST", "/v1/videos", json=body)["id"]
+        said = {"queued": "cordoned", "acquiring": "asking a node", "pulling": "fetching"}.get(phase, phase)
+        # a clip may be fetched between two looks; then its chain is killed right after it
+        until(lambda: self.job(name)["phase"] == "completed" or said in self.job(name)["phase"], SECONDS,
+              f"a job that is {said}")  # fmt: skip
+        return name
+
+    def let_go(self, phase: str) -> None:
+        """Let a job leave the phase that it stays in."""
+        if phase == "queued":
+            self._cordon(wanted=False)
+        elif phase == "acquiring":
+            self._engine(signal.SIGCONT)
+        self.gate.open(self.seed)
+
+    def _cordon(self, *, wanted: bool) -> None:
+        self.ask("POST", f"/api/v1/nodes/{self.node()['id']}/{'cordon' if wanted else 'uncordon'}")
+
+    def _engine(self, number: signal.Signals) -> None:
+        for engine in self.find("engine"):
+            engine.send_signal(number)
+
+    def chats(self) -> bool:
+        """Whether the pool still chats."""
+        body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+        return bool(self.ask("POST", "/v1/chat/completions", json=body)["choices"])
+
+    # -- who is who -------------------------------------------------------------------------
+
+    def find(self, victim: str) -> list[psutil.Process]:
+        """Give the processes of this name."""
+        return list(self._find(victim))
+
+    def _find(self, victim: str) -> Iterator[psutil.Process]:
+        coordinator, node = self.pool.coordinator, self.pool.nodes["a"]
+        assert coordinator is not None
+        ours = coordinator.children() if victim in ("broker", "gcs_server") or "head" in victim else node.children()
+        match victim:
+            case "agent":
+                yield psutil.Process(node.pid)
+            case "coordinator":
+                yield psutil.Process(coordinator.pid)
+            case "actor":
+                for worker in self._find("worker"):
+                    yield psutil.Process(worker.ppid())
+            case _:
+                words = {
+                    "worker": "node/video/worker.py", "launcher": "node.video.raylet_child", "raylet": "raylet/raylet",
+                    "engine": "node.engine.child", "broker": "coordinator.video.broker", "gcs_server": "gcs_server",
+                    "head's raylet": "raylet/raylet", "head's launcher": "node.video.raylet_child",
+                }[victim]  # fmt: skip
+                for process in ours:
+                    with suppress(psutil.Error):
+                        if any(words in word for word in process.cmdline()[:8]):
+                            yield process
+
+    # -- one cell ---------------------------------------------------------------------------
+
+    def kill(self, victim: str, phase: str) -> Outcome:
+        """Kill this process while a job is in this phase; give what came of it, with all whole again."""
+        began = time.monotonic()
+        name = self.begin(phase)
+        worker = self.find("worker")
+        found = self.find(victim)
+        assert found, f"there is no {victim} while {phase}"
+        below, before = found[0].children(recursive=True), self._names(victim)
+        killed = time.monotonic()
+        found[0].kill()
+        if victim == "agent" and phase == "acquiring":
+            for engine in below:
+                with suppress(psutil.Error):
+                    engine.resume()
+        dies = phase in RUNNING and expected(victim, phase) != "completed"
+        back = self._back(worker, killed, victim) if dies else None
+        self._mend(victim, below)
+        freed = time.monotonic()
+        self.let_go(phase)
+        ended = until(lambda: now if (now := self.job(name))["status"] in ("completed", "failed") else None, 90,
+                      f"the end of the job after {victim} was killed while {phase}")  # fmt: skip
+        if phase in RUNNING and not dies:
+            back = self._back(worker, freed, victim)
+        until(lambda: self._others(before), 90, f"others in the place of {victim} and of all that goes with it")
+        self.whole()
+        if ended["status"] == "completed":
+            self._whole_clip(name)
+        code = ended["error"]["code"] if ended["error"] else "completed"
+        message = ended["error"]["message"] if ended["error"] else ""
+        return Outcome(victim, phase, code, message, back, time.monotonic() - began)
+
+    def _names(self, victim: str) -> dict[str, object]:
+        """Name what is another one once this victim is whole again."""
+        if victim in WORKERS:
+            return {}
+        if victim in ("raylet", "launcher"):
+            return {"ray": self.ray()}
+        head = ("head's launcher", "broker") if victim == "gcs_server" or "head" in victim else (victim,)
+        return {name: [one.pid for one in self.find(name)] for name in head}
+
+    def _others(self, before: dict[str, object]) -> bool:
+        now = {name: self.ray() if name == "ray" else [one.pid for one in self.find(name)] for name in before}
+        return all(now[name] and now[name] != before[name] for name in before)
+
+    def _back(self, worker: list[psutil.Process], since: float, victim: str) -> float:
+        until(lambda: not any(alive(one) for one in worker), 20, "the end of the worker")
+        if victim != "agent":  # with it all that it lent is gone; what it says of it is seen when it is back
+            until(lambda: not self.lent(), 20, "the memory back")
+        return time.monotonic() - since
+
+    def _mend(self, victim: str, below: list[psutil.Process]) -> None:
+        """Start again what nobody else starts."""
+        if victim == "agent":
+            self.pool.nodes["a"].popen.wait(10)
+            gone(below, 20)
+            self.join()
+        elif victim == "coordinator":
+            assert self.pool.coordinator is not None
+            self.pool.coordinator.popen.wait(10)
+            gone(below, 20)
+            where = self.pool.facts["cluster_url"].removeprefix("macpool://")
+            self._coordinator(cluster_listen=where)
+            until(lambda: self.pool.serves("a"), what="the node back")
+
+    def _whole_clip(self, name: str) -> None:
+        run = json.loads((self.pool.state / "run.json").read_text())
+        answer = self._client.get(f"{run['url']}/v1/videos/{name}/content",
+                                  headers={"authorization": f"Bearer {run['secret']}"})  # fmt: skip
+        assert answer.content.startswith(CLIP), answer.status_code
+
+
+def until_ray(pool: Pool, node: str, seconds: float = 120.0) -> None:
+    """Wait for a node's Ray; AssertionError with what both sides say of theirs."""
+    try:
+        until(lambda: pool.node(node).get("video", {}).get("ray"), seconds, f"Ray on {node}")
+    except AssertionError as error:
+        logs = (pool.state / "logs" / "coordinator.log", pool.folder / node / "logs" / "node.log")
+        lines = [line for log in logs for line in log.read_text().splitlines() if '.ray"' in line]
+        raise AssertionError("\n".join([str(error), *lines[-20:]])) from None
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process lives; one that nobody has waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Give what happened as a table: a row for each process, a column for each phase."""
+    cells = {(one.victim, one.phase): one for one in outcomes}
+    seen = [victim for victim in VICTIMS if any(one.victim == victim for one in outcomes)]
+    rows = [[victim, *(_cell(cells.get((victim, phase))) for phase in PHASES)] for victim in seen]
+    rows.insert(0, ["killed while", *PHASES])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(PHASES) + 1)]
+    lines = [
+        "| " + " | ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    return outcome.end if outcome.back is None else f"{outcome.end} {outcome.back:.1f} s"
+
+
+@contextmanager
+def chain(pool: Pool, ports: int) -> Iterator[Chain]:
+    """Give the chain of a pool, up and whole."""
+    made = Chain(pool, standin(Path(pool.folder)), ports)
+    try:
+        made.up()
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,82 @@
+"""A stand-in for the video engine: an environment whose interpreter is a script that says what a worker says, takes as
+much memory and stays in a phase as long as a test wants. For what is about processes and leases, not about clips.
+
+Its job's prompt says how: `hold=PHASE` stays there until `Gate.open` for the job's seed, `pace=SECONDS` in each phase,
+`take=BYTES` of memory while it loads, `clip=BYTES` are made. Other words mean nothing.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.video import environment
+
+CLIP = b"\0\0\0\x18ftypmp42" + bytes(range(256)) * 32
+"""The beginning of each clip that is made here."""
+SCRIPT = """#!{python} -I
+import json, os, pathlib, sys, threading, time
+
+def hold_on():
+    while os.read(0, 4096):
+        pass
+    os._exit(4)
+
+def say(event, **facts):
+    print(json.dumps(dict(facts, event=event)), flush=True)
+
+data = b""
+while not data.endswith(b"\\n"):
+    piece = os.read(0, 65536)
+    if not piece:
+        sys.exit(2)
+    data += piece
+job = json.loads(data)
+threading.Thread(target=hold_on, daemon=True).start()
+how = dict(word.split("=", 1) for word in job["prompt"].split() if "=" in word)
+taken = b""
+gate = pathlib.Path({gates!r}, str(job["seed"]))
+steps = job["steps"]
+for phase, event in (
+    ("starting", dict(event="start")), ("loading", dict(event="loading")),
+    ("denoising", dict(event="progress", phase="denoise", step=1, steps=steps)),
+    ("decoding", dict(event="progress", phase="decode", step=steps, steps=steps)),
+    ("saving", dict(event="progress", phase="save", step=steps, steps=steps)),
+):
+    say(**event)
+    if phase == "loading":
+        taken = b"x" * int(how.get("take", 0))
+    time.sleep(float(how.get("pace", 0)))
+    while phase == how.get("hold") and not gate.exists():
+        time.sleep(0.01)
+out = pathlib.Path(job["out"])
+clip = {clip!r}
+(out / "video.mp4").write_bytes(clip + bytes(max(0, int(how.get("clip", 0)) - len(clip))))
+names = ("width", "height", "frames", "fps", "seed", "steps")
+say("done", made=dict({{name: job[name] for name in names}}, files=["video.mp4"]))
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Where stand-ins wait."""
+
+    environments: Path
+    folder: Path
+
+    def open(self, seed: int) -> None:
+        """Let the job with this seed go on."""
+        (self.folder / str(seed)).touch()
+
+
+def standin(folder: Path) -> Gate:
+    """Make the environment in a folder."""
+    gates, made = folder / "gates", environment.named(folder / "environments", environment.locks())
+    (made / "bin").mkdir(parents=True)
+    gates.mkdir()
+    script = environment.interpreter(made)
+    script.write_text(SCRIPT.format(python=sys.executable, gates=str(gates), clip=CLIP))
+    script.chmod(0o755)
+    (made / environment.READY).write_text(json.dumps({"engine": "stand-in"}))
+    return Gate(folder / "environments", gates)

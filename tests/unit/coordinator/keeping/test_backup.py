@@ -1,0 +1,464 @@
+"""Backups of a real state folder: whole or refused, and put in place wholly or not at all."""
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import shutil
+import sqlite3
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.authority import Authority
+from coordinator.keeping import archive
+from coordinator.keeping.archive import ArchiveError, Manifest, Member, head_of, read_manifest
+from coordinator.keeping.backup import BackupError, back_up
+from coordinator.keeping.fence import MARK, Fence, Mark, SupersededError, note
+from coordinator.keeping.restore import PassphraseNeeded, RestoreError, look, restore
+from coordinator.keeping.sealed import PIECE, Opener, Sealer, SealError
+from coordinator.keeping.swap import RESTORING
+from coordinator.store import KeyRow, MemberRow, StateLockedError, Store, TokenRow
+from coordinator.video.predictor import Profile, ProfileKey
+from coordinator.video.store import VideoStore
+from wire.identity import NodeId
+from wire.report import Hardware
+
+NOW = 1_800_000_000.0
+CLIP = b"....ftyp" + bytes(range(256)) * 40
+KEY = KeyRow("k1", "laptop", ("infer",), b"d" * 32, 1.0)
+
+
+def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
+    """Make a cluster with one of everything; give its id."""
+    store = Store(folder)
+    authority = Authority(folder / "authority", time.time)
+    store.found(authority.cluster, name)
+    store.next_epoch()
+    store.put_member(MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0))
+    store.put_token(TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab"))
+    store.put_key(KEY)
+    (folder / "pepper").write_bytes(b"p" * 32)
+    (folder / "config.toml").write_text(f'[cluster]\nname = "{name}"\n[http]\ncertificate = "/etc/cert.pem"\n')
+    store.close()
+    if video:
+        videos = VideoStore(folder)
+        videos.put_profile(ProfileKey("wan", "e", 8), Profile(2**30, 1.0))
+        videos.close()
+        clip = folder / "videos" / "video_abc" / "video.mp4"
+        clip.parent.mkdir(parents=True)
+        clip.write_bytes(CLIP)
+        (clip.parent / "thumbnail.webp.part").write_bytes(b"half")
+    return authority.cluster
+
+
+def jobs_of(folder: Path) -> VideoStore:
+    found = VideoStore(folder)
+    found.close()
+    return found
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> tuple[Path, str]:
+    """A cluster's state folder and its id."""
+    return tmp_path / "home", cluster(tmp_path / "home")
+
+
+@pytest.fixture
+def saved(home: tuple[Path, str], tmp_path: Path) -> Path:
+    """A backup of it."""
+    return back_up(home[0], tmp_path / "home.backup").file
+
+
+def shows(folder: Path) -> tuple[str, int, set[str], set[str]]:
+    """Open a state folder as the coordinator does; give cluster, generation, members and keys."""
+    store = Store(folder)
+    try:
+        assert Authority(folder / "authority", time.time).cluster == store.meta.cluster
+        return store.meta.cluster, store.meta.generation, set(store.members), set(store.keys)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("passphrase", [None, b"correct horse"])
+def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
+    home: tuple[Path, str], tmp_path: Path, passphrase: bytes | None
+) -> None:
+    folder, ident = home
+    running = Store(folder)
+    running.put_key(KeyRow("k2", "late", ("infer",), b"e" * 32, 1.0))
+    asyncio.run(running.flush())
+    made = back_up(folder, tmp_path / "b", artifacts=True, passphrase=passphrase)
+    running.close()
+    assert stat.S_IMODE(made.file.stat().st_mode) == 0o600
+    assert made.manifest.outside == ("/etc/cert.pem",)
+    raw = made.file.read_bytes()
+    assert ((b"PRIVATE KEY" in raw) or (b"laptop" in raw)) is (passphrase is None)
+    assert look(made.file, passphrase) == made.manifest
+    other = tmp_path / "elsewhere"
+    done = restore(made.file, other, NOW, passphrase=passphrase)
+    assert shows(other) == (ident, int(NOW), {"n1"}, {"k1", "k2"})
+    assert (done.counts.members, done.counts.keys, done.counts.tokens, done.config) == (1, 2, 1, "config.toml")
+    assert (other / "videos/video_abc/video.mp4").read_bytes() == CLIP
+    assert not (other / "videos/video_abc/thumbnail.webp.part").exists()
+    assert len(jobs_of(other).profiles) == 1
+    for path in other.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert not (other / RESTORING).exists()
+    assert not list(folder.glob(".backup-*"))
+
+
+def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
+    first = back_up(home[0], tmp_path / "b").file
+    restore(first, tmp_path / "two", NOW)
+    second = back_up(tmp_path / "two", tmp_path / "c").file
+    restore(second, tmp_path / "three", NOW - 1e6)
+    assert shows(tmp_path / "three")[1] == int(NOW) + 1, "also where the clock is behind"
+    store = Store(tmp_path / "three")
+    assert store.next_epoch() > 2000, "the other may have been started again and again since"
+    store.close()
+
+
+def test_what_is_in_the_way_is_kept_beside_and_only_when_told(home: tuple[Path, str], tmp_path: Path) -> None:
+    saved, other = back_up(home[0], tmp_path / "b").file, tmp_path / "other"
+    stranger = cluster(other, "lab")
+    (other / "node").mkdir()
+    with pytest.raises(RestoreError, match=rf"another cluster \({stranger}\).*--replace"):
+        restore(saved, other, NOW)
+    with pytest.raises(RestoreError, match=r"this cluster already, after 1 starts.*revoked"):
+        restore(saved, home[0], NOW)
+    assert shows(other)[0] == stranger
+    done = restore(saved, other, NOW, replace=True)
+    assert shows(other)[0] == home[1]
+    assert done.aside is not None
+    assert {one.name for one in done.aside.iterdir()} >= {"cluster.db", "videos.db", "authority", "pepper", "videos"}
+    assert done.config == "config.toml.restored"
+    assert 'name = "lab"' in (other / "config.toml").read_text()
+    assert 'name = "home"' in (other / "config.toml.restored").read_text()
+    assert (other / "node").exists()
+    again = restore(saved, home[0], NOW, replace=True)
+    assert (home[0] / "videos/video_abc/video.mp4").exists(), "the same cluster's videos stay where they are"
+    assert again.config == "config.toml"
+
+
+def test_a_running_coordinator_is_not_pulled_away(home: tuple[Path, str], saved: Path) -> None:
+    running = Store(home[0])
+    with pytest.raises(StateLockedError, match="in use by process"):
+        restore(saved, home[0], NOW, replace=True)
+    running.close()
+
+
+@pytest.mark.parametrize("passphrase", [None, b"pass"])
+def test_a_truncated_or_damaged_backup_changes_nothing(
+    home: tuple[Path, str], tmp_path: Path, passphrase: bytes | None
+) -> None:
+    file, other = back_up(home[0], tmp_path / "b", passphrase=passphrase).file, tmp_path / "other"
+    whole = file.read_bytes()
+    cuts = [0, 5, 17, 20, 33, 100, len(whole) // 2, len(whole) - 1]
+    flips = [3, 18, 40, 300, len(whole) // 3, len(whole) // 2, len(whole) - 10]
+    spoiled = [whole[:cut] for cut in cuts]
+    spoiled += [whole[:at] + bytes((whole[at] ^ 1,)) + whole[at + 1 :] for at in flips]
+    spoiled += [whole + b"x", whole * 2, b"#!/bin/sh\n", b"macpool backup 2\n" + whole, b"macpool sealed 9\n"]
+    for number, content in enumerate(spoiled if passphrase is None else spoiled[3::4]):  # each guess takes its time
+        file.write_bytes(content)
+        with pytest.raises(RestoreError):
+            restore(file, other, NOW, passphrase=passphrase)
+        if passphrase is None:
+            with pytest.raises(RestoreError):
+                look(file)
+        assert {one.name for one in other.iterdir()} <= {"lock"}, number
+
+
+def test_the_passphrase_decides(home: tuple[Path, str], tmp_path: Path) -> None:
+    file = back_up(home[0], tmp_path / "b", passphrase=b"right").file
+    with pytest.raises(RestoreError, match="passphrase is wrong"):
+        restore(file, tmp_path / "other", NOW, passphrase=b"wrong")
+    with pytest.raises(PassphraseNeeded, match="--passphrase-file"):
+        restore(file, tmp_path / "other", NOW)
+
+
+def forged(folder: Path, change: Callable[[dict[str, Any]], None], extra: bytes = b"") -> Path:
+    """Make a backup whose manifest was changed by somebody who also corrected its digest."""
+    source = back_up(folder, folder.parent / "forged").file
+    with source.open("rb") as opened:
+        opened.read(len(archive.MAGIC))
+        manifest = read_manifest(opened)
+        rest = opened.read()
+    tree = json.loads(msgspec.json.encode(manifest))
+    change(tree)
+    source.write_bytes(archive.MAGIC + _head(tree) + rest + extra)
+    return source
+
+
+def _head(tree: dict[str, Any]) -> bytes:
+    encoded = msgspec.json.encode(tree)
+    return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/etc/passwd", "authority/../../evil.pem", "videos/video_a/../../../evil.mp4", "node/lock",
+             "authority/x.pem\n", "videos/video_a/.hidden.mp4", "cluster.db/", "run.json", "", "lock"],
+)  # fmt: skip
+def test_no_name_leads_out_of_the_folder(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
+    evil = {"name": name, "size": 4, "sha256": hashlib.sha256(b"evil").hexdigest()}
+    file = forged(home[0], lambda tree: tree["members"].append(evil), b"evil")
+    with pytest.raises(RestoreError, match="which no backup of ours has"):
+        restore(file, tmp_path / "other", NOW)
+    assert not list(tmp_path.glob("**/evil*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tree: tree.update(format=2), "newer macpool"),
+        (lambda tree: tree["schemas"].update({"cluster.db": 99}), "schema 99"),
+        (lambda tree: tree.update(cluster="c-other"), "another cluster"),
+        (lambda tree: tree["members"].append(tree["members"][0]), "twice"),
+        (lambda tree: tree["members"].pop(), "follows its last member"),
+        (lambda tree: tree["members"][0].update(size=-1), "twice, or lacks"),
+        (lambda tree: tree["members"][0].update(sha256="0" * 64), "is damaged"),
+        (lambda tree: tree["members"][0].update(size=2**62), "cut off"),
+        (lambda tree: tree.pop("epoch"), "cannot be read"),
+        (lambda tree: tree.update(members=[]), "lacks"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(
+    home: tuple[Path, str], tmp_path: Path, change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    with pytest.raises(RestoreError, match=words):
+        restore(forged(home[0], change), tmp_path / "other", NOW)
+    assert not (tmp_path / "other" / "cluster.db").exists()
+
+
+def test_a_database_of_another_cluster_than_its_authority_is_refused(tmp_path: Path) -> None:
+    cluster(tmp_path / "one", video=False)
+    cluster(tmp_path / "two", video=False)
+    shutil.copy(tmp_path / "two/authority/authority.pem", tmp_path / "one/authority/authority.pem")
+    with pytest.raises(BackupError, match="another cluster"):
+        back_up(tmp_path / "one", tmp_path / "b")
+
+
+def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: Path) -> None:
+    precious = tmp_path / "thesis.txt"
+    precious.write_text("all of it")
+    link = tmp_path / "link"
+    link.symlink_to(precious)
+    for target in (precious, link, tmp_path):
+        with pytest.raises(BackupError, match=r"is no backup: it is not replaced|cannot be written"):
+            back_up(home[0], target)
+    assert precious.read_text() == "all of it"
+    with pytest.raises(BackupError, match="no cluster"):
+        back_up(tmp_path / "nothing", tmp_path / "b")
+    with pytest.raises(BackupError, match="no backup was made"):
+        back_up(home[0], tmp_path / "missing" / "b")
+    back_up(home[0], tmp_path / "b")
+    back_up(home[0], tmp_path / "b")
+    assert [one.name for one in tmp_path.iterdir() if ".new" in one.name] == []
+
+
+# -- killed at every step -------------------------------------------------------------------------------------------
+
+_STEPS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "sqlite3.connect", "shutil.rmtree"}
+
+
+def killed_at(step: int, work: Callable[[], object]) -> bool:
+    """Run some work in a child that is killed before its n-th touch of the file system; say whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def watch(event: str, _: Any) -> None:
+            nonlocal left
+            if event in _STEPS:
+                left -= 1
+                if left < 0:
+                    os._exit(77)
+
+        sys.addaudithook(watch)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 77), f"step {step} ended with {code}"
+    return code == 77
+
+
+@pytest.mark.timeout(300)
+def test_a_restore_that_is_killed_anywhere_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
+    new = cluster(tmp_path / "new", video=False)
+    file = back_up(tmp_path / "new", tmp_path / "b").file
+    old = cluster(tmp_path / "template", "lab")
+    seen: list[str] = []
+    step = 0
+    while True:
+        folder = tmp_path / f"s{step}"
+        shutil.copytree(tmp_path / "template", folder)
+        killed = killed_at(step, lambda: restore(file, folder, NOW, replace=True))  # noqa: B023  run at once
+        found = shows(folder)
+        assert found[0] in (old, new), step
+        assert found[1:] == ((int(NOW) if found[0] == new else 0), {"n1"}, {"k1"})
+        assert not (folder / RESTORING).exists(), "whoever opens it next cleans up or finishes"
+        assert (folder / "videos").exists() is (found[0] == old)
+        seen.append(found[0])
+        shutil.rmtree(folder)
+        if not killed:
+            break
+        step += 1
+    assert seen == sorted(seen, key=lambda one: one == new), "once it counts it counts"
+    assert seen[0] == old
+    assert seen[-1] == new
+    assert step > 30
+
+
+def test_a_backup_that_is_killed_anywhere_leaves_the_older_one_whole(home: tuple[Path, str], tmp_path: Path) -> None:
+    file = back_up(home[0], tmp_path / "b").file
+    before, step = look(file).made, 0
+    while killed_at(step, lambda: back_up(home[0], file)):
+        assert look(file).cluster == home[1]
+        step += 1
+    assert look(file).made > before
+    assert step > 10
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+def test_sealed_bytes_are_read_as_they_were_written(length: int) -> None:
+    data = bytes(range(251)) * (length // 251 + 1)
+    opener = Opener(io.BytesIO(sealed_bytes(data[:length])[17:]), b"p")
+    found = b""
+    while piece := opener.read(40_000):
+        found += piece
+    assert found == data[:length]
+
+
+def sealed_bytes(data: bytes) -> bytes:
+    file = io.BytesIO()
+    sealer = Sealer(file, b"p")
+    sealer.write(data)
+    sealer.finish()
+    return file.getvalue()
+
+
+def test_pieces_cannot_be_left_out_moved_or_repeated() -> None:
+    data = bytes(range(256)) * (PIECE * 3 // 256) + b"end"
+    made = sealed_bytes(data)
+    head, body = made[:33], made[33:]
+    pieces = [body[at : at + PIECE + 16] for at in range(0, len(body), PIECE + 16)]
+    assert len(pieces) == 4
+    for wrong in (pieces[:3], pieces[1:], [pieces[1], pieces[0], *pieces[2:]], [*pieces, pieces[3]], pieces[:1] * 4):
+        opener = Opener(io.BytesIO((head + b"".join(wrong))[17:]), b"p")
+        with pytest.raises(SealError):
+            opener.read(len(data) * 2)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_a_manifest_by_chance(data: bytes) -> None:
+    with pytest.raises(ArchiveError):
+        read_manifest(io.BytesIO(data))
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    members = tuple(Member(name, 1, "00") for name in sorted(archive.NEEDED))
+    made = Manifest(format=1, macpool="1", made=1.0, cluster="c", name="n", epoch=1, generation=0, schemas={},
+                    members=members)  # fmt: skip
+    assert read_manifest(io.BytesIO(head_of(made))) == made
+
+
+def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[Path, str], tmp_path: Path) -> None:
+    authority = Authority(home[0] / "authority", time.time)
+    stranger = Authority(tmp_path / "stranger", time.time)
+    fence = Fence(authority, 5)
+    assert fence.newer(6, authority.seal(6))
+    lies = [(6, b""), (6, b"x" * 70), (6, authority.seal(7)), (6, stranger.seal(6)), (5, authority.seal(5)),
+            (4, authority.seal(4)), (2**62, authority.seal(6)), (-1, authority.seal(-1))]  # fmt: skip
+    for generation, seal in lies:
+        assert not fence.newer(generation, seal)
+    fence.check(home[0])
+    note(home[0], Mark(6, authority.seal(6), "studio", NOW))
+    assert (home[0] / MARK).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(SupersededError, match=r"moved on.*studio"):
+        fence.check(home[0])
+    Fence(authority, 6).check(home[0])
+    note(home[0], Mark(9, b"forged"))
+    fence.check(home[0])
+
+
+# -- upgrades -------------------------------------------------------------------------------------------------------
+
+
+def test_a_schema_change_that_is_killed_anywhere_leaves_a_usable_database(tmp_path: Path) -> None:
+    from coordinator.store import MIGRATIONS, open_database
+
+    template = tmp_path / "old.db"
+    with sqlite3.connect(template) as connection:
+        connection.executescript(MIGRATIONS[0] + "PRAGMA user_version = 1;")
+        connection.execute("UPDATE meta SET cluster = 'c1', name = 'home', epoch = 7")
+    connection.close()
+    step, seen = 0, list[int]()
+    while True:
+        folder = tmp_path / f"s{step}"
+        folder.mkdir()
+        shutil.copy(template, folder / "cluster.db")
+        killed = killed_in_database(step * 41, lambda: open_database(folder / "cluster.db", MIGRATIONS).close())  # noqa: B023
+        with sqlite3.connect(folder / "cluster.db") as connection:
+            seen.append(connection.execute("PRAGMA user_version").fetchone()[0])
+        connection.close()
+        opened = open_database(folder / "cluster.db", MIGRATIONS)
+        assert opened.execute("SELECT cluster, epoch, generation FROM meta").fetchone() == ("c1", 7, 0)
+        opened.close()
+        kept = folder / "cluster.db.schema-1"
+        if seen[-1] == 1:
+            assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+            with sqlite3.connect(kept) as before:
+                assert before.execute("SELECT epoch FROM meta").fetchone() == (7,)
+            before.close()
+        shutil.rmtree(folder)
+        if not killed:
+            break
+        step += 1
+    assert seen == sorted(seen)
+    assert set(seen) == set(range(1, len(MIGRATIONS) + 1))
+
+
+def killed_in_database(step: int, work: Callable[[], object]) -> bool:
+    """Run some work in a child that is killed at the n-th instruction of SQLite; say whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        left, connect = step, sqlite3.connect
+
+        def watch() -> int:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(77)
+            return 0
+
+        def watched(*given: Any, **named: Any) -> sqlite3.Connection:
+            made = connect(*given, **named)
+            made.set_progress_handler(watch, 1)
+            return made
+
+        sqlite3.connect = watched
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 77), f"step {step} ended with {code}"
+    return code == 77

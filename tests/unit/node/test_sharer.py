@@ -1,0 +1,149 @@
+"""The sharer with its file, its clock and its readings, and a node that notes what is asked of it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from machine.pause import Pause, PauseFile
+from machine.power import Power
+from node.settings import AgentSettings, resolve
+from node.sharer import Sharer
+from node.sharing import Act, Holds, Standing
+from wire.frames import Pause as Order
+from wire.settings import SettingsError
+
+
+@dataclass
+class Mac:
+    """What the sharer drives."""
+
+    holding: Holds = field(default_factory=Holds)
+    acts: list[Act] = field(default_factory=list)
+    told: int = 0
+
+    def holds(self) -> Holds:
+        return self.holding
+
+    def act(self, act: Act, standing: Standing) -> None:
+        self.acts.append(act)
+
+    def sharing_changed(self) -> None:
+        self.told += 1
+
+
+@dataclass
+class Scene:
+    """A sharer whose clock and readings a test sets."""
+
+    folder: Path
+    settings: dict[str, object] = field(default_factory=dict)
+    now: float = 1_000_000.0
+    power: Power = field(default_factory=Power)
+
+    def sharer(self) -> Sharer:
+        made = Sharer(msgspec.convert(self.settings, AgentSettings), self.folder, read=lambda: self.power,
+                      wall=lambda: self.now)  # fmt: skip
+        made.holder = self.mac = Mac()
+        return made
+
+
+async def started(sharer: Sharer) -> Sharer:
+    """Start it without its loop: a test looks by itself."""
+    await sharer.start()
+    await sharer.stop()
+    return sharer
+
+
+async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = await started(scene.sharer())
+    assert sharer.standing.shared
+    sharer.obey(Order(3600.0, "ann"))
+    assert sharer.told().paused
+    assert sharer.retry_after() == 3600.0
+    assert (tmp_path / "pause.json").stat().st_mode & 0o777 == 0o600
+    assert (scene.mac.told, scene.mac.acts) == (1, [Act.REST])
+    again = await started(scene.sharer())
+    assert again.told().why == "paused by ann"
+    assert again.told().until == scene.now + 3600
+    scene.now += 3600
+    again.look()
+    assert again.standing.shared
+    assert not (await started(scene.sharer())).told().paused
+
+
+async def test_what_a_person_writes_or_removes_here_is_seen(tmp_path: Path) -> None:
+    scene, file = Scene(tmp_path), PauseFile(tmp_path)
+    sharer = await started(scene.sharer())
+    file.write(Pause(None))
+    sharer.look()
+    assert sharer.told().by_hand
+    assert sharer.told().until is None
+    assert sharer.retry_after() is None
+    file.write(Pause(scene.now + 60))
+    sharer.look()
+    assert sharer.told().until == scene.now + 60
+    assert file.remove()
+    assert not file.remove()
+    sharer.look()
+    assert sharer.standing.shared
+    assert scene.mac.told == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"until": "soon"}', b'{"until": 1, "more": 2}', b"\xff\x00"])
+async def test_a_damaged_pause_still_is_one(tmp_path: Path, content: bytes) -> None:
+    scene, file = Scene(tmp_path), PauseFile(tmp_path)
+    file.write(Pause(None))
+    file.path.write_bytes(content)
+    sharer = await started(scene.sharer())
+    assert sharer.told().paused
+    assert "cluster resume" in sharer.told().why
+    sharer.obey(Order(0.0))
+    assert sharer.standing.shared
+
+
+async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = scene.sharer()
+    paused = asyncio.Event()
+    scene.mac.sharing_changed = paused.set  # pyright: ignore[reportAttributeAccessIssue]
+    await sharer.start()
+    PauseFile(tmp_path).write(Pause(None))
+    await asyncio.wait_for(paused.wait(), 10)
+    await sharer.stop()
+
+
+async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
+    assert (await started(scene.sharer())).standing.shared
+    scene.power = Power(plugged=False)
+    assert not (await started(scene.sharer())).standing.shared
+    scene.settings = {"share": "idle", "share_idle": 60.0}
+    scene.power = Power(idle_s=59.0)
+    assert not (await started(scene.sharer())).standing.shared
+    scene.power = Power(idle_s=61.0)
+    assert (await started(scene.sharer())).standing.shared
+
+
+async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_grace": 0.0, "share_video_grace": 1e4})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Holds(requests=1, lending=True)
+    sharer.look()
+    assert scene.mac.acts == []
+    sharer.obey(Order(None))
+    assert scene.mac.acts == [Act.END_REQUESTS]
+
+
+@pytest.mark.parametrize(
+    ("flat", "key"),
+    [({"node.share": "sometimes"}, "node.share"), ({"node.share": "hours"}, "node.share_hours"),
+     ({"node.share": "hours", "node.share_hours": "22-7"}, "node.share_hours"),
+     ({"node.share_idle": 0}, "node.share_idle")],
+)  # fmt: skip
+def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
+    with pytest.raises(SettingsError, match=key):
+        resolve([("test", flat)])

@@ -1,0 +1,131 @@
+"""When a Mac takes work: the rule, the pause before it, and what follows when it does not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.sharing import (
+    DAY,
+    SHARED,
+    Act,
+    Facts,
+    Grace,
+    Holds,
+    Hours,
+    Pause,
+    Rule,
+    When,
+    due,
+    in_force,
+    read_hours,
+    standing,
+)
+
+NIGHT = read_hours("22:00-07:00")
+TIMES = st.integers(0, DAY - 1)
+SPANS = st.tuples(TIMES, TIMES).filter(lambda span: span[0] != span[1])
+HOURS = st.lists(SPANS, min_size=1, max_size=3).map(lambda spans: Hours(tuple(spans)))
+FACTS = st.builds(
+    Facts,
+    pause=st.none() | st.builds(Pause, st.none() | st.floats(0, 2e9), st.sampled_from(["", "ann"])),
+    plugged=st.none() | st.booleans(),
+    idle=st.none() | st.floats(0, 1e6),
+    second=TIMES,
+)
+RULES = st.builds(Rule, st.sampled_from(When), st.none() | HOURS, st.floats(1, 86400))
+
+
+@pytest.mark.parametrize(
+    ("clock", "shared"),
+    [("21:59", False), ("22:00", True), ("23:59", True), ("00:00", True), ("06:59", True), ("07:00", False)],
+)  # fmt: skip
+def test_a_span_over_midnight(clock: str, shared: bool) -> None:
+    hours, minutes = clock.split(":")
+    second = int(hours) * 3600 + int(minutes) * 60
+    assert NIGHT.inside(second) is shared
+    found = standing(Rule(When.HOURS, NIGHT), Facts(second=second), 1_000_000.0)
+    assert found.shared is shared
+    if not shared:
+        assert found.until == 1_000_000.0 + (22 * 3600 - second)
+        assert "22:00-07:00" in found.why
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "22-7", "22:00", "22:00-22:00", "00:00-24:00", "25:00-07:00", "22:60-07:00", "22:00-07:00;", "-"]
+)
+def test_what_is_no_span_is_refused_with_words(text: str) -> None:
+    with pytest.raises(ValueError, match=r"hours|span|length|time"):
+        read_hours(text)
+
+
+@given(HOURS)
+def test_hours_are_read_as_they_are_written(hours: Hours) -> None:
+    minutes = Hours(tuple((begin // 60 * 60, end // 60 * 60) for begin, end in hours.spans))
+    if all(begin != end for begin, end in minutes.spans):
+        assert read_hours(str(minutes)) == minutes
+
+
+@given(HOURS, TIMES)
+def test_the_wait_ends_where_a_span_begins(hours: Hours, second: int) -> None:
+    wait = hours.opens_in(second)
+    assert 0 <= wait < DAY
+    assert hours.inside((second + wait) % DAY)
+    assert (wait == 0) is hours.inside(second)
+    assert not any(hours.inside((second + step) % DAY) for step in range(0, int(wait), 997))
+
+
+@given(RULES, FACTS, st.floats(0, 2e9))
+def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(rule: Rule, facts: Facts, now: float) -> None:
+    found = standing(rule, facts, now)
+    assert found.shared is not bool(found.why)
+    if in_force(facts.pause, now) is not None:
+        assert not found.shared
+        assert found.by_hand
+    if found.until is not None:
+        assert found.until >= now - 0.5
+    if found == SHARED and rule.when is When.PLUGGED_IN:
+        assert facts.plugged
+    if found == SHARED and rule.when is When.IDLE:
+        assert facts.idle is not None
+        assert facts.idle >= rule.idle
+
+
+def test_a_pause_ends_by_itself_and_then_the_rule_holds() -> None:
+    facts = Facts(Pause(100.0, "ann"), plugged=False)
+    assert standing(Rule(), facts, 99.9).until == 100.0
+    assert standing(Rule(), facts, 100.0) == SHARED
+    after = standing(Rule(When.PLUGGED_IN), facts, 100.0)
+    assert not after.shared
+    assert not after.by_hand
+
+
+@pytest.mark.parametrize("when", [When.PLUGGED_IN, When.IDLE])
+def test_what_cannot_be_read_is_no_yes(when: When) -> None:
+    found = standing(Rule(when), Facts(), 0.0)
+    assert not found.shared
+    assert "cannot be read" in found.why
+    assert f'node.share = "{when}"' in found.why
+
+
+def test_what_is_done_once_nothing_is_taken() -> None:
+    grace = Grace(30.0, 300.0)
+    busy = Holds(requests=2, lending=True)
+    assert due(False, busy, 29.9, grace) == ()
+    assert due(False, busy, 30.0, grace) == (Act.END_REQUESTS,)
+    assert due(False, busy, 300.0, grace) == (Act.END_REQUESTS, Act.END_LEASE)
+    assert due(False, Holds(lending=True), 0.0, grace) == (Act.REST,)
+    assert due(False, Holds(resting=True), 1e9, grace) == ()
+    assert due(True, Holds(requests=2, lending=True), 1e9, grace) == ()
+    assert due(True, Holds(resting=True), 0.0, grace) == (Act.WAKE,)
+
+
+@given(st.booleans(), st.builds(Holds, st.integers(0, 5), st.booleans(), st.booleans()), st.floats(0, 1e6),
+       st.builds(Grace, st.floats(0, 1e4), st.floats(0, 1e4)))  # fmt: skip
+def test_nobody_is_ended_early_and_a_full_engine_is_never_put_to_rest(
+    shared: bool, holds: Holds, waited: float, grace: Grace
+) -> None:
+    acts = due(shared, holds, waited, grace)
+    assert Act.END_REQUESTS not in acts or (not shared and waited >= grace.requests)
+    assert Act.END_LEASE not in acts or (not shared and waited >= grace.video)
+    assert Act.REST not in acts or (not shared and not holds.requests)
+    assert Act.WAKE not in acts or shared
