@@ -101,8 +101,10 @@ def _value(value: object) -> str:
     return str(value) if value != "" else '""'
 
 
-def look(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> Settings:
-    """Read all settings of both halves as a start would."""
+def look(
+    state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
+) -> Settings:
+    """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
     from coordinator.configuration import Wrong, located, shown, syntax
     from coordinator.settings import OTHERS, CoordinatorSettings
     from wire.settings import (
@@ -128,7 +130,7 @@ def look(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[st
         layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
     except SettingsError as error:
         raise Problem(2, str(error)) from None
-    node = _node(state, file, environ, pairs)
+    node = node or _node(state, file, environ, pairs)
     wrong: list[Wrong] = []
     for origin, flat in layers:
         found = faults(CoordinatorSettings, flat, OTHERS)

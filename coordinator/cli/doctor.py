@@ -96,11 +96,11 @@ def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
     from coordinator.doctor.bundle import settings_told, write
 
     settings: dict[str, Any] = {}
+    told = here.examined() or {}
     try:
-        settings = settings_told(look(here.state, here.state / "config.toml", here.environ, ()).rows)
+        settings = settings_told(look(here.state, here.state / "config.toml", here.environ, (), told).rows)
     except Problem as error:
         settings = {"problem": error.message}
-    told = here.examined() or {}
     contents = {
         "findings.json": [one.row() for one in found],
         "versions.json": {"macpool": version("macpool"), "python": platform.python_version(), "system":

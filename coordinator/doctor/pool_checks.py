@@ -31,8 +31,11 @@ def settings(here: Here) -> Finding:
     """Both halves of config.toml and the environment, as a start would read them."""
     from coordinator.cli.config import look
 
+    told = here.examined()
+    if told is None:
+        return warn("the node's part did not answer in time", "run `cluster config check`")
     try:
-        found = look(here.state, here.state / "config.toml", here.environ, ())
+        found = look(here.state, here.state / "config.toml", here.environ, (), told)
     except Problem as error:
         return warn(error.message, "run `cluster config check`")
     changed = sum(row["origin"] != "default" for row in found.rows)

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,8 @@ def test_every_shell_can_read_the_scripts(script: Path, shell: str):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda one: one.name)
 def test_the_scripts_keep_to_the_shell_that_every_system_has(script: Path):
-    tool = shutil.which("shellcheck")
+    beside = Path(sys.executable).parent / "shellcheck"
+    tool = str(beside) if beside.exists() else shutil.which("shellcheck")
     if tool is not None:
         done = subprocess.run([tool, "--shell=sh", script], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
