@@ -27,7 +27,7 @@ ACTOR = "node.video.actor", "Host"
 """What is started on the node, by name: it is the node's, and nothing of a node is imported into the coordinator."""
 RESOURCE = "video_lease_gib"
 CONNECT_SECONDS = 45.0
-ATTEMPT_SECONDS = 25.0
+ATTEMPT_SECONDS = 45.0
 """One attempt to start an actor: what a head that was killed was about to start is never heard of again."""
 AGAIN = 1.0
 LOST, FAILED = 3, 4

@@ -10,7 +10,7 @@ import pytest
 from tests.support.chain import PHASES, chain, expected, table
 from tests.support.processes import Pool
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PORTS = 23000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 BACK = 2.0 + 3.0
 """Seconds until the memory is back, with what a busy machine may add; at rest it is below 2 s."""
