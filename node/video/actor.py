@@ -15,6 +15,9 @@ import ray
 
 from node.video.attendant import Attendant, Fenced
 
+LINGER = 15.0
+"""Seconds that it stays after its worker's end for whoever asks how that was. Who else would end it may be gone, and
+its share of the node would be taken for as long as Ray runs."""
 LOOK = 0.1
 """Seconds between two looks at our parent. No system tells a process of its parent's end in a way that all have."""
 
@@ -36,6 +39,8 @@ class Host:
             self._why = str(error)
         finally:
             self._ended.set()
+            threading.Event().wait(LINGER)
+            os._exit(0)
 
     def begun(self) -> str:
         """Answer, which says that the actor is up; give the Ray node that it is on."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,20 @@ def test_it_leaves_when_its_parent_has():
         parent.stdout.read()  # its end is the child's, which holds the pipe
         assert late.is_alive(), "it had to be killed"
         late.cancel()
+
+
+LEFT_ALONE = """
+import sys, threading, types
+sys.modules["ray"] = types.ModuleType("ray")
+from node.video import actor
+actor.LINGER = 0.0
+actor.Host(sys.argv[1], "l-1", 1)
+threading.Event().wait(30)
+sys.exit("still here")
+"""
+
+
+def test_it_leaves_by_itself_after_its_worker(tmp_path: Path):
+    command = [sys.executable, "-c", LEFT_ALONE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
