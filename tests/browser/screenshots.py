@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 from openai import OpenAI, OpenAIError
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browser.test_page import CHROMIUM, FLAGS, ask_for_a_video, go, visit
 from tests.support.engine_pool import MLX
@@ -88,7 +88,7 @@ def _views(page: Page) -> None:
         go(page, view)
         if view == "Videos":
             page.get_by_role("button", name="Play").click()
-            page.wait_for_function("document.querySelector('video')?.readyState >= 2")
+            expect(page.locator("video")).to_have_js_property("videoWidth", 64)
         elif view == "Chat":
             page.get_by_label("Model").select_option("macpool-tiny")
             page.get_by_label("Your message").fill("Hello!")

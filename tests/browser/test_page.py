@@ -236,13 +236,8 @@ def test_a_video_is_followed_played_and_deleted_and_another_cancelled(context: B
     card = page.get_by_role("region", name=made)
     expect(card.get_by_text("completed", exact=True)).to_be_visible(timeout=90_000)
     card.get_by_role("button", name="Play").click()
-    page.wait_for_function(
-        "document.querySelector('video')?.readyState >= 2 && document.querySelector('video').videoWidth"
-    )
-    assert page.evaluate("[document.querySelector('video').videoWidth, document.querySelector('video').duration]") == [
-        64,
-        1.125,
-    ]
+    expect(card.locator("video")).to_have_js_property("videoWidth", 64)
+    expect(card.locator("video")).to_have_js_property("duration", 1.125)
     other = ask_for_a_video(home, steps=1000)
     running = page.get_by_role("region", name=other)
     expect(running.get_by_role("progressbar")).to_be_visible()

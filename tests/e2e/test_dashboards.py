@@ -121,11 +121,13 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
         for name in ("one", "two"):
             made.join(name, *SMALL)
         made.join("mlx", *MLX)
+        made.join("away", *SMALL)
+        made.cli("pause", "away", "1h")
         until(lambda: made.node("film").get("video", {}).get("ray"), 120, "Ray")
         key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
         text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
         with load(made), prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
-            until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 5, 60, "all targets are up")
+            until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 6, 60, "all targets are up")
             clip(made, "completed")
             clip(made, "in_progress", steps=1000)
             until(lambda: _seen(found), 90, "everything has happened that panels show")
