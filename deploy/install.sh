@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 usage: sh install.sh [--from SOURCE] [--video] [--coordinator-only] [--python VERSION] [--dry-run]
 
-  --from SOURCE        a wheel, a folder with the source, or a requirement [macpool]
+  --from SOURCE        a wheel or a folder with the source [the folder that this script came with]
   --video              with Ray, for machines that lend memory to videos
   --coordinator-only   without MLX: this machine only coordinates
   --python VERSION     3.11 to 3.14 [3.12]; the same on all machines where videos are made
@@ -27,7 +27,7 @@ run() {
     fi
 }
 
-source_of=macpool extras=node python=3.12 dry=no
+source_of='' extras=node python=3.12 dry=no
 while [ $# -gt 0 ]; do
     case $1 in
         --from) [ $# -ge 2 ] || fail "--from needs a value" 2; source_of=$2; shift ;;
@@ -61,6 +61,13 @@ esac
 
 command -v uv >/dev/null 2>&1 ||
     fail "uv is not installed: \`brew install uv\`, or see its manual; then run this again" 5
+
+# Never a bare name: an index would give whatever somebody published under it.
+if [ -z "$source_of" ]; then
+    source_of=$(cd "$(dirname "$0")/.." && pwd)
+    [ -f "$source_of/deploy/install.sh" ] && [ -f "$source_of/pyproject.toml" ] ||
+        fail "this script stands alone: say with --from which wheel or folder to install" 2
+fi
 
 requirement=$source_of
 if [ -n "$extras" ]; then

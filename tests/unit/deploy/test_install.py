@@ -33,7 +33,7 @@ def run(
         if answer is not None:
             (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{home}/calls"\necho "{answer}"\n')
             (folder / name).chmod(0o755)
-    for name in ("sh", "cat", "cut", "rm"):
+    for name in ("sh", "cat", "cut", "dirname", "rm"):
         if not (folder / name).exists():
             (folder / name).symlink_to(shutil.which(name) or name)
     shell = shutil.which(SHELLS[0]) or "/bin/sh"
@@ -79,7 +79,16 @@ def test_install_asks_uv_and_nobody_else(tmp_path: Path):
 
 def test_a_dry_run_only_prints(tmp_path: Path):
     done = run("install.sh", tmp_path, "--dry-run", "--coordinator-only", uname="Linux")
-    assert "uv tool install --force --managed-python --python 3.12 macpool\n" in done.stdout
+    assert f"uv tool install --force --managed-python --python 3.12 {DEPLOY.parent}\n" in done.stdout
+    assert called(tmp_path, "uv") == []
+
+
+def test_a_script_that_stands_alone_installs_nothing_by_a_name(tmp_path: Path):
+    alone = tmp_path / "elsewhere" / "install.sh"
+    alone.parent.mkdir()
+    shutil.copy(DEPLOY / "install.sh", alone)
+    done = run(str(alone), tmp_path)
+    assert (done.returncode, "--from" in done.stderr) == (2, True), done.stderr
     assert called(tmp_path, "uv") == []
 
 
