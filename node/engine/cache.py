@@ -1,6 +1,7 @@
 """What we use of mlx-lm's models and caches, as types, and what a cache says about the bytes that a row takes."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -83,6 +84,28 @@ def extent_of(layers: Iterable[Layer]) -> Extent:
         size += layer.nbytes
         room += held if window is None else 0
     return Extent(size, room)
+
+
+def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
+    """Let caches that the next `tokens` outgrow double at once, up to room for `most`. By steps of their own every
+    growth copies all that is held: a prompt would be copied as often as it has steps."""
+    for layer in _growing(layers):
+        held: int = layer.offset
+        if held + tokens > layer.keys.shape[2]:
+            layer.keys, layer.values = layer.keys[..., :held, :], layer.values[..., :held, :]
+            double = math.ceil(max(tokens, held) / STEP) * STEP
+            layer.step = max(tokens, min(double, most - held))
+
+
+def room_of(layers: Iterable[Layer]) -> int:
+    """Give the tokens that growing layers have room for, 0 where none grows."""
+    return max((layer.keys.shape[2] for layer in _growing(layers)), default=0)
+
+
+def _growing(layers: Iterable[Layer]) -> Iterator[Any]:
+    for layer in _leaves(layers):
+        if type(layer) is KVCache and cast("Any", layer).keys is not None:
+            yield layer
 
 
 def kv_of(layers: Iterable[Layer]) -> Kv:

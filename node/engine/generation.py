@@ -27,7 +27,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining, Token
-from node.engine.cache import Layers, extent_of
+from node.engine.cache import Layers, extent_of, room_of, stretch
 from node.engine.constraint import GrammarFailed
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
@@ -278,6 +278,7 @@ class Generation:
         piece = prefill.ids[prefill.written : prefill.written + count]
         speed = resident.prefill_speed or FIRST_SPEED
         before = extent_of(prefill.cache)
+        stretch(prefill.cache, count, len(prefill.ids))
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
             prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
         resident.prefilled(count, time.monotonic() - call.since)
@@ -286,7 +287,8 @@ class Generation:
         if fresh:  # the first write into a cache that is shared copies it, which the promise of its row covers
             resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
-        prefill.rows[0].commitment.written = prefill.written
+        commitment = prefill.rows[0].commitment
+        commitment.written, commitment.room = prefill.written, room_of(prefill.cache)
         self._reuse.reached(prefill)
         return None
 
@@ -347,7 +349,7 @@ class Generation:
             last = rows[-1] is prefill.rows[-1]
             tokens += self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
             for row in rows:
-                row.commitment.written, row.commitment.joined = written, True
+                row.commitment.written, row.commitment.joined, row.commitment.room = written, True, 0
         prefill.retry_at = 0.0
         self._prefills.remove(prefill)
         if not sequence.joined:

@@ -18,11 +18,13 @@ from wire.verdict import join_bytes, joinable, padded, row_bytes
 
 @dataclass(slots=True, eq=False)
 class Commitment:
-    """One row's promise: tokens promised, tokens written so far, and whether it is in the decode batch."""
+    """One row's promise: tokens promised, tokens written so far, and whether it is in the decode batch. While a prompt
+    is written, its growing layers have `room` for so many."""
 
     promised: int
     written: int = 0
     joined: bool = False
+    room: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +40,7 @@ class _Batch:
         own = joined = longest = 0
         for row in self.rows:
             if not row.joined:
-                own += row_bytes(kv, row.written)
+                own += row_bytes(kv, row.written) + kv.per_token * max(0, row.room - row.written - kv.step + 1)
                 continue
             joined += 1
             if row.written > longest:

@@ -7,6 +7,7 @@ compute with the same BLAS in one thread; prompts are new in every round, so tha
 import asyncio
 import json
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -201,7 +202,7 @@ def bench_itl(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Gaps in seconds, before the long prompt and until its first token, and how long that took."""
+    """Gaps in seconds, before the long prompt and after it, and until its first token, and how long that took."""
 
     quiet: list[float]
     loud: list[float]
@@ -209,30 +210,36 @@ class Gaps:
 
 
 async def _gaps(server: Server, number: int) -> Gaps:
-    """Measure one quiet phase and one beside the long prompt, then hang up."""
+    """Measure a quiet phase, one beside the long prompt, and a quiet one again, for answers are longer by then."""
     times: list[list[float]] = [[] for _ in range(ROWS - 1)]
-    steps = asyncio.Event()
+    heard = asyncio.Event()
 
     def hears(row: list[float]) -> Callable[[], None]:
-        def heard() -> None:
+        def hear() -> None:
             row.append(time.monotonic())
-            if all(len(other) > QUIET_STEPS for other in times):
-                steps.set()
+            heard.set()
 
-        return heard
+        return hear
+
+    async def all_have(steps: int) -> None:
+        while min(len(row) for row in times) < steps:
+            heard.clear()
+            await asyncio.wait_for(heard.wait(), 60)
 
     asked = prompts(f"itl {number}", ROWS - 1)
     chats = [asyncio.ensure_future(server.chat(one, 4000, hears(row))) for one, row in zip(asked, times, strict=True)]
     try:
-        await asyncio.wait_for(steps.wait(), 60)
+        await all_have(QUIET_STEPS)
         begun, settled = time.monotonic(), max(row[0] for row in times)
         (long,) = prompts(f"itl long {number}", 1, LONG_WORDS)
         first = (await asyncio.wait_for(server.chat(long, 1), 120)).times[0]
+        await all_have(max(len(row) for row in times) + QUIET_STEPS)
     finally:
         for one in chats:
             one.cancel()
         await asyncio.gather(*chats, return_exceptions=True)
-    return Gaps(_between(times, settled, begun), _between(times, begun, first), first - begun)
+    quiet = _between(times, settled, begun) + _between(times, first, math.inf)
+    return Gaps(quiet, _between(times, begun, first), first - begun)
 
 
 def _between(times: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:

@@ -36,6 +36,21 @@ def test_writing_moves_bytes_and_never_makes_any():
     assert ledger.groups() == ()
 
 
+def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
+    kv = Kv(KV, step=256, window=64, window_per_token=8)
+    ledger = Ledger(kv)
+    (row,) = ledger.commit(1000, 1)
+    row.written = 100
+    plain, whole = ledger.written(), promised(ledger)
+    row.room = 355
+    assert ledger.written() == plain, "what a row of 100 tokens may have anyhow"
+    row.room = 800
+    assert ledger.written() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
+    assert promised(ledger) == whole
+    row.joined, row.room = True, 0
+    assert ledger.written() == plain
+
+
 def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
     ledger = Ledger(Kv(KV))
     (row,) = ledger.commit(100, 1)
