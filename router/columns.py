@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 
 from router.affinity import NOWHERE
 from router.placement import (
+    ANSWER_WEIGHT,
+    BESIDE_ROWS,
     FIRST,
     FULL_MARKS,
     POLICIES,
+    ROW_WEIGHT,
     TTFT_STEP,
     WARM,
     Candidate,
@@ -56,12 +59,12 @@ Column = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """What a policy may rank by, one number per node: bytes needed and of headroom, seconds to the first token, share
-    of the ceiling that is free, noise below 1."""
+    """What a policy may rank by, one number per node: bytes needed and of headroom, the seconds that count, share of
+    the ceiling that is free, noise below 1."""
 
     need: Column
     room: Column
-    ttft: Column
+    time: Column
     fraction: Column
     noise: Column
 
@@ -69,7 +72,7 @@ class Rows:
 def rank_balanced(rows: Rows) -> Column:
     """Rank as `placement.Balanced`: the smallest number leads."""
     marks = np.minimum(rows.room / rows.need, FULL_MARKS).astype(np.int8)
-    rank: Column = (rows.ttft * (1 / TTFT_STEP)).astype(np.int32).astype(np.float64)
+    rank: Column = (rows.time * (1 / TTFT_STEP)).astype(np.int32).astype(np.float64)
     rank *= _STEP
     rank -= marks * 1e10
     rank -= rows.fraction
@@ -90,7 +93,8 @@ RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
 
 class _Table:
     """One model's columns. `fixed` and `slope` give the bytes needed by tokens, `wait` the seconds before a prompt,
-    `token` those for each of its tokens. `read` has what the report says of room, wait and ceiling, before promises."""
+    `token` those for each of its tokens, `answer` those for each of its answer's. `read` has what the report says of
+    room, wait and ceiling, before promises."""
 
     def __init__(self, count: int) -> None:
         self.room: Column = np.zeros(count)
@@ -98,6 +102,7 @@ class _Table:
         self.slope: Column = np.zeros(count)
         self.wait: Column = np.zeros(count)
         self.token: Column = np.zeros(count)
+        self.answer: Column = np.zeros(count)
         self.fraction: Column = np.zeros(count)
         self.read: list[tuple[float, float, float]] = [_NOTHING] * count
 
@@ -112,8 +117,10 @@ class _Table:
         slope = (request_need(model, _LONG, _ANSWER) - short) / (_LONG - _SHORT)
         weights = model.weights if node.reads(model) else 0
         self.slope[row], self.fixed[row] = slope, max(1.0, short - weights - slope * (_SHORT + _ANSWER))
-        self.token[row] = 1 / model.prefill_speed
-        wait = node.engine.queued_tokens / model.prefill_speed
+        slower = BESIDE_ROWS if node.engine.running else 1.0
+        self.token[row] = (slower + ROW_WEIGHT * node.engine.running) / model.prefill_speed
+        self.answer[row] = ANSWER_WEIGHT / model.decode_speed if model.decode_speed > 0 else 0.0
+        wait = slower * node.engine.queued_tokens / model.prefill_speed
         if not model.loaded:
             read = model.progress or 0.5
             wait += model.load_seconds * (1.0 - read if model.loading else 1.0)
@@ -168,18 +175,20 @@ class Columns:
         if model is None:
             return None
         tokens = request.tokens_on(model)
-        need = table.slope * (tokens + request.output_on(model, tokens))
+        output = request.output_on(model, tokens)
+        need = table.slope * (tokens + output)
         need += table.fixed
-        ttft = table.token * tokens
-        ttft += table.wait
+        time = table.token * tokens
+        time += table.wait
+        time += table.answer * output
         fits = table.room >= need
         known = {self._index[node]: share for node, share in warm.items() if node in self._index}
         for row, share in known.items():
-            ttft[row] -= share * tokens * table.token[row]
+            time[row] -= share * tokens * table.token[row]
             if share >= WARM:
                 need[row] = 1.0
         start = int(draw() * len(nodes))
-        rank = ranks(Rows(need, table.room, ttft, table.fraction, self._noise[start : start + len(nodes)]))
+        rank = ranks(Rows(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
         for row, share in known.items():
             rank[row] -= share * _KNOWN
         rank[~fits] = np.inf

@@ -512,7 +512,10 @@ class Dispatcher:
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
                          job.ids)  # fmt: skip
-        self.ledger.claim(chosen.node, request, seq, need, chosen.prompt_tokens, min(need, chosen.weights))
+        seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
+        self.ledger.claim(chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds)
+        if known:
+            self.ledger.read(request)
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
         now = self._clock()
@@ -578,13 +581,14 @@ class Dispatcher:
 
     def _hogs(self, ticket: Ticket) -> bool:
         """Whether a key asks for far more than its part of the work while others have to wait for theirs."""
-        key = ticket.job.key
-        if self.queue.depth(key) == len(self.queue):
-            return False
+        return self.queue.depth(ticket.job.key) < len(self.queue) and self._asks_much(ticket)
+
+    def _asks_much(self, ticket: Ticket) -> bool:
+        """Whether a key asks for more than HOG times its part of all that is open."""
         asked: dict[str, int] = {}
         for other in self._open.values():
             asked[other.job.key] = asked.get(other.job.key, 0) + other.demand.prompt_bytes
-        return asked.get(key, 0) * len(asked) > HOG * sum(asked.values())
+        return asked.get(ticket.job.key, 0) * len(asked) > HOG * sum(asked.values())
 
     def _wake_soon(self, node: NodeId) -> None:
         """Try those in line on this node before anything else comes in; several changes make one try."""
@@ -629,7 +633,9 @@ class Dispatcher:
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
-        return chosen.expected_ttft - chosen.prompt_tokens * (1 - chosen.warm) / model.prefill_speed > BACKLOG
+        if chosen.ahead / model.prefill_speed <= BACKLOG:
+            return False
+        return chosen.expected_ttft - chosen.reading / model.prefill_speed > BACKLOG or self._asks_much(ticket)
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
         """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
@@ -706,6 +712,7 @@ class Dispatcher:
         ticket.first_at = now
         ticket.mark(now, "first token", ticket.node_name)
         self.ledger.admitted(ticket.request)
+        self.ledger.read(ticket.request)
         self.counters.first(ticket.demand.model, now - ticket.arrived)
 
     def _admitted(self, ticket: Ticket, frame: Admitted) -> None:

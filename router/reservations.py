@@ -40,14 +40,24 @@ class _Promise:
     settled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A prompt that a node has still to read: so many tokens of it, which take so many seconds there."""
+
+    tokens: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Account:
-    """What is open on one node: bytes and prompt tokens that its report does not contain, and all requests on it."""
+    """What is open on one node: bytes and prompt tokens that its report does not contain, all requests on it, and the
+    prompts of those of which no token was heard yet."""
 
     need: int = 0
     tokens: int = 0
     requests: set[int] = field(default_factory=set[int])
     promised: set[int] = field(default_factory=set[int])
+    unread: dict[int, Unread] = field(default_factory=dict[int, Unread])
 
 
 _EMPTY = Account()
@@ -67,9 +77,11 @@ class Ledger:
         touched, self._touched = self._touched, set()
         return touched
 
-    def claim(self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0) -> None:
-        """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill on a node. LedgerError when the
-        request already holds some."""
+    def claim(
+        self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0, seconds: float = 0.0
+    ) -> None:
+        """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill, which take `seconds`, on a node.
+        LedgerError when the request already holds some."""
         if request in self._promises:
             raise LedgerError(f"request {request} claims twice")
         self._promises[request] = _Promise(node, seq, need, tokens, weights)
@@ -80,6 +92,7 @@ class Ledger:
         account.need += need
         account.tokens += tokens
         account.requests.add(request)
+        account.unread[request] = Unread(tokens, seconds)
         account.promised.add(request)
 
     def admitted(self, request: int) -> None:
@@ -87,6 +100,12 @@ class Ledger:
         promise = self._promises.get(request)
         if promise is not None:
             promise.admitted = True
+
+    def read(self, request: int) -> None:
+        """Note that the node has read the prompt, or that it is no prompt whose first token will be waited for."""
+        promise = self._promises.get(request)
+        if promise is not None:
+            self._accounts[promise.node].unread.pop(request, None)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
         """Settle what a report already counts: admitted promises up to `acked_seq`."""
@@ -117,6 +136,7 @@ class Ledger:
         if not promise.settled:
             self._settle(account, request, promise)
         account.requests.discard(request)
+        account.unread.pop(request, None)
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -188,7 +208,7 @@ class Ledger:
         return (
             not self._promises
             and not self._holds
-            and not any(one.need or one.tokens for one in self._accounts.values())
+            and not any(one.need or one.tokens or one.unread for one in self._accounts.values())
         )
 
     def check(self) -> None:
@@ -198,6 +218,8 @@ class Ledger:
             open_ = {number: promise for number, promise in mine.items() if not promise.settled}
             if account.requests != mine.keys() or account.promised != open_.keys():
                 raise LedgerError(f"{node}: account and promises differ")
+            if not account.unread.keys() <= mine.keys():
+                raise LedgerError(f"{node}: unread prompts of requests that are not there")
             if account.need != sum(promise.need for promise in open_.values()):
                 raise LedgerError(f"{node}: {account.need} bytes on account, promises differ")
             if account.tokens != sum(promise.tokens for promise in open_.values()):

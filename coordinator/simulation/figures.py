@@ -12,9 +12,9 @@ from wire.refusals import Refused
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One contender in one scenario. Times in seconds. Of the requests that fit somewhere: `ttft_*` (who was never
-    served counts as infinite), `refused` (said no at the end), `failed` (begun, or given up, and not answered),
-    `first_refused` (share of those sent whose first node said no), `wait_*` from the door to the node that answered.
-    `jain` compares what every key was served until the last arrival with its fair share."""
+    served counts as infinite), `whole_*` to the last token, `refused` (said no at the end), `failed` (begun, or given
+    up, and not answered), `first_refused` (share of those sent whose first node said no), `wait_*` from the door to the
+    node that answered. `jain` compares what every key was served until the last arrival with its fair share."""
 
     policy: str
     requests: int
@@ -26,6 +26,8 @@ class Figures:
     refused: int
     first_refused: float
     failed: int
+    whole_p50: float
+    whole_p95: float
     wait_p50: float
     wait_p95: float
     loads: int
@@ -41,6 +43,7 @@ def figures_of(policy: str, pool: Pool, until: float) -> Figures:
     """Sum up a run."""
     fates = [fate for fate in pool.fates.values() if fate.fits]
     ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in fates)
+    whole = sorted(fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in fates)
     wait = sorted(fate.sent - fate.arrived for fate in fates if fate.served and fate.sent is not None)
     sent = [fate for fate in fates if fate.tries]
     return Figures(
@@ -49,6 +52,7 @@ def figures_of(policy: str, pool: Pool, until: float) -> Figures:
         sum(isinstance(fate.outcome, Refused) for fate in fates),
         sum(fate.first_refused for fate in sent) / max(1, len(sent)),
         sum(isinstance(fate.outcome, Failure) for fate in fates),
+        quantile(whole, 0.5), quantile(whole, 0.95),
         quantile(wait, 0.5), quantile(wait, 0.95), pool.loads, pool.preemptions,
         jain(fates, until, pool.scenario.queue_seconds), pool.finished_at,
     )  # fmt: skip
@@ -91,8 +95,8 @@ def fair_shares(asked: Mapping[str, float], whole: float) -> dict[str, float]:
 
 
 _COLUMNS = (
-    "POLICY", "TTFT p50", "p95", "p99", "x p95", "REFUSED", "1st TRY", "FAILED", "WAIT p95", "LOADS", "GAVE WAY",
-    "JAIN",
+    "POLICY", "TTFT p50", "p95", "p99", "x p95", "WHOLE p50", "p95", "REFUSED", "1st TRY", "FAILED", "WAIT p95",
+    "LOADS", "GAVE WAY", "JAIN",
 )  # fmt: skip
 
 
@@ -112,8 +116,8 @@ def table(rows: Sequence[Figures]) -> str:
 def _cells(row: Figures) -> tuple[str, ...]:
     return (
         row.policy, _seconds(row.ttft_p50), _seconds(row.ttft_p95), _seconds(row.ttft_p99), _times(row.ratio_p95),
-        str(row.refused), f"{row.first_refused * 100:.2f} %", str(row.failed), _seconds(row.wait_p95), str(row.loads),
-        str(row.preemptions), f"{row.jain:.3f}",
+        _seconds(row.whole_p50), _seconds(row.whole_p95), str(row.refused), f"{row.first_refused * 100:.2f} %",
+        str(row.failed), _seconds(row.wait_p95), str(row.loads), str(row.preemptions), f"{row.jain:.3f}",
     )  # fmt: skip
 
 

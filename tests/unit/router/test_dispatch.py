@@ -374,18 +374,28 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
 
 async def test_behind_a_long_backlog_nobody_waits_on_the_node(one: Cluster):
     ahead = [one.submit(prompt_tokens=3900) for _ in range(6)]  # at 1,000 tokens a second
-    late = one.submit()
+    late, short = one.submit(prompt_tokens=3950), one.submit(prompt_tokens=100)
     assert {ticket.node for ticket in ahead} == {A}
     assert late.entry is not None, "there is room, but 23 seconds of prompts are in front of it"
+    assert short.node == A, "prompts take turns, and it is the shortest"
     one.dispatcher.close(ahead[0])
     await turn()
     assert late.node == A
 
 
+async def test_behind_a_long_backlog_a_key_that_asks_for_much_waits_its_turn_with_all_that_it_asks(one: Cluster):
+    for _ in range(6):
+        one.submit(prompt_tokens=3900, key="greedy")
+    for key in ("ada", "bob"):
+        one.submit(prompt_tokens=100, key=key)
+    assert one.submit(prompt_tokens=100, key="greedy").entry is not None
+    assert one.submit(prompt_tokens=100, key="carol").node == A
+
+
 async def test_who_waited_behind_a_backlog_until_the_deadline_is_sent_all_the_same(one: Cluster):
     for _ in range(6):
         one.submit(prompt_tokens=3900)
-    late = one.submit()
+    late = one.submit(prompt_tokens=3950)
     assert late.entry is not None
     one.now += 31
     one.report()

@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +17,9 @@ from router.placement import (
     Trials,
     explain,
     place,
+    turns,
 )
-from router.reservations import Ledger
+from router.reservations import Ledger, Unread
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
@@ -312,8 +314,58 @@ def test_the_shortest_expected_time_counts_queue_load_and_speed():
     slow = node("slow", None, a_model(prefill_speed=100.0))
     assert chosen(decide(busy, cold, slow)) == "slow"
     ledger = Ledger()
-    ledger.claim(NodeId("slow"), 1, 1, 1, tokens=5000)
+    ledger.claim(NodeId("slow"), 1, 1, 1, tokens=5000, seconds=50.0)
+    assert chosen(decide(busy, cold, slow, ledger=ledger)) == "slow", "prompts take turns, and this one is the shortest"
+    ledger.claim(NodeId("slow"), 2, 2, 1, tokens=90, seconds=0.9)
+    ledger.claim(NodeId("slow"), 3, 3, 1, tokens=90, seconds=0.9)
     assert chosen(decide(busy, cold, slow, ledger=ledger)) == "busy"
+
+
+LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
+
+
+@given(lengths=LENGTHS, mine=st.integers(1, 20_000), share=st.floats(0, 2))
+def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themselves(
+    lengths: list[int], mine: int, share: float
+):
+    unread = {number: Unread(tokens, tokens / 1000) for number, tokens in enumerate(lengths)}
+    ahead = round(share * sum(lengths))
+    wait, delay = turns(unread, ahead, mine, 1000.0)
+    assert mine / 1000 <= wait <= (mine + ahead) / 1000 + 1e-6
+    assert 0 <= delay <= len(lengths) * mine / 1000 + 1e-6
+    longer, _ = turns(unread, ahead, mine + 1000, 1000.0)
+    assert longer > wait, "a longer prompt is never sooner"
+
+
+def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
+    unread = {1: Unread(10_000, 10.0), 2: Unread(500, 0.5), 3: Unread(2000, 2.0)}
+    assert turns(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), "0.5 and its own 1, as much of the oldest; two are behind"
+    assert turns(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), "half of all is read: one that is as long is before it now"
+    assert turns({}, 4000, 1000, 1000.0) == (5.0, 0.0), "of others' prompts only the sum is known"
+    assert turns(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
+
+
+def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
+    quick = node("quick", None, a_model(decode_speed=80.0))
+    slow = node("slow", None, a_model(decode_speed=8.0))
+    assert {chosen(decide(quick, slow, seed=seed)) for seed in range(9)} == {"quick"}
+    writing = EngineState("x", "ready", running=8)
+    busy, idle = node("busy", engine=writing), node("idle")
+    long = Demand("tiny", 8000)
+    assert {chosen(decide(busy, idle, ask=long, seed=seed)) for seed in range(9)} == {"idle"}
+    of = {one.name: one for one in decide(busy, idle, ask=long).candidates}
+    assert of["busy"].expected_ttft == pytest.approx(1.6 * of["idle"].expected_ttft)
+    assert of["busy"].delay > of["idle"].delay == 0
+
+
+def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_beginning():
+    ledger, taken = Ledger(), Counter[str]()
+    both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
+    for number in range(20):
+        name = chosen(decide(*both, ledger=ledger, warm={NodeId("a"): 0.9}))
+        ledger.claim(NodeId(name), number, number, 0)
+        taken[name] += 1
+    assert taken == {"a": 10, "b": 10}
 
 
 def test_equal_nodes_share_by_requests_in_flight_then_by_chance():

@@ -65,13 +65,18 @@ class AllOrders(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from([A, B]), need=st.integers(0, 10**12), tokens=st.integers(0, 10**6))
     def claim(self, node, need, tokens):
-        self.ledger.claim(node, self.next, self.next, need, tokens)
+        self.ledger.claim(node, self.next, self.next, need, tokens, seconds=tokens / 100)
         self.open[self.next] = node
         self.next += 1
 
     @rule(request=st.integers(0, 12))
     def admit(self, request):
         self.ledger.admitted(request)
+
+    @rule(request=st.integers(0, 12))
+    def read(self, request):
+        self.ledger.read(request)
+        assert not any(request in self.ledger.account(node).unread for node in (A, B))
 
     @rule(node=st.sampled_from([A, B]), acked=st.integers(-1, 15))
     def report(self, node, acked):
