@@ -34,6 +34,7 @@ from node.limits import Limiter
 from node.machine import machine_id
 from node.memory.sensor import open_machine
 from node.poll import Poll
+from node.running import telling
 from node.settings import NodeSettings, node_name, resolve
 from node.sharer import Sharer
 from node.supervise import Supervisor
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
-        with _lock(options.state):
+        with _lock(options.state), telling(options.state / "node", os.getpid(), resolved):
             return uvloop.run(_run(options, resolved))
     except (Failure, SettingsError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,7 +107,8 @@ def _settings(options: argparse.Namespace) -> Resolved[NodeSettings]:
     missing = [folder for folder in folders if not Path(folder).expanduser().is_dir()]
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
-    return Resolved(replace(settings, models=replace(settings.models, folders=folders)), resolved.origins)
+    origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}
+    return Resolved(replace(settings, models=replace(settings.models, folders=folders)), origins)
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
