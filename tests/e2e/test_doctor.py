@@ -49,7 +49,8 @@ def test_every_state_that_a_machine_of_the_pool_can_be_in(tmp_path: Path):
         assert "config.toml says memory.margin = 3GiB, what runs uses auto" in changed["text"]
         copy = tmp_path / "copy"
         shutil.copytree(tmp_path / "one" / "node" / "identity", copy / "node" / "identity")
-        shutil.copy(tmp_path / "one" / "node" / "running.json", copy / "node")
+        for name in ("running.json", "lock"):
+            shutil.copy(tmp_path / "one" / "node" / name, copy / "node")
         copied = doctor(copy, 6, MACPOOL_NODE__MACHINE="two")
         assert "belongs to another machine" in copied["identity"]["text"]
         assert made.coordinator is not None
