@@ -26,8 +26,10 @@ from node.enrol import (
     proves_itself,
     remember,
 )
+from node.machine import machine_id
 from node.rejoin import OtherClusterError, known
 from tests.support.enrolment import HARDWARE, Door, Wall, opened
+from tests.support.processes import ROOT
 from wire.identity import JoinToken
 
 
@@ -127,10 +129,11 @@ async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_agai
 ) -> None:
     for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
         foreign = str(elsewhere.tokens.create())
         settings = ("--set", "node.machine=m1", "--set", "engine.kind=scripted")
-        await join(door, tmp_path / "state" / "node" / "identity", door.tokens.create())
+        await join(door, tmp_path / "state" / "node" / "identity", door.tokens.create(), machine=machine_id("m1"))
         local = LocalNode(tmp_path / "state", "127.0.0.1:1", settings, lambda: foreign)
         await local.start()
         await asyncio.wait_for(local.given_up.wait(), 30)
