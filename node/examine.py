@@ -26,7 +26,7 @@ from node.machine import machine_id
 from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit
 from node.memory.sensor import open_machine
 from node.running import running
-from node.settings import SECTIONS, NodeSettings, check, resolve
+from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
 from wire.certificate import read_certificate
 from wire.settings import (
     Flat,
@@ -131,7 +131,8 @@ def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
     except SettingsError as error:
         return {**told, "error": str(error)}
     return {**told, "error": "", "cap": cap.bytes, "bound_by": cap.bound_by, "remedy": cap.remedy,
-            "warning": cap.warning or margin.warning, "margin": margin.bytes, "guard": made.memory.guard}  # fmt: skip
+            "warning": cap.warning or margin.warning, "margin": margin.bytes,
+            "margin_measured": made.memory.margin == AUTO, "guard": made.memory.guard}  # fmt: skip
 
 
 def identity(folder: Path, machine: str) -> dict[str, Any]:

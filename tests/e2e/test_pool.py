@@ -602,6 +602,9 @@ def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
     assert wrong.returncode == 9
     assert "do not trust it" in wrong.stderr
     assert facts["trust"] == f"cluster trust-ca {url} --fingerprint {made['fingerprint']}"
+    told = cluster_pool.run("env", "--state", str(cluster_pool.state)).stdout
+    assert f"export ANTHROPIC_BASE_URL={url}\n" in told
+    assert "`cluster trust-ca` once" in told
 
 
 def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> None:
