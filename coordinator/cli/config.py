@@ -144,7 +144,7 @@ def in_force(session: Session, node: Mapping[str, Any]) -> Running:
 
 
 def _coordinator(session: Session) -> list[dict[str, Any]] | None:
-    from coordinator.configuration import shown
+    from coordinator.configuration import rows_shown
 
     try:
         if session.url is not None or not session.running:
@@ -152,7 +152,7 @@ def _coordinator(session: Session) -> list[dict[str, Any]] | None:
         rows = session.call("GET", "/api/v1/settings", timeout=ASK_SECONDS)["settings"]
     except (Problem, OSError, ValueError, KeyError):
         return None
-    return [{**row, "value": shown(str(row["key"]), row["value"])} for row in rows]
+    return list(rows_shown(rows))  # once more: an older coordinator shows all
 
 
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ def look(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
 ) -> Settings:
     """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
-    from coordinator.configuration import Wrong, located, shown, syntax
+    from coordinator.configuration import Wrong, located, rows_shown, syntax
     from coordinator.settings import OTHERS, CoordinatorSettings
     from wire.settings import (
         Fault,
@@ -209,9 +209,8 @@ def look(
         wrong.append(Wrong(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = list(explained(resolve(CoordinatorSettings, right, OTHERS)))
-    rows = [{**row, "value": shown(str(row["key"]), row["value"])} for row in rows]
-    return Settings(tuple(rows) + tuple(node["settings"]), tuple(wrong))
+    rows = rows_shown(explained(resolve(CoordinatorSettings, right, OTHERS)))
+    return Settings(rows + tuple(node["settings"]), tuple(wrong))
 
 
 def _node(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:

@@ -184,3 +184,4 @@ def test_an_address_is_shown_without_what_could_be_secret():
     assert shown("conditions.webhook", "opensesame") == "(set, not shown)"
     assert shown("conditions.webhook", "") == ""
     assert shown("http.key", "/etc/key.pem") == "/etc/key.pem"
+    assert shown("conditions.webhook", shown("conditions.webhook", "https://h.example/secret")) == "https://h.example/…"
