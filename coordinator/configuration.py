@@ -5,7 +5,7 @@ alone. Where that is not sure (a key in an inline table), the line of what holds
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -93,3 +93,8 @@ def shown(key: str, value: object) -> object:
         return value
     parts = urlsplit(str(value))
     return f"{parts.scheme}://{parts.hostname}/…" if parts.scheme and parts.hostname else HIDDEN
+
+
+def rows_shown(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
+    """Give settings (rows of `wire.settings.explained`) so that they may be shown to anybody who administers."""
+    return tuple({**row, "value": shown(str(row["key"]), row["value"])} for row in rows)

@@ -16,6 +16,9 @@ log = structlog.get_logger("coordinator.local")
 
 BACK_OFF = (0.5, 30.0)
 """First and longest wait before it is started again, in seconds; a run of a minute resets it."""
+DENIED, OTHER_CLUSTER = 4, 6
+"""Exit codes of a node that no new start would change, the first where it had joined: it was removed, or it is in
+another cluster."""
 GRACE = 10.0
 """Longest wait for its end before it is killed, in seconds."""
 
@@ -30,6 +33,8 @@ class LocalNode:
         self._token = token
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
+        self.given_up = asyncio.Event()
+        """It ended for a reason that no new start changes."""
 
     async def start(self) -> None:
         """Start it and keep it running."""
@@ -57,10 +62,18 @@ class LocalNode:
         while self._process is not None:
             began = loop.time()
             code = await self._process.wait()
+            if code == OTHER_CLUSTER or (code == DENIED and self._joined()):
+                log.error("local node out", code=code, what="the next `cluster up` lets it join anew" if code == DENIED
+                          else "`cluster leave` takes it out of the other cluster")  # fmt: skip
+                self.given_up.set()
+                return
             wait = BACK_OFF[0] if loop.time() - began > 60 else min(wait * 2, BACK_OFF[1])
             log.warning("local node ended", code=code, again_in=wait)
             await asyncio.sleep(wait)
             await self._spawn()
+
+    def _joined(self) -> bool:
+        return (self._state / "node" / "identity" / "identity.json").exists()
 
     async def linked(self, registry: Registry, seconds: float) -> None:
         """Wait until a node is ready, or for at most `seconds`; a node that fails has said why in its log."""

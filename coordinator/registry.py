@@ -218,11 +218,9 @@ class Registry:
     # -- what people do ------------------------------------------------------------------
 
     def find(self, text: str) -> NodeId | None:
-        """Find a member by id or by name."""
-        for node in self._pool.members:
-            if text in (node, self._row(node).name):
-                return node
-        return None
+        """Find a member by id or by name; of two with one name the one that has not left: it joined again."""
+        found = [node for node in self._pool.members if text in (node, self._row(node).name)]
+        return min(found, key=lambda node: self._pool.members[node].state == "left", default=None)
 
     def cordon(self, node: NodeId, *, on: bool) -> None:
         """Give a node no new work, or work again."""

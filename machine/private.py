@@ -5,8 +5,12 @@ from pathlib import Path
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder of mode 0700, or narrow an existing one to it. OSError when that is not possible."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make a folder of mode 0700, or narrow an existing one to it. OSError when that is not possible.
+
+    What is missing above it is made so, too (mkdir's own parents follow the umask); what is there stays as it is."""
+    if not folder.parent.exists():
+        private_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
     return folder
 

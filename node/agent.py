@@ -251,7 +251,10 @@ class Agent:
             self._to_engine(Cancel(request))
         if link is self._link:
             self._link = None
-            log.warning("link lost", reason=reason, cancelled=len(link.requests))
+            if self._stopped.is_set():
+                log.info("link ended", reason=reason, cancelled=len(link.requests))  # as it should: we said goodbye
+            else:
+                log.warning("link lost", reason=reason, cancelled=len(link.requests))
         elif self._link is not None:
             for request in link.requests:
                 self._link.send(Failed(request, "link_lost", "the older of two links to the node was lost"))

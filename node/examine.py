@@ -1,7 +1,8 @@
 """Tells what the node's side of this machine looks like, as JSON, and changes nothing: `python -m node.examine`.
 
 `cluster doctor` and `cluster config` start it, because the coordinator's package knows nothing of the node's settings,
-identity and memory. It prints no secret: of the identity only what its certificate tells everybody.
+identity and memory. Where a node runs in the state folder, its own settings are what the machine is judged by; where
+none runs, those that a start would use. It prints no secret: of the identity only what its certificate tells everybody.
 """
 
 import argparse
@@ -24,9 +25,20 @@ from node.library import hub_folder
 from node.machine import machine_id
 from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit
 from node.memory.sensor import open_machine
-from node.settings import SECTIONS, NodeSettings, check, resolve
+from node.running import running
+from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
 from wire.certificate import read_certificate
-from wire.settings import Flat, Resolved, SettingsError, explained, faults, from_environment, from_pairs, from_tree
+from wire.settings import (
+    Flat,
+    Resolved,
+    SettingsError,
+    drifted,
+    explained,
+    faults,
+    from_environment,
+    from_pairs,
+    from_tree,
+)
 
 OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
 DIAL_SECONDS = 2.0
@@ -42,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     file: Path = options.file or options.state / "config.toml"
     found = settings(file, os.environ, options.pairs)
+    made, now = found.pop("made"), running(options.state / "node", OTHERS)
+    found["running"] = None if now is None else about_running(now, file)
     if not options.settings_only:
-        made = found.pop("made")
-        found |= about_machine(options.state, made)
-    found.pop("made", None)
+        found |= about_machine(options.state, made if now is None else now.value)
     print(json.dumps(found, default=str))
     return 0
 
@@ -64,6 +76,16 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
     else:
         told = {"error": "", "faults": []}
     return {**told, "settings": list(explained(resolved)), "made": resolved.value}
+
+
+def about_running(now: Resolved[NodeSettings], file: Path) -> dict[str, Any]:
+    """Give the settings of the node that runs, one by one, and which of them its file tells differently by now."""
+    rows = explained(now)
+    try:
+        later = drifted(rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS)
+    except (OSError, ValueError):
+        later = []  # what is wrong in the file is told as that
+    return {"settings": rows, "drift": [asdict(one) for one in later]}
 
 
 def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Resolved[NodeSettings]:
@@ -109,7 +131,8 @@ def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
     except SettingsError as error:
         return {**told, "error": str(error)}
     return {**told, "error": "", "cap": cap.bytes, "bound_by": cap.bound_by, "remedy": cap.remedy,
-            "warning": cap.warning or margin.warning, "margin": margin.bytes, "guard": made.memory.guard}  # fmt: skip
+            "warning": cap.warning or margin.warning, "margin": margin.bytes,
+            "margin_measured": made.memory.margin == AUTO, "guard": made.memory.guard}  # fmt: skip
 
 
 def identity(folder: Path, machine: str) -> dict[str, Any]:

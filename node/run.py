@@ -29,11 +29,13 @@ from machine.sleeping import SleepWatch
 from node import bonjour, enrol
 from node.agent import Agent, Expelled
 from node.enrol import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
-from node.identity import forget, load_identity
+from node.identity import forget
 from node.limits import Limiter
 from node.machine import machine_id
 from node.memory.sensor import open_machine
 from node.poll import Poll
+from node.rejoin import DENIED, LEAVE_SECONDS, OtherClusterError, known
+from node.running import telling
 from node.settings import NodeSettings, node_name, resolve
 from node.sharer import Sharer
 from node.supervise import Supervisor
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
-        with _lock(options.state):
+        with _lock(options.state), telling(options.state / "node", os.getpid(), resolved):
             return uvloop.run(_run(options, resolved))
     except (Failure, SettingsError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", choices=["text", "json"], default="text")
     parser.add_argument("--lifeline", action="store_true")
     parser.add_argument("--leave", action="store_true", help="leave the cluster instead of serving")
+    parser.add_argument("--force", action="store_true", help="with --leave: tell nobody")
     return parser
 
 
@@ -106,7 +109,8 @@ def _settings(options: argparse.Namespace) -> Resolved[NodeSettings]:
     missing = [folder for folder in folders if not Path(folder).expanduser().is_dir()]
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
-    return Resolved(replace(settings, models=replace(settings.models, folders=folders)), resolved.origins)
+    origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}
+    return Resolved(replace(settings, models=replace(settings.models, folders=folders)), origins)
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
@@ -129,15 +133,27 @@ class _lock:  # noqa: N801  used as a with-statement's word
 
 
 async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) -> int:
+    open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
+    if options.leave and options.force:
+        forget(options.state / "node" / "identity")
+        return 0
+    token, code = _token(options), None
+    while code is None:  # None: the identity that was here is denied, and the token makes a new one
+        code = await _life(options, resolved, token)
+    return code
+
+
+async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], token: JoinToken | None) -> int | None:
     settings = resolved.value
     state: Path = options.state
-    open_journal(state / "logs" / "node.log", settings.node.log_level)
     machine = open_machine(settings)
     hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins)
     try:
-        identity = await _identity(options, settings, hardware)
+        identity = await _identity(options, token, settings, hardware)
     except (EnrolError, IdentityError) as error:
         raise Failure(_code(error), str(error)) from None
+    except OtherClusterError as error:
+        raise Failure(6, str(error)) from None
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
         settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",
@@ -151,12 +167,13 @@ async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) ->
     sharer = Sharer(settings.node, state / "node")
     agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent
     agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, poll, studio, sharer)
+    return await _serve(options, agent, supervisor, poll, studio, sharer, anew=token is not None)
 
 
 async def _serve(
-    options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll, studio: Studio, sharer: Sharer
-) -> int:
+    options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll, studio: Studio, sharer: Sharer,
+    *, anew: bool,
+) -> int | None:  # fmt: skip
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -181,10 +198,14 @@ async def _serve(
     watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
-    code = 0
+    code: int | None = 0
     try:
-        await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
+        limit = LEAVE_SECONDS if options.leave else None
+        done, _ = await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
+        if not done:
+            reason, code = "stopping", 3
+            _print_error("the coordinator is not reached to be told: `cluster leave --force` leaves without that")
+        if run not in done:
             await studio.lender.stop()
             await agent.stop(drain, reason)
         await run
@@ -192,8 +213,7 @@ async def _serve(
             forget(options.state / "node" / "identity")
     except Expelled as error:
         log.warning("expelled", reason=str(error))
-        print(f"error: {error}", file=sys.stderr)
-        code = 8 if error.reason == "protocol" else 4
+        code = _after(error, options, welcomed=agent.welcomed.is_set(), anew=anew)
     finally:
         await sharer.stop()
         watch.stop()
@@ -203,6 +223,19 @@ async def _serve(
         waiting.cancel()
         await supervisor.stop()
     return code
+
+
+def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, anew: bool) -> int | None:
+    """Say what follows from a coordinator's final no: an exit code, or None where a token makes a new identity."""
+    if error.reason in DENIED and (options.leave or (anew and not welcomed)):
+        forget(options.state / "node" / "identity")
+        return 0 if options.leave else None
+    _print_error(str(error))
+    return 8 if error.reason == "protocol" else 4
+
+
+def _print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _on_lifeline(stop: asyncio.Event) -> None:
@@ -238,15 +271,16 @@ class Announce:
 # -- identity -----------------------------------------------------------------------------------
 
 
-async def _identity(options: argparse.Namespace, settings: NodeSettings, hardware: Hardware) -> Identity:
+async def _identity(
+    options: argparse.Namespace, token: JoinToken | None, settings: NodeSettings, hardware: Hardware
+) -> Identity:
     folder = options.state / "node" / "identity"
     machine = machine_id(settings.node.machine)
-    known = load_identity(folder, machine)
-    if known is not None:
-        return enrol.remember(known, _plain(options.url)) if options.url else known
+    found = known(folder, machine, token)
+    if found is not None:
+        return enrol.remember(found, _plain(options.url)) if options.url else found
     if options.leave:
         raise Failure(5, f"there is no node in {options.state}")
-    token = _token(options)
     name = node_name(settings, platform.node())
     announcement = Announcement(Advert(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()

@@ -174,6 +174,10 @@ class AgentSettings(Section, frozen=True):
     share_idle: Annotated[float, Meta(ge=1, le=86400, description=(
         'Seconds without a touch of keyboard, mouse or screen after which node.share = "idle" takes work.'
         ))] = 600.0  # fmt: skip
+    share_battery: Annotated[int, Meta(ge=0, le=100, description=(
+        "Least charge in percent at which this Mac takes work while it is not plugged in, whatever else node.share "
+        "says; below it, work comes back 5 % higher or on mains. 0: the battery does not matter. A machine without a "
+        "battery is plugged in."))] = 0  # fmt: skip
     share_grace: Annotated[float, Meta(ge=0, le=86400, description=(
         "Seconds that requests which nobody else has room for may go on here after this Mac stopped sharing."
         ))] = 30.0  # fmt: skip
@@ -265,6 +269,7 @@ def check(settings: NodeSettings) -> None:
         if value and not valid(value):
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
     _check_hours(settings.node)
+    _check_battery(settings.node)
     if not valid_model(settings.engine.scripted.model):
         raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
 
@@ -276,6 +281,14 @@ def _check_hours(node: AgentSettings) -> None:
         read_hours(node.share_hours)
     except ValueError as error:
         raise SettingsError(f"setting node.share_hours: {error}") from None
+
+
+def _check_battery(node: AgentSettings) -> None:
+    if node.share_battery and node.share == When.PLUGGED_IN:
+        raise SettingsError(
+            f'setting node.share_battery: {node.share_battery} % means nothing beside node.share = "plugged-in", which '
+            "takes no work on battery at any charge: leave one of them out"
+        )
 
 
 def _check_size(key: str, value: object) -> None:

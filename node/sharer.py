@@ -18,7 +18,21 @@ from machine.pause import Pause as Kept
 from machine.pause import PauseFile
 from machine.power import Power, read_power
 from node.settings import AgentSettings
-from node.sharing import SHARED, Act, Facts, Grace, Holds, Pause, Rule, Standing, When, due, read_hours, standing
+from node.sharing import (
+    SHARED,
+    Act,
+    Facts,
+    Grace,
+    Holds,
+    Pause,
+    Rule,
+    Standing,
+    When,
+    due,
+    read_hours,
+    standing,
+    too_low,
+)
 from wire.frames import Pause as Order
 from wire.report import Sharing
 
@@ -58,12 +72,13 @@ class Sharer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         hours = read_hours(settings.share_hours) if settings.share_hours else None
-        self._rule = Rule(When(settings.share), hours, settings.share_idle)
+        self._rule = Rule(When(settings.share), hours, settings.share_idle, settings.share_battery)
         self._grace = Grace(settings.share_grace, settings.share_video_grace)
         self._file = PauseFile(folder)
         self._read, self._wall = read, wall
         self._power = Power()
         self._read_at = -math.inf
+        self._low = False
         self._stamp: tuple[int, int] | None = None
         self._pause: Pause | None = None
         self._changed_at = -math.inf
@@ -76,8 +91,8 @@ class Sharer:
         """Find the answer before anything is taken, and keep to it from now on."""
         await self._read_power()
         self.look()
-        log.info("sharing", when=self._rule.when.value, hours=str(self._rule.hours or ""), shared=self.standing.shared,
-                 why=self.standing.why)  # fmt: skip
+        log.info("sharing", when=self._rule.when.value, hours=str(self._rule.hours or ""), battery=self._rule.battery,
+                 shared=self.standing.shared, why=self.standing.why)  # fmt: skip
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
@@ -116,7 +131,9 @@ class Sharer:
         """Decide, tell whom it concerns, and do what is due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
-        facts = Facts(self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now))
+        facts = Facts(self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery,
+                      self._low)  # fmt: skip
+        self._low = too_low(self._rule, facts)
         before, self.standing = self.standing, standing(self._rule, facts, now)
         if before.shared != self.standing.shared:
             self._changed_at = clock
@@ -143,7 +160,7 @@ class Sharer:
                 log.exception("sharing")  # the next look may go well, and until then the last answer holds
 
     async def _read_power(self) -> None:
-        if self._rule.when in (When.PLUGGED_IN, When.IDLE):
+        if self._rule.when in (When.PLUGGED_IN, When.IDLE) or self._rule.battery:
             self._power = await asyncio.to_thread(self._read)
         self._read_at = asyncio.get_running_loop().time()
 

@@ -8,6 +8,10 @@ Two things decide. A pause is a person's word ("for two hours") and always wins;
     idle        once nobody has touched it for `node.share_idle` seconds
     hours       between the times of `node.share_hours`, by this machine's own clock on the wall
 
+and, where the rule says yes, the battery: with `node.share_battery` a Mac that is not on mains shares only while its
+charge is at that many percent or above. Once it fell below, it shares again REGAIN percent higher, so that a charge
+that wavers around the line does not end work again and again; on mains it shares at once, whatever the charge.
+
 What cannot be read is no yes: a node whose rule asks for a reading that this machine does not give takes nothing, and
 says which setting to change.
 
@@ -22,6 +26,8 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 DAY = 86400
+REGAIN = 5
+"""Percent of charge above `node.share_battery` from which a Mac whose battery fell below it shares again."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
@@ -90,11 +96,13 @@ def _clock(second: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The settings: when to share, the hours where they decide, and after how many seconds of rest a Mac is idle."""
+    """The settings: when to share, the hours where they decide, after how many seconds of rest a Mac is idle, and the
+    least charge in percent off the mains (0: the battery does not matter)."""
 
     when: When = When.ALWAYS
     hours: Hours | None = None
     idle: float = 600.0
+    battery: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +115,15 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What decides, as it was read last. `second` is the time of the day on this machine's clock (0 to DAY)."""
+    """What decides, as it was read last. `second` is the time of the day on this machine's clock (0 to DAY), `battery`
+    its charge in percent, `low` the answer of `too_low` before this one."""
 
     pause: Pause | None = None
     plugged: bool | None = None
     idle: float | None = None
     second: float = 0.0
+    battery: float | None = None
+    low: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,23 @@ def standing(rule: Rule, facts: Facts, now: float) -> Standing:
     pause = in_force(facts.pause, now)
     if pause is not None:
         return Standing(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
+    ruled = _ruled(rule, facts, now)
+    return _charged(rule, facts) if ruled.shared else ruled
+
+
+def too_low(rule: Rule, facts: Facts) -> bool:
+    """Say whether its battery keeps this Mac from sharing: keep the answer, and give it as `low` the next time."""
+    if not rule.battery or facts.plugged or facts.battery is None:
+        return False
+    return facts.battery < (regained(rule.battery) if facts.low else rule.battery)
+
+
+def regained(least: int) -> int:
+    """Give the charge in percent from which a battery that fell below `least` is good for sharing again."""
+    return min(100, least + REGAIN)
+
+
+def _ruled(rule: Rule, facts: Facts, now: float) -> Standing:
     match rule.when:
         case When.ALWAYS:
             return SHARED
@@ -166,6 +194,17 @@ def _hours(hours: Hours | None, second: float, now: float) -> Standing:
         return _unread("node.share_hours", When.HOURS)
     wait = hours.opens_in(second)
     return Standing(False, f"it shares from {hours} only", float(round(now + wait))) if wait else SHARED
+
+
+def _charged(rule: Rule, facts: Facts) -> Standing:
+    least, charge = rule.battery, facts.battery
+    if least and charge is None and not facts.plugged:
+        needs = f"which node.share_battery = {least} needs: leave it out"
+        return Standing(False, f"the charge of its battery cannot be read here, {needs}")
+    if not too_low(rule, facts):
+        return SHARED
+    again = f"it shares again from {regained(least)} % on, or plugged in"
+    return Standing(False, f"its battery is at {charge:.0f} %, and node.share_battery = {least}; {again}")
 
 
 def _unread(what: str, when: When) -> Standing:

@@ -43,6 +43,9 @@ ALLOWED = {
     ): "it only fetches a public certificate, which its fingerprint or a person then proves",
 }
 """Exceptions: file and the words found, with the reason."""
+BROUGHT = {"starlette": "fastapi", "pydantic_core": "pydantic", "transformers": "mlx-lm", "tokenizers": "mlx-lm",
+           "jinja2": "mlx-lm"}  # fmt: skip
+"""What we import and do not name, because what we name cannot be without it: package and who brings it."""
 PERIODIC_SLEEPS = {
     "coordinator/conditions/watch.py": "the next look at what needs a person",
     "coordinator/conditions/webhook.py": "back-off before a message is sent again",
@@ -268,3 +271,29 @@ def test_a_safety_property_is_where_its_entry_says(entry: Entry):
     for test in entry.tests:
         file, _, function = test.partition("::")
         assert (f"def {function.partition('[')[0]}(" if function else "def test_") in (ROOT / file).read_text()
+
+
+def test_what_is_imported_is_what_an_installation_brings() -> None:
+    """The tests' own environment has more than users get."""
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    named = [*PROJECT["project"]["dependencies"], *(one for extra in extras for one in extra)]
+    brought = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in named}
+    assert set(BROUGHT.values()) <= brought
+    owners = importlib.metadata.packages_distributions()
+    missing = {
+        (path, name)
+        for path, name in third_party()
+        if name not in BROUGHT and not {one.lower().replace("_", "-") for one in owners.get(name, ())} & brought
+    }
+    assert missing == set()
+
+
+def third_party() -> Iterator[tuple[str, str]]:
+    """Give every import of somebody else's package: our file, their package."""
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for line in ast.walk(ast.parse(path.read_text())):
+            modules = [one.name for one in line.names] if isinstance(line, ast.Import) else []
+            modules += [line.module] if isinstance(line, ast.ImportFrom) and line.module else []
+            for name in {module.partition(".")[0] for module in modules}:
+                if name not in PACKAGES and name not in sys.stdlib_module_names:
+                    yield str(path.relative_to(ROOT)), name

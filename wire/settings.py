@@ -16,6 +16,9 @@ PREFIX = "MACPOOL_"
 OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
 """Environment names of command-line options, not settings."""
 
+GIVEN = frozenset({"environment", "--set", "--models"})
+"""Origins that a process was given at its start, and no file changes."""
+
 Flat = Mapping[str, object]
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -159,6 +162,33 @@ def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:
         origin = resolved.origins.get(one.key, "default")
         rows.append({"key": one.key, "value": value, "origin": origin, "description": one.description})
     return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A setting that a process still uses as `running`, while its file says `now`."""
+
+    key: str
+    running: object
+    now: object
+
+
+def drifted(
+    running: Iterable[Mapping[str, object]], kind: type[T], file: Flat, others: Collection[str] = ()
+) -> list[Drift]:
+    """Say which settings of a running process (rows of `explained`) a start from this file would make others; what was
+    GIVEN to it stays as it is. Raises SettingsError where the file is wrong."""
+    later = {row["key"]: row["value"] for row in explained(resolve(kind, [("file", file)], others))}
+    return [
+        Drift(key, row["value"], later[key])
+        for row in running
+        if row["origin"] not in GIVEN and (key := str(row["key"])) in later and _plain(row["value"]) != later[key]
+    ]
+
+
+def _plain(value: object) -> object:
+    """Give a list as settings have it: JSON knows no tuples."""
+    return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
 def _listed(value: object, default: object) -> object:

@@ -16,9 +16,10 @@ from typing import Any
 
 import click
 
-from coordinator.cli.session import NOT_FOUND, Problem, default_state, table
+from coordinator.cli.session import NOT_FOUND, UNREACHABLE, Problem, Session, default_state, table
 
 CHILD_SECONDS = 20.0
+ASK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,23 @@ class Settings:
     rows: tuple[dict[str, Any], ...]
     wrong: tuple[Any, ...]
     """Wrong of coordinator.configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What the processes of a state folder use now: which of them run ("coordinator", "node"), their settings as rows,
+    and those that their file tells differently by now (wire.settings.Drift, as dictionaries)."""
+
+    who: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]
+    drift: tuple[dict[str, Any], ...]
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        """Give the rows of what no file and no default says: flags and environment of the processes."""
+        from wire.settings import GIVEN
+
+        return [row for row in self.rows if row["origin"] in GIVEN]
 
 
 @click.group()
@@ -40,16 +58,19 @@ def config() -> None:
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="As a start would be given it.")
 @click.option("--changed", is_flag=True, help="Only what is not a default.")
+@click.option("--running", is_flag=True, help="What the coordinator and the node that run here use, with their flags.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
-def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, output: str) -> None:
+def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, running: bool, output: str) -> None:
     """Show every setting that a start would use now.
 
     Each has its value and where that comes from; PREFIX narrows them down. Origins are default, the file, environment
     and --set. Addresses that could hold a secret are shown without it.
-    Exit code 2 when a setting is wrong: a start would be refused.
+    Exit code 2 when a setting is wrong: a start would be refused; 3 with --running when nothing runs here.
     """
     folder = state or default_state()
-    found = look(folder, folder / "config.toml", os.environ, pairs)
+    if running and pairs:
+        raise click.UsageError("--running and --set exclude each other: what runs was given its flags at its start")
+    found = _in_force(folder) if running else look(folder, folder / "config.toml", os.environ, pairs)
     rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
     if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
         raise Problem(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
@@ -101,11 +122,59 @@ def _value(value: object) -> str:
     return str(value) if value != "" else '""'
 
 
+def _in_force(folder: Path) -> Settings:
+    found = in_force(Session(folder, None, None, "json"), _node(folder, folder / "config.toml", os.environ, ()))
+    if not found.who:
+        raise Problem(
+            UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or leave out --running"
+        )
+    return Settings(found.rows, ())
+
+
+def in_force(session: Session, node: Mapping[str, Any]) -> Running:
+    """Ask the coordinator that runs in the state folder for its settings, and take the node's from what `node.examine`
+    told. What cannot be asked does not run."""
+    told: dict[str, list[dict[str, Any]]] | None = node.get("running")
+    halves = {} if told is None else {"node": told}
+    ours = _coordinator(session)
+    if ours is not None:
+        halves = {"coordinator": {"settings": ours, "drift": _drift(session.state, ours)}, **halves}
+    rows = tuple(row for half in halves.values() for row in half["settings"])
+    return Running(tuple(halves), rows, tuple(one for half in halves.values() for one in half["drift"]))
+
+
+def _coordinator(session: Session) -> list[dict[str, Any]] | None:
+    from coordinator.configuration import rows_shown
+
+    try:
+        if session.url is not None or not session.running:
+            return None
+        rows = session.call("GET", "/api/v1/settings", timeout=ASK_SECONDS)["settings"]
+    except (Problem, OSError, ValueError, KeyError):
+        return None
+    return list(rows_shown(rows))  # once more: an older coordinator shows all
+
+
+def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compare with the file, but for addresses, which are hidden; of a file that is wrong nothing is said here."""
+    from coordinator.configuration import ADDRESSES
+    from coordinator.settings import OTHERS, CoordinatorSettings
+    from wire.settings import drifted, from_tree
+
+    file = state / "config.toml"
+    try:
+        tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
+        return [asdict(one) for one in drifted([row for row in ours if row["key"] not in ADDRESSES],
+                                               CoordinatorSettings, tree, OTHERS)]  # fmt: skip
+    except (OSError, ValueError):
+        return []
+
+
 def look(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
 ) -> Settings:
     """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
-    from coordinator.configuration import Wrong, located, shown, syntax
+    from coordinator.configuration import Wrong, located, rows_shown, syntax
     from coordinator.settings import OTHERS, CoordinatorSettings
     from wire.settings import (
         Fault,
@@ -140,9 +209,8 @@ def look(
         wrong.append(Wrong(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = list(explained(resolve(CoordinatorSettings, right, OTHERS)))
-    rows = [{**row, "value": shown(str(row["key"]), row["value"])} for row in rows]
-    return Settings(tuple(rows) + tuple(node["settings"]), tuple(wrong))
+    rows = rows_shown(explained(resolve(CoordinatorSettings, right, OTHERS)))
+    return Settings(rows + tuple(node["settings"]), tuple(wrong))
 
 
 def _node(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:

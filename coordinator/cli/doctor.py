@@ -92,7 +92,7 @@ def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
     import platform
     from importlib.metadata import version
 
-    from coordinator.cli.config import look
+    from coordinator.cli.config import in_force, look
     from coordinator.doctor.bundle import settings_told, write
 
     settings: dict[str, Any] = {}
@@ -101,12 +101,14 @@ def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
         settings = settings_told(look(here.state, here.state / "config.toml", here.environ, (), told).rows)
     except Problem as error:
         settings = {"problem": error.message}
+    now = in_force(here.session, told)
     contents = {
         "findings.json": [one.row() for one in found],
         "versions.json": {"macpool": version("macpool"), "python": platform.python_version(), "system":
                           platform.platform(), "machine": platform.machine(), "hardware": told.get("hardware"),
                           "device": here.device(), "coordinator": here.version().value},
         "settings.json": settings,
+        "running.json": {"who": now.who, "settings": settings_told(now.rows)},
         "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
         "nodes.json": here.nodes().value if here.session.running else None,
     }  # fmt: skip

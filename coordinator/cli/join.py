@@ -64,14 +64,15 @@ def _become_node(arguments: list[str], secret: str) -> NoReturn:
 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
-def leave(state: Path | None) -> None:
+@click.option("--force", is_flag=True, help="Also when the coordinator cannot be told: remove the node there, too.")
+def leave(state: Path | None, force: bool) -> None:
     """Take this machine out of its cluster for good: running requests end, its certificate is revoked and removed."""
     folder = state or default_state()
     if not (folder / "node" / "identity" / "identity.json").exists():
         raise Problem(NOT_FOUND, f"there is no node in {folder}")
     process = _running(folder / "node" / "lock")
     if process is None:
-        _become_node(["--state", str(folder), "--leave"], "")
+        _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
     os.kill(process, signal.SIGUSR1)
     if not _wait(folder / "node" / "lock", LEAVE_SECONDS):
         raise Problem(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_SECONDS:.0f} s")

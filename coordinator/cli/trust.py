@@ -106,12 +106,21 @@ def check(pem: str, base: str, wanted: str | None) -> str:
 
 def keep(state: Path, pem: str, fingerprint: str) -> Path:
     """Write a bundle of the system's authorities and this one, for programs that take a file."""
-    folder = state / "trusted"
-    folder.mkdir(parents=True, exist_ok=True)
-    bundle = folder / f"{fingerprint[:16]}.pem"
+    bundle = _bundle(state, fingerprint)
+    bundle.parent.mkdir(parents=True, exist_ok=True)
     system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
     bundle.write_text(f"{system.rstrip()}\n{pem}" if system else pem)
     return bundle
+
+
+def bundle_of(state: Path, pem: str) -> str | None:
+    """Give the file that `keep` wrote for an authority; None where this machine does not trust it yet."""
+    bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
+    return str(bundle) if bundle.exists() else None
+
+
+def _bundle(state: Path, fingerprint: str) -> Path:
+    return state / "trusted" / f"{fingerprint[:16]}.pem"
 
 
 def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:

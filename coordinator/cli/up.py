@@ -63,6 +63,7 @@ def up(
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
 
     from coordinator.authority import AuthorityError
+    from coordinator.configuration import rows_shown
     from coordinator.keeping.fence import SupersededError
     from coordinator.run import Options, serve
     from coordinator.settings import OTHERS, CoordinatorSettings
@@ -89,7 +90,7 @@ def up(
     import uvloop
 
     options = Options(folder, listen, cluster_listen, not no_local_node, tuple(arguments), resolved.value,
-                      explained(resolved))  # fmt: skip
+                      rows_shown(explained(resolved)))  # fmt: skip
 
     def ready(facts: dict[str, Any]) -> None:
         if output == "json":

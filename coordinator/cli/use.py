@@ -1,6 +1,7 @@
 """Using the pool: placement, a chat, and the settings of clients."""
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -184,23 +185,30 @@ def _stream(session: Session, body: dict[str, Any]) -> Iterator[str]:
 @click.option("--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Whose syntax.")
 @options
 def env(session: Session, shell: str) -> None:
-    """Print the variables that point OpenAI clients at this pool: `eval "$(cluster env)"`.
+    """Print the variables that point OpenAI's and Anthropic's clients at this pool: `eval "$(cluster env)"`.
 
-    The key is the one of --key-file; without it a line says how to make one.
+    The key is the one of --key-file; without it a line says how to make one. Where this machine trusts the pool's own
+    authority (`cluster trust-ca`), Python and Node are told of it, too.
     """
-    base = session.target()[0] + "/v1"
+    from coordinator.cli.trust import bundle_of
+
+    base, authority = session.target()[0], session.authority()
     key = session.key_file.read_text().strip() if session.key_file else None
+    bundle = bundle_of(session.state, authority) if authority else None
+    found = {"OPENAI_BASE_URL": base + "/v1", "ANTHROPIC_BASE_URL": base, "OPENAI_API_KEY": key,
+             "ANTHROPIC_API_KEY": key, "SSL_CERT_FILE": bundle, "NODE_EXTRA_CA_CERTS": bundle}  # fmt: skip
     if session.json:
-        click.echo(json.dumps({"schema": 1, "OPENAI_BASE_URL": base, "OPENAI_API_KEY": key}))
+        click.echo(json.dumps({"schema": 1, **found}))
         return
     assign = "set -gx {} {}" if shell == "fish" else "export {}={}"
-    click.echo(assign.format("OPENAI_BASE_URL", base))
-    if key:
-        click.echo(assign.format("OPENAI_API_KEY", key))
-    else:
-        click.echo(
-            "# OPENAI_API_KEY: the key that `cluster up` printed first, or a new one from `cluster key create NAME`"
-        )
+    for name, value in found.items():
+        if value is not None:
+            click.echo(assign.format(name, shlex.quote(value)))
+    if key is None:
+        click.echo("# OPENAI_API_KEY, ANTHROPIC_API_KEY: the key that `cluster up` printed first, or a new one from "
+                   "`cluster key create NAME`")  # fmt: skip
+    if authority and bundle is None:
+        click.echo("# the certificate: `cluster trust-ca` once on each machine; then this names its file, too")
 
 
 @click.command()

@@ -110,6 +110,7 @@ def memory(here: Here) -> Finding:
         return fail(found["error"], "change it in config.toml; `cluster config check` names the line")
     text = (f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} ({found['bound_by']} decides), "
             f"margin {show_size(found['margin'])}")  # fmt: skip
+    text += ", another one for a model that was measured" if found.get("margin_measured") else ""
     numbers = {"total": found["total"], "cap": found["cap"], "margin": found["margin"]}
     if found["guard"] == "off":
         return warn(f"{text}; the guard is off", 'no request is refused for memory: set memory.guard = "on"', **numbers)

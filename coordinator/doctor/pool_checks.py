@@ -28,8 +28,8 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster jo
 
 
 def settings(here: Here) -> Finding:
-    """Both halves of config.toml and the environment, as a start would read them."""
-    from coordinator.cli.config import look
+    """Both halves of config.toml and the environment, as a start would read them; beside them, what runs here uses."""
+    from coordinator.cli.config import in_force, look
 
     told = here.examined()
     if told is None:
@@ -38,13 +38,22 @@ def settings(here: Here) -> Finding:
         found = look(here.state, here.state / "config.toml", here.environ, (), told)
     except Problem as error:
         return warn(error.message, "run `cluster config check`")
-    changed = sum(row["origin"] != "default" for row in found.rows)
+    now = in_force(here.session, told)
+    changed = sum(row["origin"] != "default" for row in now.rows or found.rows)
+    text = f"{changed} settings are not the default" if changed else "every setting has its default"
+    if now.given:
+        flags = ", ".join(sorted(str(row["key"]) for row in now.given))
+        text += f"; what runs was given {flags} by flags or its environment"
     if found.wrong:
         return fail("; ".join(one.told() for one in found.wrong[:3]), "correct it: `cluster config check` lists all",
                     wrong=len(found.wrong))  # fmt: skip
-    return ok(
-        f"{changed} settings are not the default" if changed else "every setting has its default", changed=changed
-    )
+    if now.drift:
+        one, more = now.drift[0], len(now.drift) - 1
+        differs = f"config.toml says {one['key']} = {one['now']}, what runs uses {one['running']}"
+        return warn(f"{text}; {differs}" + (f" (and {more} more)" if more else ""),
+                    "a file is read at the start: `cluster service restart`, or end and start it again",
+                    changed=changed, drift=len(now.drift))  # fmt: skip
+    return ok(text, changed=changed)
 
 
 def coordinator(here: Here) -> Finding:

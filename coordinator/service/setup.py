@@ -7,6 +7,8 @@ to do, so that it can be run again at any time. Rules that nobody may break
   folder: that would take the pool of somebody else along.
 - The state folder must belong to the user who runs the service.
 - A unit that does not come up is taken back, and what was there before stands again.
+- A unit that was written and not yet loaded is marked by a file beside it: an install that is cut off in between is
+  finished by the next one, although file and process look well.
 - Nobody's data is removed, ever: `uninstall` says where it stays.
 """
 
@@ -74,10 +76,19 @@ def check(host: Host, plan: Plan) -> Existing:
     if found.text and found.user != plan.user:
         raise ServiceError(6, f"{host.unit} runs the service as {found.user}, not as {plan.user}: `cluster service "
                            "uninstall` it first; its data stays")  # fmt: skip
-    if found.text and plan.state not in " ".join(found.program):
+    if host.mac and host.logs.exists() and host.logs.stat().st_uid != uid:
+        raise ServiceError(6, f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
+                           f"there: `sudo chown -R {plan.user} {host.logs}` gives it over")  # fmt: skip
+    if found.text and not _serves(host, found, plan.state):
         raise ServiceError(6, f"{host.unit} serves another state folder than {plan.state}: `cluster service "
                            "uninstall` it first; its data stays")  # fmt: skip
     return found
+
+
+def _serves(host: Host, found: Existing, state: str) -> bool:
+    if host.mac:
+        return state in found.program
+    return f" --state {systemd.quoted(state)} " in f"{' '.join(found.program)} "
 
 
 def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[list[str], Standing]:
@@ -86,10 +97,13 @@ def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[
     wanted, standing = host.text(plan), host.standing()
     done += _folders(host, plan)
     done += _wired(host, plan.wired_limit_mb)
-    if before.text == wanted and standing.running:
+    unfinished = _beside(host.unit, "unfinished")
+    if before.text == wanted and standing.running and not unfinished.exists():
         return done, standing
     _lint(host, wanted)
     if before.text != wanted:
+        host.unit.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
         _write(host, host.unit, wanted)
         done.append(f"{'renewed' if before.text else 'wrote'} {host.unit}")
     if host.mac and standing.loaded:
@@ -101,6 +115,7 @@ def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[
     except ServiceError as error:
         _take_back(host, before)
         raise ServiceError(error.code, f"{error}\n{last_words(host)}".rstrip()) from None
+    unfinished.unlink(missing_ok=True)
     return [*done, f"loaded and running, process {standing.pid}"], standing
 
 
@@ -129,6 +144,7 @@ def last_words(host: Host) -> str:
 
 def _take_back(host: Host, before: Existing) -> None:
     """Undo an install that did not come up: what was there before runs again, or nothing does."""
+    _beside(host.unit, "unfinished").unlink(missing_ok=True)
     host.unload()
     if before.text:
         _write(host, host.unit, before.text)
@@ -165,6 +181,11 @@ def _wired(host: Host, megabytes: int) -> list[str]:
     return [f"wrote {host.wired_unit}: {megabytes} MB from now on"]
 
 
+def _beside(file: Path, what: str) -> Path:
+    """Name a file of ours beside a unit; no manager of services reads such names."""
+    return file.with_name(f".{file.name}.{what}")
+
+
 def _lint(host: Host, text: str) -> None:
     wrong = launchd.faults(text.encode()) if host.mac else []
     if wrong:
@@ -173,7 +194,7 @@ def _lint(host: Host, text: str) -> None:
 
 def _write(host: Host, file: Path, text: str) -> None:
     """Replace a unit whole: root's own, readable by all, as launchd demands; macOS's own linter must take it first."""
-    beside = file.with_name(f".{file.name}.new")
+    beside = _beside(file, "new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside.unlink(missing_ok=True)  # left by an install that was cut off
@@ -199,6 +220,7 @@ def uninstall(host: Host) -> list[str]:
     if host.standing().loaded:
         host.unload()
         done.append("stopped and unloaded")
+    _beside(host.unit, "unfinished").unlink(missing_ok=True)
     if found.text:
         host.unit.unlink()
         host.forgotten()

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +129,27 @@ def test_a_change_in_the_pool_is_seen_without_asking(context: BrowserContext, ho
     card.get_by_role("button", name="Send requests again").click()
     expect(card.get_by_text("ready")).to_be_visible()
     assert home.node("mini")["cordoned"] is False
+
+
+def test_a_mac_is_paused_and_its_pause_ended(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    card = page.get_by_role("region", name="laptop")
+    card.get_by_label("How long laptop is paused").select_option("1 hour")
+    card.get_by_role("button", name="Give its memory back").click()
+    expect(card.get_by_text(re.compile("paused by an administrator of the pool, until"))).to_be_visible()
+    told = home.node("laptop")
+    assert told["state"] == "paused"
+    assert 3400 < told["sharing"]["until"] - time.time() <= 3600
+    card.get_by_role("button", name="End its pause").click()
+    expect(card.get_by_role("button", name="Give its memory back")).to_be_visible()
+    until(lambda: home.serves("laptop"), what="laptop takes work again")
+    card.get_by_label("How long laptop is paused").select_option("until it is ended")
+    card.get_by_role("button", name="Give its memory back").click()
+    expect(card.get_by_text("paused by an administrator of the pool", exact=True)).to_be_visible()
+    assert home.node("laptop")["sharing"]["until"] is None
+    card.get_by_role("button", name="End its pause").click()
+    until(lambda: home.serves("laptop"), what="laptop takes work again")
+    expect(card.get_by_text("gate armed")).to_be_visible()
 
 
 def test_a_request_is_explained(context: BrowserContext, home: Pool):

@@ -85,6 +85,8 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
                 asking.join(30)
         until(lambda: got, 10, "the webhook was told")
         assert (got[0]["name"], got[0]["node"], got[0]["event"]) == ("GateInert", "broken", "began")
+        told = {one["key"]: one["value"] for one in made.get("/api/v1/settings")["settings"]}
+        assert told["conditions.webhook"] == "http://127.0.0.1/…", "what stands behind the host may be a secret"
         text = made.run("status", "--state", str(made.state)).stdout
         assert "GateInert: broken runs forwards and its gate is not asked" in text
         until(lambda: "GateInert" not in _holding(made), 60, "nothing runs any more, so nothing is wrong now")

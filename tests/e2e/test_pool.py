@@ -1,10 +1,12 @@
 """The pool as its users drive it: real processes, the openai library, the command."""
 
 import json
+import os
 import signal
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +16,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from tests.support.processes import Pool, gone, until
+from tests.support.processes import CLI, Pool, Process, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -309,6 +311,37 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) ->
     assert "removed" in node.log.read_text()
     again = cluster_pool.join("one", wait=False)
     assert again.popen.wait(15) == 4
+    former = identity_of(cluster_pool, "one")
+    anew = joined_by_token(cluster_pool, "one")
+    assert identity_of(cluster_pool, "one") != former
+    assert anew.stop() == 0
+
+    state = cluster_pool.folder / "one"
+    (state / "config.toml").write_text('[node]\nmachine = "one"\n')
+    foreign = "mpj1." + "a" * 52 + cluster_pool.token()[57:]
+    away = cluster_pool.run("join", "127.0.0.1:1", "--token", foreign, "--state", str(state))
+    assert away.returncode == 6
+    assert "a node of another cluster" in away.stderr
+    cluster_pool.cli("nodes", "remove", "one")
+    left = cluster_pool.run("leave", "--state", str(state))
+    assert left.returncode == 0, "whoever was removed may leave"
+    assert not (state / "node" / "identity" / "identity.json").exists()
+
+
+def identity_of(made: Pool, name: str) -> str:
+    return json.loads((made.folder / name / "node" / "identity" / "identity.json").read_text())["node"]
+
+
+def joined_by_token(made: Pool, name: str) -> Process:
+    """Type the join line on a machine that has an identity already; give the node once it serves."""
+    command = [*CLI, "join", made.facts["cluster_url"], "--token", made.token(), "--state", str(made.folder / name),
+               "--name", name, "-o", "json", "--set", f"node.machine={name}",
+               "--set", "engine.kind=scripted"]  # fmt: skip
+    process = Process(command, made.folder / f"{name}.again.err")
+    made.nodes[name] = process
+    process.ready()
+    until(lambda: made.serves(name), what=f"{name} ready again")
+    return process
 
 
 def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
@@ -337,7 +370,13 @@ def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
     clone = cluster_pool.join("two", wait=False)
     assert clone.popen.wait(15) == 1
     assert "another machine" in clone.log.read_text()
+    own = joined_by_token(cluster_pool, "two")
+    assert identity_of(cluster_pool, "two") != identity_of(cluster_pool, "one")
     assert cluster_pool.node("one")["state"] == "ready"
+    assert own.stop() == 0
+    folder = cluster_pool.folder / "two"
+    assert cluster_pool.run("leave", "--force", "--state", str(folder)).returncode == 0, "nobody has to be told"
+    assert not (folder / "node" / "identity" / "identity.json").exists()
 
 
 def test_certificates_renew_over_a_second_link_without_ending_a_stream(cluster_pool: Pool) -> None:
@@ -361,8 +400,6 @@ def _serial(made: Pool) -> bytes:
 def test_approval_by_code(cluster_pool: Pool) -> None:
     cluster_pool.up()
     command = ["join", cluster_pool.facts["cluster_url"], "--state", str(cluster_pool.folder / "new"), "--name", "new"]
-    from tests.support.processes import CLI, Process
-
     process = Process([*CLI, *command, "-o", "json", "--set", "node.machine=new"], cluster_pool.folder / "new.err")
     try:
         text = until(lambda: "code " in process.log.read_text() and process.log.read_text(), what="a code")
@@ -476,18 +513,24 @@ def test_mistakes_at_the_command_are_told_with_the_next_step(
     assert (done.returncode, words in done.stderr) == (code, True), done.stderr
 
 
+@pytest.fixture
+def generous() -> Iterator[None]:
+    """Let whoever makes a file without a mode of its own give it to everybody."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("generous")
 def test_secrets_are_private_and_nowhere_else(cluster_pool: Pool) -> None:
     cluster_pool.up()
     token = cluster_pool.token()
     cluster_pool.join("one")
     client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=2)
     secrets = [cluster_pool.key, cluster_pool.secret, token.rsplit(".", 1)[1]]
-    for file in cluster_pool.folder.rglob("*"):
-        if not file.is_file():
-            continue
-        if file.suffix in (".pem", ".key", ".db", ".json", ".log") or file.name in ("pepper", "lock"):
-            assert file.stat().st_mode & 0o077 == 0, f"{file} can be read by others"
-        if file.name != "run.json":
+    for file in (path for name in ("coordinator", "one") for path in (cluster_pool.folder / name).rglob("*")):
+        assert file.is_symlink() or file.stat().st_mode & 0o077 == 0, f"{file} can be read by others"
+        if file.is_file() and file.name != "run.json":
             content = file.read_bytes()
             assert not any(secret.encode() in content for secret in secrets), file
     for process in (cluster_pool.coordinator, *cluster_pool.nodes.values()):
@@ -567,6 +610,9 @@ def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
     assert wrong.returncode == 9
     assert "do not trust it" in wrong.stderr
     assert facts["trust"] == f"cluster trust-ca {url} --fingerprint {made['fingerprint']}"
+    told = cluster_pool.run("env", "--state", str(cluster_pool.state)).stdout
+    assert f"export ANTHROPIC_BASE_URL={url}\n" in told
+    assert "`cluster trust-ca` once" in told
 
 
 def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> None:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -107,32 +108,58 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-def test_a_pool_is_upgraded_in_turns_and_no_request_fails(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
+@dataclass
+class Load:
+    """Clients that ask again and again, streamed, and note how each answer ended."""
+
+    pool: Pool
+    ends: list[str] = field(default_factory=list)
+    over: bool = False
+
+    def ask(self, tokens: int = 40) -> str:
+        """Ask once; say how it ended: "whole", "told" (an error event and no [DONE]), "refused" with the seconds to
+        wait, "nobody" at the door, or what came that is none of these."""
+        body = {"model": "scripted-1", "stream": True, "max_tokens": tokens,
+                "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
+        headers = {"Authorization": f"Bearer {self.pool.key}"}
+        try:
+            answer = httpx.post(f"{self.pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60,
+                                trust_env=False)  # fmt: skip
+        except httpx.ConnectError:
+            return "nobody"
+        except httpx.TransportError as error:
+            return f"cut off: {error!r}"
+        words = answer.text.count('"content":"') - answer.text.count('"content":""')
+        if answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1:
+            return "refused"
+        if answer.status_code == 200 and words == tokens and answer.text.endswith("data: [DONE]\n\n"):
+            return "whole"
+        told = answer.status_code == 200 and '"code":"shutting_down"' in answer.text and "[DONE]" not in answer.text
+        return "told" if told else f"{answer.status_code} with {words} words: {answer.text[-300:]}"
+
+    def run(self) -> None:
+        while not self.over:
+            self.ends.append(self.ask())
+            if self.ends[-1] != "whole":
+                time.sleep(0.05)
+
+    def since(self, first: int) -> set[str]:
+        """Say how the answers from this one on ended."""
+        return set(self.ends[first:])
+
+
+def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
+    """The coordinator first, then each node, under load, as docs/operations.md says."""
     pool = cluster_pool
-    pool.up()
+    pool.up("http.drain_seconds=1")
     for name in ("studio", "mini"):
         pool.join(name, "engine.scripted.step_ms=20")
-    stop = list[bool]()
-
-    def load() -> list[tuple[int, int, str]]:
-        """Ask again and again, streamed; give status, words and the last line of each answer."""
-        found = list[tuple[int, int, str]]()
-        headers = {"Authorization": f"Bearer {pool.key}"}
-        body = {
-            "model": "scripted-1",
-            "stream": True,
-            "max_tokens": 40,
-            "messages": [{"role": "user", "content": "hi"}],
-        }
-        with httpx.Client(trust_env=False, timeout=60, headers=headers) as client:
-            while not stop:
-                answer = client.post(f"{pool.base}/v1/chat/completions", json=body)
-                words = answer.text.count('"content":"') - answer.text.count('"content":""')
-                found.append((answer.status_code, words, answer.text.rstrip()[-12:]))
-        return found
-
-    asking: list[Future[list[tuple[int, int, str]]]] = [threads.submit(load) for _ in range(3)]
+    load = Load(pool)
+    asking = [threads.submit(load.run) for _ in range(3)]
     try:
+        until(lambda: len(load.ends) >= 3, what="answers")
+        restart_the_coordinator(pool, load, threads.submit(load.ask, 3000))
+        first = len(load.ends) + 3
         for name in ("studio", "mini"):
             until(lambda: pool.node(name)["in_flight"], what=f"{name} at work")  # noqa: B023  asked at once
             assert pool.cli("nodes", "drain", name, "--wait", "30s")["left"] == 0
@@ -140,12 +167,31 @@ def test_a_pool_is_upgraded_in_turns_and_no_request_fails(cluster_pool: Pool, th
             pool.join(name, "engine.scripted.step_ms=20", token=False)
             pool.cli("nodes", "uncordon", name)
     finally:
-        stop.append(True)
-    answers = [one for each in asking for one in each.result(60)]
-    assert set(answers) == {(200, 40, "data: [DONE]")}
-    assert len(answers) > 4
+        load.over = True
+    for one in asking:
+        one.result(60)
+    assert load.since(first) == {"whole"}, "while nodes are upgraded no request fails"
     told = pool.cli("version", "--cluster")
     assert [(one["name"], one["ok"], one["protocol"]) for one in told["members"]] == [
         ("studio", True, 1), ("mini", True, 1),
     ]  # fmt: skip
     assert "WHAT TO DO" in pool.run("version", "--cluster", "--state", str(pool.state)).stdout
+
+
+def restart_the_coordinator(pool: Pool, load: Load, long: Future[str]) -> None:
+    """End it while requests run and start it again: whoever is cut off is told so, and all else is as before."""
+    until(lambda: sum(node["running"] for node in pool.nodes_now()) > 1, what="at work")
+    members = {node["name"]: node["id"] for node in pool.nodes_now()}
+    engines = {name: pool.nodes[name].children() for name in members}
+    begun = len(load.ends)
+    assert pool.coordinator is not None
+    assert pool.coordinator.stop() == 0
+    assert long.result(10) == "told", "what is longer than http.drain_seconds ends with an error event"
+    pool.up("http.drain_seconds=1", listen=pool.base.partition("//")[2],
+            cluster_listen=pool.facts["cluster_url"].removeprefix("macpool://"))  # fmt: skip
+    until(lambda: all(pool.serves(name) for name in members), what="nodes back by themselves")
+    assert {node["name"]: node["id"] for node in pool.nodes_now()} == members
+    assert {name: pool.nodes[name].children() for name in members} == engines, "no engine noticed"
+    back = len(load.ends)
+    until(lambda: "whole" in load.since(back), what="requests work again")
+    assert load.since(begun) <= {"whole", "told", "refused", "nobody"}

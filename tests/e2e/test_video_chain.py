@@ -4,11 +4,17 @@ The table that is printed is the one of docs/video.md; `python -m tests.bench vi
 """
 
 import os
+import signal
+import socket
+import ssl
+from contextlib import suppress
 
+import psutil
 import pytest
 
-from tests.support.chain import PHASES, chain, expected, table
-from tests.support.processes import Pool
+from coordinator.video.head import PORTS as HEAD_PORTS
+from tests.support.chain import PHASES, Chain, chain, expected, table
+from tests.support.processes import Pool, Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PORTS = 23000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -34,7 +40,10 @@ def test_whoever_is_killed_and_whenever_the_memory_is_back(
     cluster_pool: Pool, side: str, capsys: pytest.CaptureFixture[str]
 ):
     with chain(cluster_pool, PORTS) as one:
+        nobody_else_is_let_in(one)
         outcomes = [one.kill(victim, phase) for victim, phase in CELLS[side]]
+        if side == "coordinator":  # as an upgrade does it: what is lent stays lent, and the job is done
+            outcomes.append(one.kill("coordinator", "loading", signal.SIGTERM))
         assert one.chats()
     with capsys.disabled():
         print("\n" + table(outcomes))
@@ -42,3 +51,35 @@ def test_whoever_is_killed_and_whenever_the_memory_is_back(
     for outcome in outcomes:
         assert outcome.end == expected(outcome.victim, outcome.phase), outcome
         assert outcome.back is None or outcome.back < BACK, outcome
+
+
+def nobody_else_is_let_in(one: Chain) -> None:
+    """Ray listens where the manual says, and says no word to whoever has no certificate of its authority."""
+    assert one.pool.coordinator is not None
+    head = listening(one.pool.coordinator)
+    assert head
+    assert max(head) - min(head) < HEAD_PORTS
+    assert all(PORTS <= port < PORTS + 60 for port in listening(one.pool.nodes["a"]))
+    for port in (min(head), *(port for port in head if port <= min(head) + 2)):
+        assert not speaks(port, None)
+        blind = ssl.create_default_context()
+        blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+        assert not speaks(port, blind)
+
+
+def listening(process: Process) -> set[int]:
+    """Give the TCP ports on which the processes below one listen."""
+    found = set[int]()
+    for child in process.children():
+        with suppress(psutil.Error):
+            found |= {one.laddr.port for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+def speaks(port: int, tls: ssl.SSLContext | None) -> bool:
+    """Whether gRPC answers a stranger's first words: a frame of settings (HTTP/2, type 4)."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as plain:
+        line = tls.wrap_socket(plain) if tls else plain
+        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        return line.recv(9)[3:4] == b"\x04"
+    return False

@@ -189,8 +189,9 @@ class Chain:
 
     # -- one cell ---------------------------------------------------------------------------
 
-    def kill(self, victim: str, phase: str) -> Outcome:
-        """Kill this process while a job is in this phase; give what came of it, with all whole again."""
+    def kill(self, victim: str, phase: str, number: signal.Signals = signal.SIGKILL) -> Outcome:
+        """Kill this process while a job is in this phase (or end it by another signal); give what came of it, with all
+        whole again."""
         began = time.monotonic()
         name = self.begin(phase)
         worker = self.find("worker")
@@ -198,7 +199,7 @@ class Chain:
         assert found, f"there is no {victim} while {phase}"
         below, before = found[0].children(recursive=True), self._names(victim)
         killed = time.monotonic()
-        found[0].kill()
+        found[0].send_signal(number)
         if victim == "agent" and phase == "acquiring":
             for engine in below:
                 with suppress(psutil.Error):

@@ -227,8 +227,11 @@ class Pool:
         return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=60)
 
     def node(self, name: str) -> dict[str, Any]:
-        """Give what the API says of one node."""
-        return next((node for node in self.nodes_now() if node["name"] == name), {"state": "unknown"})
+        """Give what the API says of one node; of two with one name the one that has not left."""
+        named = sorted(
+            (node for node in self.nodes_now() if node["name"] == name), key=lambda one: one["state"] == "left"
+        )
+        return named[0] if named else {"state": "unknown"}
 
     def serves(self, name: str) -> bool:
         """Whether a node is ready and so is its engine."""

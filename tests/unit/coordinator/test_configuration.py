@@ -15,7 +15,7 @@ from coordinator.configuration import line_of, lines_of, shown, syntax
 from coordinator.settings import OTHERS, CoordinatorSettings
 from node import examine, run
 from node.settings import SECTIONS, NodeSettings, check
-from wire.settings import describe, faults, from_tree
+from wire.settings import describe, drifted, explained, faults, from_tree, resolve
 
 ROOT = Path(__file__).parents[3]
 FILE = """# of the household
@@ -162,7 +162,26 @@ def test_show_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert invoke(monkeypatch, "show", "--changed", "--state", str(tmp_path)).output.count("\n") == 1
 
 
+def test_show_of_what_runs_needs_something_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done = invoke(monkeypatch, "show", "--running", "--state", str(tmp_path))
+    assert (done.exit_code, "neither a coordinator nor a node runs" in done.output) == (3, True)
+    assert invoke(monkeypatch, "show", "--running", "--set", "a=b", "--state", str(tmp_path)).exit_code == 2
+
+
+def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
+    flat = {"router.policy": "most_headroom", "http.drain_seconds": "9", "video.enabled": False}
+    rows = explained(resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], OTHERS))
+    assert drifted(rows, CoordinatorSettings, flat, OTHERS) == []
+    found = drifted(rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, OTHERS)
+    assert [(one.key, one.running, one.now) for one in found] == [("router.policy", "most_headroom", "balanced")]
+    given = drifted(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, OTHERS)
+    assert given == [], "no file changes what a flag said"
+    node = json.loads(json.dumps(explained(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], run.OTHERS))))
+    assert drifted(node, NodeSettings, {"models.preload": ["a", "b"]}, run.OTHERS) == [], "JSON knows no tuples"
+
+
 def test_an_address_is_shown_without_what_could_be_secret():
     assert shown("conditions.webhook", "opensesame") == "(set, not shown)"
     assert shown("conditions.webhook", "") == ""
     assert shown("http.key", "/etc/key.pem") == "/etc/key.pem"
+    assert shown("conditions.webhook", shown("conditions.webhook", "https://h.example/secret")) == "https://h.example/…"

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.authority import AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
 from coordinator.cli.session import PIN, Problem
-from coordinator.cli.trust import SYSTEM_STORE, check, commands, keep
+from coordinator.cli.trust import SYSTEM_STORE, bundle_of, check, commands, keep
 from coordinator.endpoint import Endpoint, allowed, from_files, is_loopback
 from wire.certificate import LEAF_LIFE, RENEW_AT
 
@@ -178,6 +178,8 @@ def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
 
 def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
     made = endpoint(tmp_path)
+    assert bundle_of(tmp_path, made.ca_pem) is None
     bundle = keep(tmp_path, made.ca_pem, made.fingerprint)
+    assert bundle_of(tmp_path, made.ca_pem) == str(bundle)
     assert bundle.read_text().endswith(made.ca_pem)
     assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 import stat
 import time
 from pathlib import Path
 
 import pytest
 
+from coordinator.local import LocalNode
 from node.enrol import (
     EnrolDenied,
     EnrolError,
@@ -24,7 +26,10 @@ from node.enrol import (
     proves_itself,
     remember,
 )
+from node.machine import machine_id
+from node.rejoin import OtherClusterError, known
 from tests.support.enrolment import HARDWARE, Door, Wall, opened
+from tests.support.processes import ROOT
 from wire.identity import JoinToken
 
 
@@ -98,6 +103,41 @@ async def test_a_damaged_identity_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match="damaged"):
         load_identity(tmp_path / "n", "m1")
     assert load_identity(tmp_path / "elsewhere", "m1") is None
+
+
+async def test_what_a_token_does_to_an_identity_that_is_there(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
+        mine, foreign = door.tokens.create(), elsewhere.tokens.create()
+        folder = tmp_path / "n"
+        assert known(folder, "m1", mine) is None
+        kept = await join(door, folder, mine)
+        assert known(folder, "m1", None) == kept
+        assert known(folder, "m1", mine) == kept, "the line that it joined with may be typed again"
+        with pytest.raises(OtherClusterError, match="cluster leave"):
+            known(folder, "m1", foreign)
+        with pytest.raises(IdentityMismatch):
+            known(folder, "m2", None)
+        assert known(folder, "m2", mine) is None, "a copy gives way"
+        (folder / "identity.json").write_text("{")
+        with pytest.raises(IdentityError, match="damaged"):
+            known(folder, "m1", None)
+        assert known(folder, "m1", mine) is None, "a damaged one gives way"
+
+
+async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
+        foreign = str(elsewhere.tokens.create())
+        settings = ("--set", "node.machine=m1", "--set", "engine.kind=scripted")
+        await join(door, tmp_path / "state" / "node" / "identity", door.tokens.create(), machine=machine_id("m1"))
+        local = LocalNode(tmp_path / "state", "127.0.0.1:1", settings, lambda: foreign)
+        await local.start()
+        await asyncio.wait_for(local.given_up.wait(), 30)
+        await local.close()
 
 
 async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:

@@ -128,6 +128,19 @@ async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> N
     assert (await started(scene.sharer())).standing.shared
 
 
+async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_battery": 50}, power=Power(plugged=False, battery=49.0))
+    sharer = scene.sharer()
+    await sharer.start()
+    assert "its battery is at 49 %" in sharer.told().why
+    for charge, shared in ((52.0, False), (55.0, True), (51.0, True), (49.0, False)):
+        scene.power = Power(plugged=False, battery=charge)
+        await sharer._read_power()
+        sharer.look()
+        assert sharer.standing.shared is shared
+    await sharer.stop()
+
+
 async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"share_grace": 0.0, "share_video_grace": 1e4})
     sharer = await started(scene.sharer())
@@ -142,7 +155,10 @@ async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
     ("flat", "key"),
     [({"node.share": "sometimes"}, "node.share"), ({"node.share": "hours"}, "node.share_hours"),
      ({"node.share": "hours", "node.share_hours": "22-7"}, "node.share_hours"),
-     ({"node.share_idle": 0}, "node.share_idle")],
+     ({"node.share_idle": 0}, "node.share_idle"),
+     ({"node.share_battery": 101}, "node.share_battery.*100"), ({"node.share_battery": -1}, "node.share_battery.*0"),
+     ({"node.share_battery": "half"}, "node.share_battery"),
+     ({"node.share": "plugged-in", "node.share_battery": 40}, "node.share_battery: 40 % means nothing")],
 )  # fmt: skip
 def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
     with pytest.raises(SettingsError, match=key):

@@ -18,7 +18,9 @@ from node.sharing import (
     due,
     in_force,
     read_hours,
+    regained,
     standing,
+    too_low,
 )
 
 NIGHT = read_hours("22:00-07:00")
@@ -31,8 +33,10 @@ FACTS = st.builds(
     plugged=st.none() | st.booleans(),
     idle=st.none() | st.floats(0, 1e6),
     second=TIMES,
+    battery=st.none() | st.floats(0, 100),
+    low=st.booleans(),
 )
-RULES = st.builds(Rule, st.sampled_from(When), st.none() | HOURS, st.floats(1, 86400))
+RULES = st.builds(Rule, st.sampled_from(When), st.none() | HOURS, st.floats(1, 86400), st.integers(0, 100))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,9 @@ def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(rule: Rule
     if found == SHARED and rule.when is When.IDLE:
         assert facts.idle is not None
         assert facts.idle >= rule.idle
+    if found == SHARED and rule.battery and not facts.plugged:
+        assert facts.battery is not None
+        assert facts.battery >= rule.battery
 
 
 def test_a_pause_ends_by_itself_and_then_the_rule_holds() -> None:
@@ -105,6 +112,49 @@ def test_what_cannot_be_read_is_no_yes(when: When) -> None:
     assert not found.shared
     assert "cannot be read" in found.why
     assert f'node.share = "{when}"' in found.why
+
+
+def charged(charges: list[float], least: int = 50, plugged: bool | None = False) -> list[bool]:
+    """Say at each charge whether it shares, one look after the other."""
+    rule, low, found = Rule(battery=least), False, list[bool]()
+    for charge in charges:
+        facts = Facts(plugged=plugged, battery=charge, low=low)
+        low = too_low(rule, facts)
+        found.append(standing(rule, facts, 0.0).shared)
+    return found
+
+
+def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None:
+    assert charged([80, 50, 49, 50, 54, 55, 50, 49]) == [True, True, False, False, False, True, True, False]
+    assert charged([99, 98, 99, 100], least=99) == [True, False, False, True]
+    assert charged([3, 2, 1], plugged=True) == [True] * 3
+    assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
+    assert charged([3, 2], least=0) == [True] * 2
+    why = standing(Rule(battery=50), Facts(plugged=False, battery=41.6), 0.0).why
+    assert why == "its battery is at 42 %, and node.share_battery = 50; it shares again from 55 % on, or plugged in"
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
+def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(charges: list[float], least: int) -> None:
+    below = [min(charge, regained(least) - 0.5) for charge in charges]
+    found = charged(below, least)
+    assert found == sorted(found, reverse=True)
+
+
+def test_the_battery_only_narrows_what_the_rule_says() -> None:
+    weak, full = Facts(plugged=False, battery=10, idle=700), Facts(plugged=False, battery=90, idle=700)
+    assert not standing(Rule(When.IDLE, battery=50), weak, 0.0).shared
+    assert standing(Rule(When.IDLE, battery=50), full, 0.0).shared
+    assert "somebody uses it" in standing(Rule(When.IDLE, idle=900, battery=50), full, 0.0).why
+    assert not standing(Rule(When.PLUGGED_IN, battery=50), full, 0.0).shared
+
+
+def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_yes() -> None:
+    assert standing(Rule(battery=50), Facts(plugged=True), 0.0) == SHARED
+    for plugged in (None, False):
+        found = standing(Rule(battery=50), Facts(plugged=plugged), 0.0)
+        assert not found.shared
+        assert "cannot be read here, which node.share_battery = 50 needs" in found.why
 
 
 def test_what_is_done_once_nothing_is_taken() -> None:

@@ -1,5 +1,5 @@
 // A bar for each node: what is taken, promised, kept and lent of its cap.
-import { html } from "/ui/vendor/preact.js";
+import { html, useState } from "/ui/vendor/preact.js";
 import { Nothing, Wrong, ask, seconds, size, useAction } from "/ui/pool.js";
 
 const PARTS = [["current", "in use"], ["reserved", "promised"], ["margin", "margin"], ["lease", "lent to video"]];
@@ -26,6 +26,17 @@ function Bar({ node }) {
       <span class="quiet">of ${size(node.cap)}, decided by ${node.bound_by || "–"}</span></p>`;
 }
 
+const SPANS = [["3600", "1 hour"], ["7200", "2 hours"], ["28800", "8 hours"], ["86400", "a day"], ["", "until it is ended"]];
+
+// Its owner wants the memory back: a pause that ends by itself, or a person's pause that is ended.
+function Pause({ node, act, busy }) {
+  const [span, setSpan] = useState("7200");
+  if (node.sharing.by_hand) return html`<button disabled=${busy} onClick=${() => act("resume")}>End its pause</button>`;
+  return html`<span class="row"><label>Pause for <select aria-label=${`How long ${node.name} is paused`} value=${span} onChange=${(event) => setSpan(event.target.value)}>
+      ${SPANS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label>
+    <button disabled=${busy} onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Give its memory back</button></span>`;
+}
+
 function Node({ node }) {
   const [act, { busy, error }] = useAction((verb, body) => ask("POST", `/api/v1/nodes/${node.id}/${verb}`, body));
   const armed = node.gate_armed;
@@ -46,7 +57,7 @@ function Node({ node }) {
     </dl>
     <p class="row"><button disabled=${busy} onClick=${() => act(node.cordoned ? "uncordon" : "cordon")}>${node.cordoned ? "Send requests again" : "Send nothing new"}</button>
       <button disabled=${busy} onClick=${() => act("drain", { wait_seconds: 30 })}>Move its requests away</button>
-      ${node.sharing.when ? html`<button disabled=${busy} onClick=${() => (node.sharing.by_hand ? act("resume") : act("pause", { seconds: 7200 }))}>${node.sharing.by_hand ? "End its pause" : "Give its memory back for 2 h"}</button>` : null}</p>
+      ${node.sharing.when ? html`<${Pause} node=${node} act=${act} busy=${busy} />` : null}</p>
     <${Wrong} text=${error} />
   </section>`;
 }

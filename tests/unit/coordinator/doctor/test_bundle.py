@@ -131,8 +131,9 @@ def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     parts = unpacked(file)
     assert {name.removeprefix("macpool-doctor/") for name in parts} == {
-        "README.txt", "findings.json", "versions.json", "settings.json", "conditions.json", "nodes.json",
-        "logs/coordinator.log", "logs/node.log", "logs/engine.log", "logs/ray.log", "logs/service.log",
+        "README.txt", "findings.json", "versions.json", "settings.json", "running.json", "conditions.json",
+        "nodes.json", "logs/coordinator.log", "logs/node.log", "logs/engine.log", "logs/ray.log",
+        "logs/service.log",
     }  # fmt: skip
     whole = done.output + "".join(parts.values())
     assert [one for one in secrets if one in whole] == []

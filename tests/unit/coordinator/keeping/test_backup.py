@@ -27,7 +27,7 @@ from coordinator.keeping.fence import MARK, Fence, Mark, SupersededError, note
 from coordinator.keeping.restore import PassphraseNeeded, RestoreError, look, restore
 from coordinator.keeping.sealed import PIECE, Opener, Sealer, SealError
 from coordinator.keeping.swap import RESTORING
-from coordinator.store import KeyRow, MemberRow, StateLockedError, Store, TokenRow
+from coordinator.store import MIGRATIONS, KeyRow, MemberRow, StateLockedError, Store, TokenRow, open_database
 from coordinator.video.predictor import Profile, ProfileKey
 from coordinator.video.store import VideoStore
 from wire.identity import NodeId
@@ -401,7 +401,6 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
 
 
 def test_a_schema_change_that_is_killed_anywhere_leaves_a_usable_database(tmp_path: Path) -> None:
-    from coordinator.store import MIGRATIONS, open_database
 
     template = tmp_path / "old.db"
     with sqlite3.connect(template) as connection:
@@ -462,3 +461,21 @@ def killed_in_database(step: int, work: Callable[[], object]) -> bool:
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, 77), f"step {step} ended with {code}"
     return code == 77
+
+
+def test_a_backup_of_an_older_schema_comes_back_in_ours(tmp_path: Path) -> None:
+
+    home = tmp_path / "home"
+    name = cluster(home, video=False)
+    for one in home.glob("cluster.db*"):
+        one.unlink()
+    with sqlite3.connect(home / "cluster.db") as connection:
+        connection.executescript(MIGRATIONS[0] + "PRAGMA user_version = 1;")
+        connection.execute("UPDATE meta SET cluster = ?, name = 'home', epoch = 7", (name,))
+        connection.execute("INSERT INTO members VALUES ('n1', 'studio', 'm1', '[]', '', 1.0, 0, NULL)")
+    connection.close()
+    saved = back_up(home, tmp_path / "old.backup").file
+    restore(saved, tmp_path / "new", NOW)
+    found, generation, members, _ = shows(tmp_path / "new")
+    assert (found, members) == (name, {"n1"})
+    assert generation == int(NOW), "a restore counts one in a schema that had none"

@@ -74,12 +74,56 @@ def test_what_is_half_there_is_repaired(tmp_path: Path, platform: str, missing: 
 
 
 @BOTH
+def test_an_install_that_is_cut_off_after_its_file_is_finished_by_the_next(tmp_path: Path, platform: str):
+    host, newer = manager(tmp_path, platform), plan(tmp_path, arguments=("--lan",))
+    _, before = install(host, plan(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "unload" if host.mac else "load", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            install(host, newer)
+    assert host.unit.read_text() == host.text(newer)
+    assert host.standing().pid == before.pid
+    done, standing = install(host, newer)
+    assert done, "the file is new, and what runs is not"
+    assert standing.pid != before.pid
+    assert install(host, newer)[0] == []
+    assert [one.name for one in host.unit.parent.iterdir()] == [host.unit.name]
+
+
+def cut_off(*_: object) -> None:
+    """Stand in for a person who presses Ctrl-C, or a machine that loses power."""
+    raise KeyboardInterrupt
+
+
+@BOTH
+def test_a_state_folder_whose_name_goes_on_is_another(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    host.unit.parent.mkdir(parents=True)
+    host.unit.write_text(host.text(plan(tmp_path, state=f"{wanted.state}-of-the-lab")))
+    with pytest.raises(ServiceError, match="another state folder"):
+        install(host, wanted)
+
+
+def test_a_folder_of_logs_that_the_service_could_not_write_is_refused(tmp_path: Path):
+    host, wanted = manager(tmp_path, "darwin"), plan(tmp_path)
+    host.logs.mkdir(parents=True)
+    if os.geteuid() == 0:
+        os.chown(host.logs, 1, 1)
+    else:
+        wanted = plan(tmp_path, user="nobody", state=str(tmp_path / "new"))
+    with pytest.raises(ServiceError, match="sudo chown -R"):
+        install(host, wanted)
+    assert calls(tmp_path) == []
+
+
+@BOTH
 def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     (tmp_path / "bin" / "broken").touch()
     if host.mac:
         host.logs.mkdir(parents=True)
         (host.logs / "service.log").write_text("the port is taken\n")
+        os.chown(host.logs, USER.pw_uid, USER.pw_gid)
     with pytest.raises(ServiceError, match="does not stay up") as caught:
         install(host, wanted, seconds=0.3)
     assert caught.value.code == 7
