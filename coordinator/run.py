@@ -30,7 +30,8 @@ import structlog
 import uvicorn
 
 from coordinator.admin import LOCAL, Admin, load_pepper
-from coordinator.api import Api, Facts, Seen
+from coordinator.api.control import Api, Seen
+from coordinator.api.facts import Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority, AuthorityError
 from coordinator.conditions.rules import WATCHED
