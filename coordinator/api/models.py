@@ -9,7 +9,8 @@ from coordinator.api.nodes import find_node
 from coordinator.api.problems import ProblemError
 from coordinator.api.route import Route
 from coordinator.loads import Done, Loads
-from coordinator.registry import Registry, measured, standing
+from coordinator.registry import Registry
+from coordinator.shown import measured, standing
 from router.problems import Problem, failed, invalid
 from router.problems import from_refused as problem_of
 from router.ticket import Failure
