@@ -28,7 +28,7 @@ from tests.support.processes import CLI, Pool, Process, environment, pool, until
 from tests.support.studio import flat
 from wire.identity import SERVICE_TYPE
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(120)]
 
 WINDOW = 10.0
 """Seconds of silence after which a node is lost."""
