@@ -18,8 +18,7 @@ demo: $(READY)
 # itself, and named; what fails twice is wrong.
 AGAIN = { [ $$? -eq 1 ] && echo "failed at first, once more by themselves:" && $(PYTEST) --last-failed --last-failed-no-failures none
 test: $(READY) lint types
-	$(PYTEST) -n 2 -m "not hosts" --durations 25 --durations-min 5 tests || $(AGAIN) -m "not hosts" tests; }
-	$(PYTEST) -m hosts tests || $(AGAIN) -m hosts tests; }
+	$(PYTEST) -n 2 --dist worksteal --durations 25 --durations-min 5 tests || $(AGAIN) tests; }
 
 quick: $(READY) lint types unit
 

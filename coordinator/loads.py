@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as changed
 
-from coordinator.registry import measured
+from coordinator.shown import measured
 from router.dispatch import Dispatcher
 from router.loads import Choice
 from router.orders import Kind

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
-from msgspec.structs import asdict
 
 from coordinator import membership
 from coordinator.authority import Authority, BadRequestError
@@ -21,16 +20,14 @@ from coordinator.enrolment import Conversation, Enrolment, plain_hardware
 from coordinator.keeping.fence import Fence, Mark
 from coordinator.links import LinkServer
 from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
+from coordinator.shown import Told, dangers_of, node_row, warnings_of
 from coordinator.store import MemberRow, Store
-from coordinator.video.shown import video_row
 from router.view import ClusterView, NodeView, view_of
 from wire.advert import plain
 from wire.certificate import read_certificate
 from wire.frames import Denied, Frame, Goodbye, Hello, Pause, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
-from wire.report import Enforcement, Level, Model, Sharing
-from wire.units import show_size
-from wire.verdict import most_bytes
+from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.registry")
 AT_ONCE = 32
@@ -387,131 +384,22 @@ class Registry:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
         for node in self._reports:
             view = self._node_view(node)
-            memory, engine = view.memory, view.engine
-            if memory.guard and not memory.armed and view.state == State.READY:
-                found.append(f"{view.name}: its gate is not armed, so it refuses everything ({engine.state})")
-            if memory.guard and memory.cap and most_bytes(memory) <= 0:
-                found.append(
-                    f"{view.name}: its cap of {show_size(memory.cap)} leaves nothing beside the engine itself and the "
-                    f"margin of {show_size(memory.margin)}: raise memory.cap or lower memory.margin"
-                )
-            if engine.state in ("failed", "restarting", "hung"):
-                found.append(f"{view.name}: its engine is {engine.state}: {engine.cause}")
+            found += [f"{view.name}: {text}" for text in warnings_of(view)]
         return found
 
     def dangers(self) -> list[str]:
         """Say which nodes are less safe than they could be, or stand over their cap, and why: these last for ever."""
         views = [self._node_view(node) for node in self._reports]
-        return [f"{view.name}: {text}" for view in views for text in _dangers(view)]
+        return [f"{view.name}: {text}" for view in views for text in dangers_of(view)]
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Give one node as the API shows it; sizes in bytes, None where nothing is known."""
-        member, row, report = self._pool.members[node], self._row(node), self._reports.get(node)
-        view = self._node_view(node)
-        memory = view.memory
         heard = self._heard.get(node)
-        known = report is not None
-        return {
-            "id": node,
-            "name": row.name,
-            "state": member.state.value,
-            "reason": member.reason,
-            "cordoned": member.cordoned,
-            "sharing": asdict(view.sharing),
-            "labels": list(row.labels),
-            "chip": row.hardware.chip,
-            "memory": row.hardware.memory,
-            "system": row.hardware.system,
-            "version": self._versions.get(node, ""),
-            "protocol": self._protocols.get(node, 0),
-            "cap": memory.cap,
-            "ceiling": memory.ceiling,
-            "margin": memory.margin,
-            "phys": memory.phys if known else None,
-            "active": memory.active,
-            "recent": memory.recent,
-            "current": memory.current if known else None,
-            "reserved": memory.reserved,
-            "headroom": memory.headroom if known else None,
-            "reusable": memory.reusable,
-            "leases": memory.leases,
-            "bound_by": memory.bound_by,
-            "gate_armed": memory.armed and memory.guard,
-            "guard": memory.guard,
-            "source": memory.source,
-            "age": memory.age,
-            "base": memory.base,
-            "cache": memory.cache,
-            "peak": memory.peak,
-            "canary": memory.canary,
-            "cap_bound_by": view.enforcement.cap_bound_by,
-            "remedy": view.enforcement.remedy,
-            "tier": view.enforcement.tier,
-            "system_memory": asdict(view.system),
-            "enforcement": _enforcement(view.enforcement),
-            "in_flight": in_flight,
-            "running": view.engine.running,
-            "waiting": view.engine.waiting,
-            "heard_seconds": None if heard is None else round(self._loop.time() - heard, 3),
-            "joined": row.joined,
-            "engine": {
-                "kind": view.engine.kind,
-                "state": view.engine.state if known else "",
-                "cause": view.engine.cause,
-                "restarts": view.engine.restarts,
-                "recycles": view.engine.recycles,
-                "counts": asdict(view.engine.counts),
-                "cache": {**asdict(view.engine.cache), "evicted": [one.hex() for one in view.engine.cache.evicted]},
-            },
-            "models": [
-                {
-                    "name": m.name,
-                    "loaded": m.loaded,
-                    **standing(m),
-                    "weights": m.weights,
-                    "context": m.context,
-                    "measured": measured(m),
-                }
-                for m in view.models.values()
-            ],
-            "video": video_row(view.video),
-        }
-
-
-def _enforcement(one: Enforcement) -> dict[str, Any]:
-    return {
-        "level": Level(one.level).name.lower(), "phys": one.phys, "highest": one.highest, "interval": one.interval,
-        "polls": one.polls, "over_caps": one.over_caps, "kills": one.kills, "warnings": list(one.warnings),
-    }  # fmt: skip
-
-
-def _dangers(view: NodeView) -> list[str]:
-    """The node's own words, and in any case the facts of its report."""
-    memory, found = view.memory, list(view.enforcement.warnings)
-    if not memory.guard and not any("memory.guard is off" in text for text in found):
-        found.append("memory.guard is off, so nothing keeps it under its cap")
-    if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in found):
-        found.append("memory.margin is 0, so no room is kept for spikes")
-    if view.enforcement.level == Level.OVER_HARD:
-        found.append(f"it stands over its cap of {show_size(memory.cap)} less leases")
-    return found
-
-
-def standing(model: Model) -> dict[str, Any]:
-    """Say how a node stands to a model: loaded, loading (and how much is read), known (it loads at the first request),
-    or failed, and why."""
-    if model.loaded:
-        return {"model": "loaded", "cause": "", "progress": 1.0}
-    if model.loading:
-        return {"model": "loading", "cause": "", "progress": model.progress}
-    return {"model": "failed" if model.cause else "known", "cause": model.cause, "progress": 0.0}
-
-
-def measured(model: Model) -> dict[str, object] | None:
-    """Give what a model was measured to take as the API shows it, in bytes and tokens; None before it was."""
-    if not model.profiled:
-        return None
-    return {
-        "max_context": model.max_context, "max_batch": model.max_batch, "kv_per_token": model.kv_per_token,
-        "transient": model.observed, "residual": model.residual, "covered": model.covered,
-    }  # fmt: skip
+        told = Told(
+            reported=node in self._reports,
+            version=self._versions.get(node, ""),
+            protocol=self._protocols.get(node, 0),
+            in_flight=in_flight,
+            heard_seconds=None if heard is None else round(self._loop.time() - heard, 3),
+        )
+        return node_row(self._node_view(node), self._pool.members[node], self._row(node), told)

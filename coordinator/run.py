@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import hashlib
-import ipaddress
 import itertools
 import json
 import os
@@ -18,51 +17,50 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
 import structlog
-import uvicorn
 
-from coordinator.admin import LOCAL, Admin, load_pepper
-from coordinator.api import Api, Facts, Seen
-from coordinator.approvals import Approvals
+from coordinator.admin import LOCAL, Admin
+from coordinator.api.control import Api, Seen
+from coordinator.api.facts import Facts
 from coordinator.authority import Authority, AuthorityError
 from coordinator.conditions.rules import WATCHED
 from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
 from coordinator.conditions.webhook import Webhook, WebhookError, parse
 from coordinator.deadline import ShortBodies
-from coordinator.endpoint import Endpoint, from_files, is_loopback, life_of
+from coordinator.endpoint import Endpoint
 from coordinator.enrolment import Cluster, Enrolment
-from coordinator.events import Events
 from coordinator.guard import Guard
-from coordinator.http import Door, protocol
+from coordinator.home import Access, Home, open_access, open_home
+from coordinator.http import Door
 from coordinator.keeping import fence
-from coordinator.keeping.fence import Fence, Mark, SupersededError, moved_on
+from coordinator.keeping.fence import Mark, SupersededError, moved_on
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
 from coordinator.metrics.service import Metrics
+from coordinator.reach import cluster_addresses, from_here, listen, ray_host, reachable
 from coordinator.registry import Registry
+from coordinator.secured import lives_of, tls_of
+from coordinator.server import http_server
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
-from coordinator.tokens import Tokens
 from coordinator.video.api import Videos
 from coordinator.video.conductor import Conductor
 from coordinator.video.placing import Both
 from coordinator.video.rays import Rays
 from coordinator.web.page import Page
 from coordinator.web.visitors import Visitors
-from machine.announce import Announcement, addresses
-from machine.journal import open_journal
-from machine.private import private_folder, write_private
+from machine.announce import Announcement
+from machine.private import write_private
 from router.app import FrontDoor, openapi_paths
 from router.dispatch import Dispatcher
-from router.keys import KeyRing, new_key, nobody_known
+from router.keys import KeyRing, new_key
 from router.quotas import Quotas
 from router.ticket import Ticket
 from wire.advert import Advert, cluster_hint
@@ -71,9 +69,6 @@ log = structlog.get_logger("coordinator.run")
 
 MOST_FILES = 8192
 """Open files and connections that this process allows itself."""
-HANDSHAKE_SECONDS = 10.0
-"""For a TLS handshake, from the connection on."""
-DAY = 86400.0
 RENEW_SECONDS = 60.0
 """Between two looks at our own certificates: this machine may have got another address."""
 COUNT_SECONDS = 10.0
@@ -96,31 +91,6 @@ class Options:
     settings: CoordinatorSettings
     origins: tuple[dict[str, object], ...] = ()
     """The same settings one by one: key, value, origin, description."""
-
-
-class Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the composition root decides when to stop. And with a deadline for
-    handshakes, for until one is done no protocol of ours sees the connection."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        config = self.config
-        protocol_class = partial(
-            config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        patience = None if config.ssl is None else HANDSHAKE_SECONDS
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(protocol_class, sock=one, ssl=config.ssl, ssl_handshake_timeout=patience,
-                                     backlog=config.backlog)
-            for one in sockets or ()
-        ]  # fmt: skip
-        self.started = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Leave signals alone."""
-        yield
 
 
 class _Superseded:
@@ -177,37 +147,51 @@ def _allow_files() -> None:
 
 
 async def _start(options: Options, stack: AsyncExitStack, superseded: _Superseded) -> dict[str, Any]:
-    state, settings = private_folder(options.state), options.settings
-    events, log_file = Events(), state / "logs" / "coordinator.log"
-    open_journal(log_file, "info", events.tell)
-    store = Store(state)
-    stack.callback(store.close)
-    first = store.meta.cluster == ""
-    authority = Authority(state / "authority", time.time, settings.cluster.certificate_days * DAY)
-    if first:
-        store.found(authority.cluster, settings.cluster.name)
-    guard = Fence(authority, store.meta.generation)
-    guard.check(state)
-    epoch = store.next_epoch()
-    version = installed("macpool")
+    """Start every part after those that it needs; the stack takes them down in the opposite order."""
+    home = open_home(options.state, options.settings.cluster, stack)
+    access = open_access(home, options.settings.http, options.listen[0])
+    registry = _registry(options, home, access, superseded, stack)
+    dispatcher = _dispatcher(options, home.epoch, registry, access.ring)
+    pool = _Pool(registry, dispatcher, _video(options, home.state, registry, dispatcher, stack))
+    cluster_port = await registry.links.start(*options.cluster_listen, home.authority.server_context())
+    stack.push_async_callback(registry.links.close)
+    entrance = _entrance(options, home.state, cluster_port)
+    registry.addresses = cluster_addresses(options.cluster_listen[0], cluster_port)
+    await _serve_http(options, home, access, pool, entrance, stack)
 
-    tokens, approvals, pepper = Tokens(store, authority.ca, time.time), Approvals(), load_pepper(state)
-    ring = _ring(options, pepper)
-    admin = Admin(store, tokens, ring, pepper, time.time)
-    admin.load()
-    enrolled: list[Callable[[MemberRow], None]] = []
+    key = access.admin.create_key("first", ["infer"], None)["key"] if home.first else None
+    _let_owner_in(options, home, access, entrance, stack)
+    await home.store.flush()
+    _keep_up(home, access, dispatcher, entrance, stack)
+    if options.settings.cluster.bonjour:
+        _announce(options, home, cluster_port, stack)
+    if options.local_node:
+        await _start_local_node(options, home, access, registry, cluster_port, stack)
+    # The last to be pushed is the first to be done: running requests end before anything that they need is taken away.
+    stack.push_async_callback(dispatcher.drain, options.settings.http.drain_seconds)
+    token = access.tokens.create()
+    await home.store.flush()
+    _say_guards(options, entrance.tls)
+    return _told(entrance, str(token), key)
+
+
+def _registry(options: Options, home: Home, access: Access, superseded: _Superseded, stack: AsyncExitStack) -> Registry:
+    name, enrolled = options.settings.cluster.name, list[Callable[[MemberRow], None]]()
 
     def tell(row: MemberRow) -> None:
         for listener in enrolled:
             listener(row)
 
-    enrolment = Enrolment(Cluster(settings.cluster.name, authority, tokens, store, approvals, time.time, tell))
-    registry = Registry(store, authority, enrolment, name=settings.cluster.name, version=version, epoch=epoch,
-                        fence=guard)  # fmt: skip
+    cluster = Cluster(name, home.authority, access.tokens, home.store, access.approvals, time.time, tell)
+    registry = Registry(home.store, home.authority, Enrolment(cluster), name=name, version=home.version,
+                        epoch=home.epoch, fence=home.fence)  # fmt: skip
     registry.on_superseded = superseded
-    enrolled += [registry.enrolled, partial(_joined, store)]
+    enrolled += [registry.enrolled, partial(_joined, home.store)]
     stack.callback(registry.close)
+    return registry
 
+
+def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing) -> Dispatcher:
     counter = itertools.count(1)
 
     def numbers() -> tuple[int, int]:
@@ -215,111 +199,128 @@ async def _start(options: Options, stack: AsyncExitStack, superseded: _Supersede
         return number, number
 
     dispatcher = Dispatcher(
-        registry.links.send, settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
+        registry.links.send, options.settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
         quotas=Quotas(ring.limits),
     )  # fmt: skip
-    conductor = Conductor(state, settings.video, registry.links)
-    stack.push_async_callback(conductor.close)
     dispatcher.on_trouble = _log_trouble
+    return dispatcher
+
+
+def _video(
+    options: Options, state: Path, registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack
+) -> Conductor:
+    video = options.settings.video
+    conductor = Conductor(state, video, registry.links)
+    stack.push_async_callback(conductor.close)
     registry.placing = Both(dispatcher, conductor)
-    rays = Rays(state, settings.video, lambda: _ray_host(options.cluster_listen[0]), registry.links,
-                conductor.not_started)  # fmt: skip
+    rays = Rays(state, video, lambda: ray_host(options.cluster_listen[0]), registry.links, conductor.not_started)
     stack.push_async_callback(rays.close)
     conductor.starter = rays
-    cluster_port = await registry.links.start(*options.cluster_listen, authority.server_context())
-    stack.push_async_callback(registry.links.close)
+    return conductor
 
-    sockets = [_listen(*options.listen)]
-    port = sockets[0].getsockname()[1]
-    tls = _tls(options, state)
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The nodes and what runs on them."""
+
+    registry: Registry
+    dispatcher: Dispatcher
+    conductor: Conductor
+
+
+@dataclass(frozen=True, slots=True)
+class _Entrance:
+    """Where clients and nodes reach us. `here` is the URL from this machine; `ca_pem` is empty without our own TLS."""
+
+    socket: socket.socket
+    tls: Endpoint | ssl.SSLContext | None
+    base: str
+    here: str
+    cluster_url: str
+    ca_pem: str
+
+
+def _entrance(options: Options, state: Path, cluster_port: int) -> _Entrance:
+    host, opened = options.listen[0], listen(*options.listen)
+    port = opened.getsockname()[1]
+    tls = tls_of(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
-    base = f"{scheme}://{_reachable(options.listen[0])}:{port}"
-    cluster_url = f"macpool://{_reachable(options.cluster_listen[0])}:{cluster_port}"
-    registry.addresses = _addresses(options.cluster_listen[0], cluster_port)
-    trusted = tls.ca_pem if isinstance(tls, Endpoint) else ""
-    facts = Facts(settings.cluster.name, version, epoch, base + "/v1", cluster_url, authority.cluster, time.monotonic(),
-                  trusted, options.origins)  # fmt: skip
-    loads = Loads(dispatcher, time.monotonic)
-    metrics = Metrics(registry, dispatcher, ring, version, partial(_lives, authority, tls, settings.http.certificate))
+    return _Entrance(
+        opened, tls, f"{scheme}://{reachable(host)}:{port}", f"{scheme}://{from_here(host)}:{port}",
+        f"macpool://{reachable(options.cluster_listen[0])}:{cluster_port}",
+        tls.ca_pem if isinstance(tls, Endpoint) else "",
+    )  # fmt: skip
+
+
+async def _serve_http(
+    options: Options, home: Home, access: Access, pool: _Pool, entrance: _Entrance, stack: AsyncExitStack
+) -> None:
+    """Put the routes together, and answer on them from now on."""
+    settings, ring, tls = options.settings, access.ring, entrance.tls
+    registry, dispatcher, conductor = pool.registry, pool.dispatcher, pool.conductor
+    facts = Facts(settings.cluster.name, home.version, home.epoch, entrance.base + "/v1", entrance.cluster_url,
+                  home.authority.cluster, time.monotonic(), entrance.ca_pem, options.origins)  # fmt: skip
+    metrics = Metrics(registry, dispatcher, ring, home.version,
+                      partial(lives_of, home.authority, tls, settings.http.certificate))  # fmt: skip
     metrics.video = conductor.picture
-    conditions = _conditions(settings, metrics, stack)
-    api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(),
-              Visitors(ring, pepper, time.time), Seen(metrics, conditions, events, log_file))  # fmt: skip
+    seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
+    api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
+              facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
     videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(ShortBodies(api.app)))
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
-    await stack.enter_async_context(_http(app, door, sockets, context))
+    await stack.enter_async_context(http_server(app, door, [entrance.socket], context))
 
-    key = None
-    if first:
-        key = admin.create_key("first", ["infer"], None)["key"]
-    local, secret = new_key(pepper, LOCAL, ["admin"], created=time.time())
-    ring.put(local)
-    _tell_owner(state / "run.json", f"{scheme}://{_from_here(options.listen[0])}:{port}", secret, trusted, stack)
-    await store.flush()
 
-    stack.push_async_callback(_cancel, asyncio.create_task(_renew(authority, tls)))
-    stack.callback(admin.count, dispatcher.usage)
-    stack.push_async_callback(_cancel, asyncio.create_task(_count(admin, dispatcher)))
-    if settings.cluster.bonjour:
-        advert = Advert(
-            "coord", cluster_hint(authority.cluster), version, hashlib.sha256(authority.ca).hexdigest()[:16]
-        )
-        announcement = Announcement(advert, settings.cluster.name, authority.cluster, cluster_port)
-        announcement.start()
-        stack.push_async_callback(announcement.close)
-    if options.local_node:
-        address = f"{_from_here(options.cluster_listen[0])}:{cluster_port}"
-        node = LocalNode(state, address, options.node_arguments, lambda: str(tokens.create(600.0)))
-        await node.start()
-        stack.push_async_callback(node.close)
-        await node.linked(registry, LOCAL_NODE_SECONDS)
-    # The last to be pushed is the first to be done: running requests end before anything that they need is taken away.
-    stack.push_async_callback(dispatcher.drain, settings.http.drain_seconds)
-    token = tokens.create()
-    await store.flush()
-    _say_guards(options, tls)
+def _let_owner_in(options: Options, home: Home, access: Access, entrance: _Entrance, stack: AsyncExitStack) -> None:
+    """Make the key of the owner's commands, which lives as long as we run."""
+    local, secret = new_key(access.pepper, LOCAL, ["admin"], created=time.time())
+    access.ring.put(local)
+    _tell_owner(home.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
+
+
+def _keep_up(home: Home, access: Access, dispatcher: Dispatcher, entrance: _Entrance, stack: AsyncExitStack) -> None:
+    """Renew our certificates and write down what was used, again and again."""
+    stack.push_async_callback(_cancel, asyncio.create_task(_renew(home.authority, entrance.tls)))
+    stack.callback(access.admin.count, dispatcher.usage)
+    stack.push_async_callback(_cancel, asyncio.create_task(_count(access.admin, dispatcher)))
+
+
+def _announce(options: Options, home: Home, cluster_port: int, stack: AsyncExitStack) -> None:
+    authority = home.authority
+    pin = hashlib.sha256(authority.ca).hexdigest()[:16]
+    advert = Advert("coord", cluster_hint(authority.cluster), home.version, pin)
+    announcement = Announcement(advert, options.settings.cluster.name, authority.cluster, cluster_port)
+    announcement.start()
+    stack.push_async_callback(announcement.close)
+
+
+async def _start_local_node(
+    options: Options, home: Home, access: Access, registry: Registry, cluster_port: int, stack: AsyncExitStack
+) -> None:
+    address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
+    node = LocalNode(home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0)))
+    await node.start()
+    stack.push_async_callback(node.close)
+    await node.linked(registry, LOCAL_NODE_SECONDS)
+
+
+def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
+    """Give the facts of the ready line; the first API key only where it was made now."""
+    tls = entrance.tls
     answer: dict[str, Any] = {
         "schema": 1,
         "ready": True,
-        "base_url": facts.base_url,
-        "cluster_url": cluster_url,
-        "join": f"cluster join {cluster_url} --token {token}",
+        "base_url": entrance.base + "/v1",
+        "cluster_url": entrance.cluster_url,
+        "join": f"cluster join {entrance.cluster_url} --token {token}",
         "tls": tls is not None,
-        "trust": f"cluster trust-ca {base} --fingerprint {tls.fingerprint}" if isinstance(tls, Endpoint) else None,
+        "trust": None,
     }
+    if isinstance(tls, Endpoint):
+        answer["trust"] = f"cluster trust-ca {entrance.base} --fingerprint {tls.fingerprint}"
     return {**answer, "api_key": key} if key else answer
-
-
-def _ring(options: Options, pepper: bytes) -> KeyRing:
-    """Make the key ring. Programs without a key are let in where only this machine reaches us, and only when said."""
-    ring, host = KeyRing(pepper), options.listen[0]
-    if options.settings.http.anonymous:
-        if not is_loopback(host):
-            raise AuthorityError(
-                f"http.anonymous is for this machine alone, but {host} can be reached from others: listen on "
-                "127.0.0.1, or make keys"
-            )
-        ring.anonymous = nobody_known(time.time())
-    return ring
-
-
-def _tls(options: Options, state: Path) -> Endpoint | ssl.SSLContext | None:
-    """Say how the endpoint is secured: by our own authority, by given files, or not at all."""
-    http = options.settings.http
-    if http.certificate and http.tls == "off":
-        raise AuthorityError("http.certificate is given, but http.tls is off: leave one of them out")
-    if http.key and not http.certificate:
-        raise AuthorityError("http.key is given without http.certificate")
-    if http.certificate:
-        return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
-    if http.tls == "on" or (http.tls == "auto" and not is_loopback(options.listen[0])):
-        return Endpoint(state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()),
-                        time.time)  # fmt: skip
-    if not is_loopback(options.listen[0]):
-        log.warning("endpoint without TLS", listen=options.listen[0], danger="keys and prompts can be read")
-    return None
 
 
 def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None:
@@ -358,51 +359,10 @@ def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExi
     return conditions
 
 
-def _lives(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
-    """Read begin and end of our certificates, and of one that we were given."""
-    lives = authority.lives()
-    if isinstance(tls, Endpoint):
-        lives["endpoint"] = tls.life
-    elif tls is not None:
-        with contextlib.suppress(AuthorityError):
-            lives["endpoint"] = life_of(Path(file).expanduser())
-    return lives
-
-
 def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
     """Write where the owner's commands reach us, for as long as we run."""
     write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid(), "ca": trusted}).encode())
     stack.callback(file.unlink, missing_ok=True)
-
-
-@asynccontextmanager
-async def _http(
-    app: Guard, door: Door, sockets: list[socket.socket], tls: ssl.SSLContext | None
-) -> AsyncGenerator[None]:
-    config = uvicorn.Config(
-        app,
-        loop="none",
-        http=protocol(door),
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=None,
-    )
-    config.load()
-    config.ssl = tls
-    server = Server(config)
-    task = asyncio.create_task(server.serve(sockets))
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await task
 
 
 async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) -> None:
@@ -432,43 +392,3 @@ async def _count(admin: Admin, dispatcher: Dispatcher) -> None:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Open the HTTP socket ourselves, so that port 0 is known before anything is announced."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen(1024)
-    listener.setblocking(False)
-    return listener
-
-
-def _reachable(host: str) -> str:
-    """Give the host that others should use for a listening address; the best LAN address for a wildcard."""
-    if host not in ("0.0.0.0", "::"):  # noqa: S104
-        return f"[{host}]" if ":" in host else host
-    best = next(iter(addresses()), "127.0.0.1")
-    return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
-
-
-def _ray_host(host: str) -> str:
-    """Give the address at which Ray's head listens: the one where nodes reach us."""
-    return host if host not in ("0.0.0.0", "::") else next(iter(addresses()), "127.0.0.1")  # noqa: S104
-
-
-def _from_here(host: str) -> str:
-    """Give the host at which this machine itself reaches a listening address."""
-    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    return f"[{own}]" if ":" in own else own
-
-
-def _addresses(host: str, port: int) -> tuple[str, ...]:
-    if host not in ("0.0.0.0", "::"):  # noqa: S104
-        return (f"{_reachable(host)}:{port}",)
-    return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in addresses())

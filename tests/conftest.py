@@ -44,10 +44,27 @@ def tiny_model() -> Callable[..., Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give time to whoever may be first to need a trained model: without OpenBLAS it takes minutes."""
+    """Give time to whoever may be first to need a trained model, which takes minutes without OpenBLAS; then order."""
     for item in items:
         if "tiny_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(TRAINING_SECONDS))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _longest_first(items)
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Begin with the modules that start processes, with the longest limits first, and leave the order as it is else.
+
+    A worker that has nothing left takes from the end of another's list, so what is short has to stand there: else one
+    of them waits for minutes while the other does the longest test of all.
+    """
+    limits: dict[Path, float] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            limit = item.get_closest_marker("timeout")
+            seconds = float(limit.args[0]) if limit is not None else float(item.config.getini("timeout"))
+            limits[item.path] = max(seconds, limits.get(item.path, 0.0))
+    items.sort(key=lambda item: -limits.get(item.path, 0.0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

@@ -4,12 +4,18 @@ import json
 import os
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from coordinator.cli.session import REFUSED, Problem, default_state
+
+if TYPE_CHECKING:
+    from coordinator.run import Options
+    from coordinator.settings import CoordinatorSettings
+    from wire.settings import Resolved
 
 STRANGERS = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
 
@@ -62,33 +68,17 @@ def up(
     if no_local_node and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
 
-    from coordinator.authority import AuthorityError
     from coordinator.configuration import rows_shown
-    from coordinator.keeping.fence import SupersededError
-    from coordinator.run import Options, serve
-    from coordinator.settings import OTHERS, CoordinatorSettings
-    from coordinator.store import StoreError
-    from wire.settings import SettingsError, explained, from_environment, from_pairs, from_tree, resolve
+    from coordinator.run import Options
+    from wire.settings import explained
 
     folder = state or default_state()
-    try:
-        flags = from_pairs(pairs)
-        layers = [
-            (str(folder / "config.toml"), from_tree(_tree(folder / "config.toml"))),
-            ("environment", from_environment(os.environ)),
-            ("--set", flags),
-        ]
-        resolved = resolve(CoordinatorSettings, layers, OTHERS)
-    except SettingsError as error:
-        raise Problem(2, str(error)) from None
-    forwarded = [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
-    arguments = [item for pair in forwarded for item in ("--set", pair)]
-    arguments += [item for model in models for item in ("--models", str(model))]
+    resolved = _resolved(folder, pairs)
+    forwarded = _for_the_node(pairs)
     if forwarded and no_local_node:
         raise Problem(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
-
-    import uvloop
-
+    arguments = [item for pair in forwarded for item in ("--set", pair)]
+    arguments += [item for model in models for item in ("--models", str(model))]
     options = Options(folder, listen, cluster_listen, not no_local_node, tuple(arguments), resolved.value,
                       rows_shown(explained(resolved)))  # fmt: skip
 
@@ -97,6 +87,42 @@ def up(
             print(json.dumps(facts), flush=True)
         else:
             _welcome(facts, listen)
+
+    _run(options, ready)
+
+
+def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSettings]":
+    """Put the settings together: file, then environment, then command line."""
+    from coordinator.settings import OTHERS, CoordinatorSettings
+    from wire.settings import SettingsError, from_environment, from_pairs, from_tree, resolve
+
+    try:
+        flags = from_pairs(pairs)
+        layers = [
+            (str(folder / "config.toml"), from_tree(_tree(folder / "config.toml"))),
+            ("environment", from_environment(os.environ)),
+            ("--set", flags),
+        ]
+        return resolve(CoordinatorSettings, layers, OTHERS)
+    except SettingsError as error:
+        raise Problem(2, str(error)) from None
+
+
+def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
+    """Give the settings that belong to the node on this machine."""
+    from coordinator.settings import OTHERS
+
+    return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
+
+
+def _run(options: "Options", ready: Callable[[dict[str, Any]], None]) -> None:
+    """Run until a signal; Problem when it cannot start."""
+    import uvloop
+
+    from coordinator.authority import AuthorityError
+    from coordinator.keeping.fence import SupersededError
+    from coordinator.run import serve
+    from coordinator.store import StoreError
 
     try:
         uvloop.run(serve(options, ready))

@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ CHAT = "/v1/chat/completions"
 QUESTION: dict[str, Any] = {
     "model": "scripted-1", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3,
 }  # fmt: skip
+Patient = dict[str, Future[None]]
 CANARY = "canary-in-the-prompt-7f3a"
 
 
@@ -37,6 +39,16 @@ def running() -> Iterator[Pool]:
 async def still_serves(running: Pool) -> Any:
     yield
     assert await ask(running) == 200
+
+
+@pytest.fixture(scope="module")
+def patient(running: Pool) -> Iterator[Patient]:
+    """Those that take as long as a deadline, begun all at once: each test waits for its own."""
+    with ThreadPoolExecutor(4) as threads:
+        yield {
+            one.__name__: threads.submit(asyncio.run, one(running))
+            for one in (drips_heads, drips_a_body, idles, streams)
+        }
 
 
 async def raw(running: Pool, *parts: bytes, seconds: float = 20.0) -> bytes:
@@ -106,7 +118,11 @@ async def test_posts_from_pages_of_other_sites_are_403(running: Pool, line: str)
     assert await ask(running, line) == 403
 
 
-async def test_heads_that_drip_or_never_come_have_ten_seconds(running: Pool) -> None:
+async def test_heads_that_drip_or_never_come_have_ten_seconds(patient: Patient) -> None:
+    await asyncio.wrap_future(patient["drips_heads"])
+
+
+async def drips_heads(running: Pool) -> None:
     began = time.monotonic()
     silent, dripping, second = await asyncio.gather(*(dial(running) for _ in range(3)))
     second[1].write(request(running, "content-length: 0", path="/livez", method="GET"))
@@ -132,7 +148,11 @@ async def _drip(writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(0.5)
 
 
-async def test_a_body_that_drips_to_the_control_api_has_ten_seconds(running: Pool) -> None:
+async def test_a_body_that_drips_to_the_control_api_has_ten_seconds(patient: Patient) -> None:
+    await asyncio.wrap_future(patient["drips_a_body"])
+
+
+async def drips_a_body(running: Pool) -> None:
     began = time.monotonic()
     answer = await raw(running, request(running, "content-length: 100", path="/api/v1/place") + b"{")
     assert status(answer) == 408
@@ -152,7 +172,11 @@ async def test_a_long_body_to_the_control_api_is_not_read_even_without_a_key(run
     assert (status(answer), error(answer)["code"]) == (413, "request_too_large")
 
 
-async def test_an_idle_connection_is_kept_between_requests(running: Pool) -> None:
+async def test_an_idle_connection_is_kept_between_requests(patient: Patient) -> None:
+    await asyncio.wrap_future(patient["idles"])
+
+
+async def idles(running: Pool) -> None:
     reader, writer = await dial(running)
     for _ in range(2):
         writer.write(request(running, path="/livez", method="GET"))
@@ -161,7 +185,11 @@ async def test_an_idle_connection_is_kept_between_requests(running: Pool) -> Non
     writer.close()
 
 
-async def test_a_stream_longer_than_the_head_deadline_is_not_cut(running: Pool) -> None:
+async def test_a_stream_longer_than_the_head_deadline_is_not_cut(patient: Patient) -> None:
+    await asyncio.wrap_future(patient["streams"])
+
+
+async def streams(running: Pool) -> None:
     body = json.dumps(QUESTION | {"stream": True, "max_tokens": int((HEAD_SECONDS + 2) / 0.005)}).encode()
     answer = await raw(
         running, request(running, f"content-length: {len(body)}", "connection: close") + body, seconds=60

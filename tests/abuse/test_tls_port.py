@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from coordinator.deadline import HEAD_SECONDS
-from coordinator.run import HANDSHAKE_SECONDS
+from coordinator.server import HANDSHAKE_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow

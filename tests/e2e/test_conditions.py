@@ -89,8 +89,17 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
         assert told["conditions.webhook"] == "http://127.0.0.1/…", "what stands behind the host may be a secret"
         text = made.run("status", "--state", str(made.state)).stdout
         assert "GateInert: broken runs forwards and its gate is not asked" in text
-        until(lambda: "GateInert" not in _holding(made), 60, "nothing runs any more, so nothing is wrong now")
-        until(lambda: [one["event"] for one in got] == ["began", "ended"], 10, "the webhook was told of the end")
+        made.join("open", "memory.guard=off")
+        until(lambda: "GuardOff" in _holding(made), 30, "the guard that is off, too")
+        (one,) = [one for one in made.get("/api/v1/conditions")["conditions"] if one["name"] == "GuardOff"]
+        assert (one["node"], one["severity"]) == ("open", "critical")
+        for node in ("broken", "open"):
+            made.nodes[node].stop()
+        until(lambda: _holding(made) == set(), 30, "who said goodbye is not missed")
+        until(lambda: len(got) == 4, 10, "the webhook was told of both ends")
+        assert {(one["name"], one["event"]) for one in got} == {
+            (name, event) for name in ("GateInert", "GuardOff") for event in ("began", "ended")
+        }
 
 
 def _holding(made: Pool) -> set[str]:
@@ -103,15 +112,3 @@ def _ask_until(made: Pool, stop: threading.Event) -> None:
     with httpx.Client(trust_env=False, timeout=20) as client:
         while not stop.wait(0.2):
             client.post(made.base + "/v1/chat/completions", json=body, headers=headers).raise_for_status()
-
-
-def test_a_node_that_is_gone_is_told(tmp_path: Path):
-    """The guard that is off and the node that is lost, by the API alone: no Prometheus is there."""
-    with pool(tmp_path) as made:
-        made.up()
-        made.join("open", "memory.guard=off")
-        until(lambda: _holding(made) == {"GuardOff"}, 30, "the guard that is off")
-        (one,) = made.get("/api/v1/conditions")["conditions"]
-        assert (one["node"], one["severity"]) == ("open", "critical")
-        made.nodes["open"].stop()
-        until(lambda: _holding(made) == set(), 30, "who said goodbye is not missed")

@@ -43,48 +43,44 @@ RAY_PORTS = 25000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").remo
 def load(made: Pool) -> Iterator[None]:
     """Ask for ever, in threads: streams, whole answers, what is refused, what nobody has, and what must wait."""
     stop = threading.Event()
-    asks = [
-        *[lambda: ask(made, "scripted-1", "hello there", stream=True)] * 6,
-        *[lambda: ask(made, "scripted-1", "hello there")] * 4,
-        lambda: ask(made, "scripted-1", "this is forbidden"),
-        lambda: ask(made, "no-such-model", "hello"),
-        *[lambda: ask(made, "macpool-tiny", HELLO, stream=True)] * 2,
-    ]
-    threads = [threading.Thread(target=_go_on, args=(one, stop)) for one in asks]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
+    headers = {"authorization": f"Bearer {made.key}"}
+    with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=60) as client:
+        asks = [
+            *[(0.05, lambda: ask(client, "scripted-1", "hello there", stream=True))] * 6,
+            *[(0.05, lambda: ask(client, "scripted-1", "hello there"))] * 4,
+            (0.5, lambda: ask(client, "scripted-1", "this is forbidden")),
+            (0.5, lambda: ask(client, "no-such-model", "hello")),
+            *[(0.5, lambda: ask(client, "macpool-tiny", HELLO, stream=True))] * 2,
+        ]
+        threads = [threading.Thread(target=_go_on, args=(one, rest, stop)) for rest, one in asks]
         for thread in threads:
-            thread.join(60)
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
 
 
-def _go_on(act: Callable[[], object], stop: threading.Event) -> None:
+def _go_on(act: Callable[[], object], rest: float, stop: threading.Event) -> None:
     while not stop.is_set():
         with suppress(httpx.HTTPError):
             act()
-        stop.wait(0.05)
+        stop.wait(rest)
 
 
-def ask(made: Pool, model: str, text: str, *, stream: bool = False) -> int:
+def ask(client: httpx.Client, model: str, text: str, *, stream: bool = False) -> int:
     body = {"model": model, "messages": said(text), "stream": stream, "max_tokens": 40}
-    headers = {"authorization": f"Bearer {made.key}"}
-    answer = httpx.post(made.base + "/v1/chat/completions", json=body, headers=headers, trust_env=False, timeout=60)
-    return answer.status_code
+    return client.post("/v1/chat/completions", json=body).status_code
 
 
 def clip(made: Pool, *states: str, **changes: Any) -> None:
     """Ask for a video, and wait until it is in one of these states."""
     headers = {"authorization": f"Bearer {made.key}"}
-
-    def ask(method: str, path: str, **more: Any) -> dict[str, Any]:
-        url = f"{made.base}/v1/videos{path}"
-        return httpx.request(method, url, headers=headers, trust_env=False, timeout=30, **more).json()
-
-    job = ask("POST", "", json={**CLIP, **changes})["id"]
-    until(lambda: ask("GET", f"/{job}")["status"] in states, 120, f"a video {states}")
+    with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=30) as client:
+        job = client.post("/v1/videos", json={**CLIP, **changes}).json()["id"]
+        until(lambda: client.get(f"/v1/videos/{job}").json()["status"] in states, 120, f"a video {states}")
 
 
 def chosen(board: Board, found: Prometheus) -> dict[str, str]:
@@ -117,21 +113,22 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
     with pool(tmp_path) as made:
         made.up("router.queue_seconds=20", "video.ray_port=0", "video.max_steps=1000")
         filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="filmed", node__report_busy=0.2)
-        made.join("film", *filming, wait=False)
-        for name in ("one", "two"):
-            made.join(name, *SMALL)
-        made.join("mlx", *MLX)
-        made.join("away", *SMALL)
+        settings = {"film": filming, "one": SMALL, "two": SMALL, "mlx": MLX, "away": SMALL}
+        for name, own in settings.items():
+            made.join(name, *own, wait=False)
+        for name in settings:
+            until(lambda name=name: made.serves(name), 60, f"{name} serves")
         made.cli("pause", "away", "1h")
         until(lambda: made.node("film").get("video", {}).get("ray"), 120, "Ray")
         key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
         text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
-        with load(made), prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
+        with prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
             until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 6, 60, "all targets are up")
-            clip(made, "completed")
-            clip(made, "in_progress", steps=1000)
-            until(lambda: _seen(found), 90, "everything has happened that panels show")
-            lines = [line for board in BOARDS.values() for line in _lines(board, found)]
+            clip(made, "completed")  # before the others take the processors
+            with load(made):
+                clip(made, "in_progress", steps=1000)
+                until(lambda: _seen(found), 90, "everything has happened that panels show")
+                lines = [line for board in BOARDS.values() for line in _lines(board, found)]
         record_property("seen", "\n".join(lines))
         assert [line for line in lines if line.endswith("NO VALUE")] == []
 

@@ -173,7 +173,7 @@ def test_killed_in_decode(ward: Ward) -> None:
             ward.load("written")
             restarts, models = ward.restarts(), ward.loaded()
             begun = ward.client.chat.completions.create(
-                model="written", messages=said(HELLO), stream=True, max_tokens=2000
+                model="written", messages=said(HELLO), stream=True, max_tokens=300
             )
             next(begun)
             asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=60) for n in range(2)]

@@ -6,6 +6,7 @@ Cables are cut and hosts lose power here, so nobody says goodbye, and what is fo
 import asyncio
 import json
 import signal
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -27,12 +28,14 @@ from tests.support.processes import CLI, Pool, Process, environment, pool, until
 from tests.support.studio import flat
 from wire.identity import SERVICE_TYPE
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(120)]
 
 WINDOW = 10.0
 """Seconds of silence after which a node is lost."""
 WORK = 3.0
 """Seconds that a loaded machine may add."""
+CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
+"""How clients ask, without TLS: a context of their own would read all authorities of this machine each time."""
 VIDEO = ("video.ray_port=0", "video.max_steps=1000")
 
 
@@ -120,7 +123,7 @@ class Lab:
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Send one request; where it is called from decides from which host."""
         headers = {"Authorization": f"Bearer {self.pool.key}"}
-        return httpx.request(method, self.pool.base + path, headers=headers, trust_env=False, timeout=60, **more)
+        return httpx.request(method, self.pool.base + path, headers=headers, **CLIENT, **more)
 
     def _chat(self, prompt: int, tokens: int) -> Chat:
         chat = Chat()
@@ -130,7 +133,7 @@ class Lab:
         }  # fmt: skip
         headers = {"Authorization": f"Bearer {self.pool.key}"}
         with (
-            httpx.Client(trust_env=False, timeout=60) as client,
+            httpx.Client(**CLIENT) as client,
             client.stream("POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers) as answer,
         ):
             chat.status, chat.node = answer.status_code, answer.headers.get("x-macpool-node", "")

@@ -66,7 +66,7 @@ def test_a_node_is_paused_under_load_and_nobody_notices(cluster_pool: Pool, thre
     assert "takes work again" in alone.stdout
     paused = pool.run("pause", "2h", "--state", str(pool.folder / "mini"))
     assert "takes nothing new" in paused.stdout, paused.stderr
-    pool.up(cluster_listen=listen)
+    pool.up("router.queue_seconds=2", cluster_listen=listen)
     until(lambda: pool.node("mini")["state"] == "paused", what="mini paused while nobody coordinated")
     until(lambda: pool.serves("studio"), what="studio serves again")
     assert {chat(pool, 2)[1] for _ in range(4)} == {"studio"}

@@ -23,16 +23,17 @@ BACK = 2.0 + 3.0
 CELLS = {
     "node": (
         ("worker", "loading"), ("worker", "saving"), ("actor", "loading"), ("actor", "denoising"), ("actor", "saving"),
-        ("raylet", "denoising"), ("engine", "acquiring"), ("engine", "denoising"), ("launcher", "loading"),
-        ("agent", "saving"), ("agent", "pulling"), ("agent", "queued"), ("launcher", "acquiring"),
+        ("raylet", "denoising"), ("engine", "acquiring"), ("agent", "saving"), ("launcher", "loading"),
+        ("engine", "denoising"), ("agent", "pulling"), ("launcher", "acquiring"), ("agent", "queued"),
     ),
     "coordinator": (
-        ("broker", "denoising"), ("broker", "acquiring"), ("gcs_server", "denoising"), ("head's launcher", "loading"),
-        ("coordinator", "denoising"), ("coordinator", "pulling"), ("coordinator", "acquiring"),
+        ("broker", "denoising"), ("coordinator", "denoising"), ("gcs_server", "denoising"), ("coordinator", "pulling"),
+        ("head's launcher", "loading"), ("coordinator", "acquiring"), ("broker", "acquiring"),
         ("head's raylet", "saving"),
     ),
 }  # fmt: skip
-"""Those that cost no minutes. Whoever waits longer before it starts a process again is itself killed in between."""
+"""Those that cost no minutes. Whoever waits twice as long each time before it starts a process again (broker and head,
+whose end is the broker's, too; Ray and engine on a node) is itself killed in between."""
 
 
 @pytest.mark.parametrize("side", CELLS)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.admin import Admin, load_pepper
-from coordinator.api import Api, Facts, Seen
+from coordinator.api.control import Api, Seen
+from coordinator.api.facts import Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.conditions.watch import Conditions

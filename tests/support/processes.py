@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,13 @@ def _names_kind(settings: Sequence[str]) -> bool:
     return any(setting.startswith("engine.kind=") for setting in settings)
 
 
+@cache
+def _opener(authority: str) -> urllib.request.OpenerDirector:
+    """Give what opens URLs without proxies. Made once: to read all authorities takes longer than to ask a pool."""
+    trusting = ssl.create_default_context(cadata=authority or None)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting))
+
+
 class Pool:
     """A coordinator and nodes below one temporary folder."""
 
@@ -257,10 +265,7 @@ class Pool:
         run = json.loads((self.state / "run.json").read_text())
         request = urllib.request.Request(run["url"] + path, headers={"Authorization": f"Bearer {run['secret']}"})
 
-        trusting = ssl.create_default_context(cadata=run["ca"] or None)
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
-        )
+        opener = _opener(run["ca"])
 
         def ask() -> dict[str, Any]:
             with opener.open(request, timeout=10) as response:

@@ -9,7 +9,7 @@ from rich.console import Console
 from coordinator.cli import nodes as verbs
 from coordinator.cli import session
 from coordinator.cli.arithmetic import arithmetic, guard_of
-from coordinator.registry import _dangers, _enforcement
+from coordinator.shown import dangers_of, enforcement_row
 from router.view import NodeView
 from wire.identity import NodeId
 from wire.report import Enforcement, Level, Memory
@@ -18,7 +18,7 @@ from wire.units import GIB, MIB
 
 def node(**changes: Any) -> dict[str, Any]:
     """A node as the API gives it: 96 GiB of which Metal decides, 12 kept, 60 in use, 4 promised."""
-    enforcement = _enforcement(Enforcement(Level.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1))
+    enforcement = enforcement_row(Enforcement(Level.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1))
     return {
         "name": "studio", "cap": 96 * GIB, "ceiling": 90 * GIB, "margin": 12 * GIB, "phys": 58 * GIB,
         "active": 57 * GIB, "recent": 60 * GIB, "current": 60 * GIB, "reserved": 4 * GIB, "headroom": 14 * GIB,
@@ -68,15 +68,15 @@ def view(memory: Memory, enforcement: Enforcement) -> NodeView:
 def test_a_weakened_guard_is_told_in_the_nodes_words_and_by_the_facts_where_it_has_none():
     off = Memory(cap=8 * GIB, guard=False, margin=0)
     told = ("memory.guard is off: it may panic", "memory.margin is 0: a spike", "the cap is above the Metal limit")
-    assert _dangers(view(off, Enforcement(warnings=told))) == list(told)
-    silent = _dangers(view(off, Enforcement()))
+    assert dangers_of(view(off, Enforcement(warnings=told))) == list(told)
+    silent = dangers_of(view(off, Enforcement()))
     assert [text.split(",")[0] for text in silent] == ["memory.guard is off", "memory.margin is 0"]
-    assert _dangers(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
-    assert _dangers(view(Memory(), Enforcement())) == [], "a node that has said nothing yet"
+    assert dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
+    assert dangers_of(view(Memory(), Enforcement())) == [], "a node that has said nothing yet"
 
 
 def test_a_node_over_its_cap_is_a_danger():
-    (text,) = _dangers(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(Level.OVER_HARD)))
+    (text,) = dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(Level.OVER_HARD)))
     assert "over its cap of 8.0 GiB" in text
 
 

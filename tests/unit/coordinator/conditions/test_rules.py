@@ -141,6 +141,15 @@ def test_an_inert_gate_is_told_within_half_a_minute():
     assert first * STEP <= 20
 
 
+def test_an_inert_gate_that_runs_nothing_more_is_told_no_more():
+    frozen = {
+        name: lambda now, values=values: values(min(now, 60)) for name, values in STORIES["GateInert"].holds.items()
+    }
+    held = played(frozen, 120)
+    assert held[60 // STEP]
+    assert not any(held[(60 + 30 + STEP) // STEP :])
+
+
 def test_what_began_and_what_ended_is_told_once():
     conditions, told_of = Conditions(), list[tuple[str, str, bool]]()
     conditions.listeners.append(lambda one, began: told_of.append((one.rule.name, one.node, began)))

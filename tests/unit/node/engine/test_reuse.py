@@ -260,20 +260,20 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
 def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     """300 prompts that nobody has sent before, the cache always full, and room for one request beside it."""
     random = Random(3)
-    fill(driver, 16 * MIB)
+    fill(driver, 10 * MIB)
     give_back()
     driver.engine._footprint.forget()
-    need = request_need(driver.engine.report(0.0).models[0], 1600, 2)
-    room(driver, need + MIB - driver.engine._reuse.nbytes)
+    need = request_need(driver.engine.report(0.0).models[0], 500, 2)
+    room(driver, need + MIB // 2 - driver.engine._reuse.nbytes)
     for number in range(300):
         words = " ".join(
-            random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(50, 500))
+            random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(15, 150))
         )
         asked = driver.ask(f"{number} {words}", Params(temperature=0.0, max_tokens=2))
         assert isinstance(driver.end(asked), Finished), (number, driver.ended(asked))
     cache = driver.engine.report(0.0).cache
     assert cache.evictions > 200
-    assert cache.nbytes > 2 * MIB, "it stayed in use"
+    assert cache.nbytes > MIB, "it stayed in use"
 
 
 # what must not be kept

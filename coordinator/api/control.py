@@ -1,0 +1,144 @@
+"""The control application: every subject's routes behind their keys, and the OpenAPI document of all that is served.
+
+FastAPI lives in this package and only here; the routes that generate are plain ASGI in `router/app.py`. A route without
+a declared scope does not exist: a subject names its routes in a table, and `_add` is the only way in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fastapi import Depends, FastAPI
+
+from coordinator.admin import Admin
+from coordinator.api.body import StrictRoute
+from coordinator.api.caller import needs, noted
+from coordinator.api.facts import Facts
+from coordinator.api.joins import JoinRoutes
+from coordinator.api.journal import JournalRoutes
+from coordinator.api.keys import KeyRoutes
+from coordinator.api.models import ModelRoutes
+from coordinator.api.nodes import NodeRoutes
+from coordinator.api.page import PageRoutes
+from coordinator.api.pool import PoolRoutes
+from coordinator.api.problems import answer_errors
+from coordinator.api.prometheus import PrometheusRoutes
+from coordinator.api.requests import RequestRoutes
+from coordinator.api.route import OPEN, Route
+from coordinator.api.sections import Sections
+from coordinator.api.traffic import Traffic
+from coordinator.api.videos import VideoRoutes
+from coordinator.approvals import Approvals
+from coordinator.conditions.watch import Conditions
+from coordinator.events import Events
+from coordinator.loads import Loads
+from coordinator.metrics.service import Metrics
+from coordinator.registry import Registry
+from coordinator.video.conductor import Conductor
+from coordinator.web.visitors import Visitors
+from router.dialects.openapi import openapi_schemas
+from router.keys import KeyRing
+
+
+class Subject(Protocol):
+    """A module of routes."""
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is seen of the pool: metrics, conditions, events, and the coordinator's own log."""
+
+    metrics: Metrics
+    conditions: Conditions
+    events: Events
+    log_file: Path
+
+
+class Api:
+    """The subjects and what each of them acts on. `paths` describes what is served beside: the routes that generate."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        admin: Admin,
+        approvals: Approvals,
+        ring: KeyRing,
+        traffic: Traffic,
+        loads: Loads,
+        conductor: Conductor,
+        facts: Facts,
+        paths: Mapping[str, Any],
+        visitors: Visitors,
+        seen: Seen,
+    ) -> None:
+        self._ring = ring
+        self._store = admin.store
+        pool = PoolRoutes(facts, registry, traffic, seen.conditions)
+        nodes = NodeRoutes(registry, traffic, admin.store)
+        models = ModelRoutes(registry, loads)
+        joins = JoinRoutes(admin, approvals, facts.cluster_url)
+        sections = Sections(pool, nodes, models, joins, traffic, ring)
+        subjects: tuple[Subject, ...] = (
+            pool, nodes, models, joins,
+            VideoRoutes(registry, conductor),
+            RequestRoutes(traffic),
+            KeyRoutes(admin, traffic),
+            PageRoutes(facts.base_url, visitors, ring, admin.store, sections),
+            JournalRoutes(seen.log_file, seen.events, admin),
+            PrometheusRoutes(seen.metrics, registry),
+        )  # fmt: skip
+        routes = [route for subject in subjects for route in subject.routes()]
+        self.app = _application(facts.version)
+        for route in routes:
+            self._add(route)
+        _document(self.app, routes, paths)
+
+    def _add(self, route: Route) -> None:
+        is_open = route.scope == OPEN
+        self.app.add_api_route(
+            route.path,
+            noted(self._store, route.answer) if route.audited else route.answer,
+            methods=[route.method],
+            dependencies=[] if is_open else [Depends(needs(self._ring, route.scope))],
+            openapi_extra={"security": []} if is_open else {"x-scope": route.scope, "security": [{"key": []}]},
+            summary=route.summary,
+            response_model=None,
+        )
+
+
+def _application(version: str) -> FastAPI:
+    app = FastAPI(
+        title="Macpool",
+        version=version,
+        description="The pool's endpoint and its administration.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        openapi_url="/api/v1/openapi.json",
+    )
+    app.router.route_class = StrictRoute
+    answer_errors(app)
+    return app
+
+
+def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> None:
+    """Have the document tell every answer of these routes, and these paths that the application does not know."""
+    plain = app.openapi
+
+    def whole() -> dict[str, Any]:
+        document = plain()
+        for route in routes:
+            document["paths"][route.path][route.method.lower()]["responses"] = route.responses()
+        for unused in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(unused, None)
+        document["paths"].update(paths)
+        document["components"]["schemas"].update(openapi_schemas())
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        return document
+
+    app.openapi = whole

@@ -1,0 +1,104 @@
+"""Routes of API keys: who may use the pool, within which limits, and what each has used."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Query
+from pydantic import Field
+
+from coordinator.admin import LOCAL, Admin
+from coordinator.api.body import PLAIN, Body
+from coordinator.api.caller import ACTOR
+from coordinator.api.problems import ProblemError
+from coordinator.api.route import Route
+from coordinator.api.traffic import Traffic
+from coordinator.web.visitors import PAGE
+from router.problems import Problem, invalid
+from router.quotas import KeyLimits
+
+LONGEST_LIFE = 10 * 365 * 86400.0
+"""Seconds that a key may live at most; one without an end lives until it is revoked."""
+Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
+"""A day, or empty for ever."""
+
+
+class NewKey(Body):  # ruff does not see that it is a model, whose defaults are copied
+    """An API key to make."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
+    scopes: Annotated[list[Literal["infer", "metrics", "admin"]], Field(min_length=1, max_length=3)] = ["infer"]  # noqa: RUF012
+    ttl_seconds: Annotated[float | None, Field(gt=0, le=LONGEST_LIFE)] = None
+    limits: dict[str, Any] = {}  # noqa: RUF012
+
+
+class Limits(Body):
+    """A key's new limits, in place of all that it had."""
+
+    limits: dict[str, Any]
+
+
+class KeyRoutes:
+    """What `cluster key` asks for."""
+
+    def __init__(self, admin: Admin, traffic: Traffic) -> None:
+        self._admin = admin
+        self._traffic = traffic
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/keys", "admin", self.list_keys),
+            Route("POST", "/api/v1/keys", "admin", self.create_key),
+            Route("GET", "/api/v1/keys/usage", "admin", self.keys_usage),
+            Route("PUT", "/api/v1/keys/{key}/limits", "admin", self.limit_key),
+            Route("DELETE", "/api/v1/keys/{key}", "admin", self.revoke_key),
+            Route("GET", "/api/v1/usage", "infer", self.own_usage),
+        )
+
+    async def list_keys(self) -> dict[str, Any]:
+        """List API keys without their secrets."""
+        return self._admin.list_keys()
+
+    async def create_key(self, body: NewKey) -> dict[str, Any]:
+        """Make an API key. The answer is the only time that it is shown."""
+        if body.name in (LOCAL, PAGE):
+            raise ProblemError(
+                invalid(f"name: {body.name!r} stands for the owner of this machine in the audit log", "name")
+            )
+        answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _limits(body.limits))
+        await self._admin.store.flush()
+        return answer
+
+    async def limit_key(self, key: str, body: Limits) -> dict[str, Any]:
+        """Give a key other limits, at once: models, labels of nodes, rates, requests at once and in line, priority."""
+        return await self._changed(key, self._admin.limit_key(key, _limits(body.limits)))
+
+    async def revoke_key(self, key: str) -> dict[str, Any]:
+        """Make an API key useless at once."""
+        return await self._changed(key, self._admin.revoke_key(key))
+
+    async def _changed(self, key: str, known: object) -> dict[str, Any]:
+        if not known:
+            raise ProblemError(Problem(404, "key_not_found", f"there is no key {key[:40]!r}"))
+        await self._admin.store.flush()
+        return {"schema": 1, "id": key}
+
+    async def keys_usage(self, key: str | None = None, since: Since = "") -> dict[str, Any]:
+        """Sum up the requests and tokens of every key by model, since a day (UTC, `2026-01-31`) or for ever."""
+        return self._used(key, since)
+
+    async def own_usage(self, since: Since = "") -> dict[str, Any]:
+        """Sum up the requests and tokens of the key that asks."""
+        return self._used(ACTOR.get(), since)
+
+    def _used(self, key: str | None, since: str) -> dict[str, Any]:
+        self._admin.count(self._traffic.usage)  # up to now
+        return self._admin.usage(key, since)
+
+
+def _limits(given: Mapping[str, Any]) -> KeyLimits:
+    try:
+        return msgspec.convert(given, KeyLimits)
+    except msgspec.ValidationError as error:
+        raise ProblemError(invalid(f"limits: {error}", "limits")) from None

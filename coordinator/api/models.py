@@ -1,0 +1,97 @@
+"""Routes of models: where they are, and orders to load, unload and measure them."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from coordinator.api.body import Body
+from coordinator.api.nodes import find_node
+from coordinator.api.problems import ProblemError
+from coordinator.api.route import Route
+from coordinator.loads import Done, Loads
+from coordinator.registry import Registry
+from coordinator.shown import measured, standing
+from router.problems import Problem, failed, invalid
+from router.problems import from_refused as problem_of
+from router.ticket import Failure
+from router.view import NodeView
+from wire.identity import valid_model
+from wire.refusals import Refused
+
+_ORDERED = (404, 409, 429, 500, 502, 503, 504)
+"""What an order to a node may come back with."""
+
+
+class OneModel(Body):
+    """A model to load, unload or measure, and where; without a node the pool decides."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)]
+    node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
+
+
+class ModelRoutes:
+    """What `cluster models`, `load`, `unload` and `profile` ask for."""
+
+    def __init__(self, registry: Registry, loads: Loads) -> None:
+        self._registry = registry
+        self._loads = loads
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/models", "infer", self.models),
+            Route("POST", "/api/v1/models/load", "admin", self.load, _ORDERED),
+            Route("POST", "/api/v1/models/unload", "admin", self.unload, _ORDERED),
+            Route("POST", "/api/v1/models/profile", "admin", self.profile, _ORDERED),
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Describe every model that a node has, by name."""
+        found: dict[str, dict[str, Any]] = {}
+        for node in self._registry.view().nodes:
+            for model in node.models.values():
+                row = found.setdefault(
+                    model.name, {"name": model.name, "nodes": [], "weights": model.weights, "context": model.context}
+                )
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
+                row["nodes"].append({**place, "measured": measured(model)})
+        return [found[name] for name in sorted(found)]
+
+    async def models(self) -> dict[str, Any]:
+        """List the models and what each node says of them: loaded, loading, known, or failed; sizes in bytes."""
+        return {"schema": 1, "models": self.rows()}
+
+    async def load(self, body: OneModel) -> dict[str, Any]:
+        """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""
+        answer = await self._loads.load(_model(body), self._node(body))
+        if not isinstance(answer, Done):
+            raise ProblemError(_problem(answer))
+        return {"schema": 1, "model": body.model, "node": answer.row()}
+
+    async def unload(self, body: OneModel) -> dict[str, Any]:
+        """Give back the memory of a model on a node, or on every node that has it loaded."""
+        return _told(body, *await self._loads.unload(_model(body), self._node(body)))
+
+    async def profile(self, body: OneModel) -> dict[str, Any]:
+        """Measure anew what a model takes, on a node or wherever it is loaded; answers when it is measured."""
+        return _told(body, *await self._loads.profile(_model(body), self._node(body)))
+
+    def _node(self, body: OneModel) -> NodeView | None:
+        return None if body.node is None else self._registry.view().node(find_node(self._registry, body.node))
+
+
+def _model(body: OneModel) -> str:
+    if not valid_model(body.model):
+        raise ProblemError(invalid("model: this cannot be the name of a model", "model"))
+    return body.model
+
+
+def _told(body: OneModel, done: list[Done], wrong: Refused | Failure | None) -> dict[str, Any]:
+    """Say on which nodes an order was done; the problem where one of them did not do it."""
+    if wrong is not None:
+        raise ProblemError(_problem(wrong))
+    return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
+
+
+def _problem(answer: Refused | Failure) -> Problem:
+    return problem_of(answer) if isinstance(answer, Refused) else failed(answer.code, answer.message)

@@ -1,0 +1,66 @@
+"""One route of the control plane: which key opens it, what answers it, and how the OpenAPI document describes that."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from router.dialects.openapi import ALWAYS, told
+
+OPEN = ""
+"""In place of a scope: anybody may ask. `tests/test_routes.py` lists these and why."""
+EVENTS = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a 200 holds: its media type, and the schema of it that the document shows."""
+
+    media: str
+    schema: Mapping[str, Any]
+
+    @classmethod
+    def text(cls, media: str) -> Self:
+        """Describe text."""
+        return cls(media, {"type": "string"})
+
+
+JSON = Content(
+    "application/json",
+    {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "integer"}}},
+)
+"""An object that names the version of its own form, as most answers are."""
+LIST = Content("application/json", {"type": "array", "items": {"type": "object"}})
+EVENT_STREAM = Content(EVENTS, {"type": "object"})
+TEXT = Content.text("text/plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`answer` is called as FastAPI calls it, and its name is what the audit log says of an administrator's act."""
+
+    method: str
+    path: str
+    scope: str
+    answer: Callable[..., Any]
+    refusals: tuple[int, ...] = ()
+    """Statuses beside those that follow from the method and the path."""
+    content: Content = JSON
+
+    @property
+    def audited(self) -> bool:
+        """Whether it is written down that it was used: whatever changes something does so as an administrator."""
+        return self.scope == "admin" and self.method != "GET"
+
+    @property
+    def summary(self) -> str:
+        """Give the first line of what the answer says of itself."""
+        return (self.answer.__doc__ or "").splitlines()[0]
+
+    def responses(self) -> dict[str, Any]:
+        """Describe every status that it answers with."""
+        content = {self.content.media: {"schema": dict(self.content.schema)}}
+        good = {"description": "the answer" if self.method == "GET" else "done", "content": content}
+        missing = (404,) if "{" in self.path else ()
+        unread = () if self.method == "GET" else (408, 413)
+        bad = sorted({*ALWAYS, *self.refusals, *missing, *unread})
+        return {"200": good, **{str(status): told("/api/v1/", status) for status in bad}}

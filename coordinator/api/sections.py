@@ -1,0 +1,62 @@
+"""What the page shows, in sections that change by themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.api.joins import JoinRoutes
+from coordinator.api.models import ModelRoutes
+from coordinator.api.nodes import NodeRoutes
+from coordinator.api.pool import PoolRoutes
+from coordinator.api.requests import story_row
+from coordinator.api.traffic import Traffic
+from router.keys import KeyRing
+from router.ticket import Ticket
+
+STORIES_SHOWN = 50
+"""Requests that the page shows, under way and ended."""
+SILENT = 3.0
+"""Seconds after which the page says how long a node is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Where each section comes from."""
+
+    pool: PoolRoutes
+    nodes: NodeRoutes
+    models: ModelRoutes
+    joins: JoinRoutes
+    traffic: Traffic
+    ring: KeyRing
+
+    def __call__(self) -> dict[str, object]:
+        """Give every section as it is now."""
+        names = {row.id: row.name for row in self.ring.list()}
+        stories = list(self.traffic.history.stories)[-STORIES_SHOWN:]
+        return {
+            "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
+            "nodes": [_steady(row) for row in self.nodes.rows()],
+            "models": self.models.rows(),
+            "requests": [_under_way(ticket, names) for ticket in self.traffic.under_way()[:STORIES_SHOWN]],
+            "ended": [{**story_row(story), "key": names.get(story.key, story.key)} for story in stories],
+            "joins": self.joins.rows(),
+            "conditions": self.pool.active(),
+        }
+
+
+def _steady(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a node's row what changes with every look and means nothing: silence counts from three seconds."""
+    heard = row["heard_seconds"]
+    return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
+
+
+def _under_way(ticket: Ticket, names: Mapping[str, str]) -> dict[str, Any]:
+    """Describe a request that is here; not a word of what it says."""
+    phase = "queued" if ticket.node is None else "prefill" if ticket.first_at is None else "decode"
+    return {
+        "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
+        "node": ticket.node_name, "phase": phase, "prompt_tokens": ticket.read[0], "cached_tokens": ticket.read[1],
+        "completion_tokens": ticket.wrote, "attempts": ticket.attempts, "stream": ticket.job.stream,
+        "arrived": ticket.arrived,
+    }  # fmt: skip

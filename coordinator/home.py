@@ -1,0 +1,87 @@
+"""The state folder as the coordinator finds it at its start: store, authority, keys and who else may come in."""
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version as installed
+from pathlib import Path
+
+from coordinator.admin import Admin, load_pepper
+from coordinator.approvals import Approvals
+from coordinator.authority import Authority, AuthorityError
+from coordinator.endpoint import is_loopback
+from coordinator.events import Events
+from coordinator.keeping.fence import Fence
+from coordinator.settings import ClusterSettings, HttpSettings
+from coordinator.store import Store
+from coordinator.tokens import Tokens
+from machine.journal import open_journal
+from machine.private import private_folder
+from router.keys import KeyRing, nobody_known
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What the state folder holds, and what its log tells. `first`: there was no cluster before; `epoch` counts our
+    starts."""
+
+    state: Path
+    log_file: Path
+    events: Events
+    store: Store
+    authority: Authority
+    fence: Fence
+    first: bool
+    epoch: int
+    version: str
+
+
+def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> Home:
+    """Open the state folder and its log; SupersededError when another coordinator of this cluster counts."""
+    state = private_folder(folder)
+    log_file, events = state / "logs" / "coordinator.log", Events()
+    open_journal(log_file, "info", events.tell)
+    store = Store(state)
+    stack.callback(store.close)
+    first = store.meta.cluster == ""
+    authority = Authority(state / "authority", time.time, cluster.certificate_days * DAY)
+    if first:
+        store.found(authority.cluster, cluster.name)
+    guard = Fence(authority, store.meta.generation)
+    guard.check(state)
+    return Home(state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool"))
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may come in: machines by token or code, programs by key."""
+
+    tokens: Tokens
+    approvals: Approvals
+    pepper: bytes
+    ring: KeyRing
+    admin: Admin
+
+
+def open_access(home: Home, http: HttpSettings, listen: str) -> Access:
+    """Read who may come in, by an endpoint that listens there. AuthorityError where its settings let in anybody."""
+    tokens, approvals, pepper = Tokens(home.store, home.authority.ca, time.time), Approvals(), load_pepper(home.state)
+    ring = _ring(http, listen, pepper)
+    admin = Admin(home.store, tokens, ring, pepper, time.time)
+    admin.load()
+    return Access(tokens, approvals, pepper, ring, admin)
+
+
+def _ring(http: HttpSettings, host: str, pepper: bytes) -> KeyRing:
+    """Make the key ring. Programs without a key are let in where only this machine reaches us, and only when said."""
+    ring = KeyRing(pepper)
+    if http.anonymous:
+        if not is_loopback(host):
+            raise AuthorityError(
+                f"http.anonymous is for this machine alone, but {host} can be reached from others: listen on "
+                "127.0.0.1, or make keys"
+            )
+        ring.anonymous = nobody_known(time.time())
+    return ring

@@ -1,0 +1,43 @@
+"""How the endpoint is secured by what was set, and how long its certificates live."""
+
+import contextlib
+import ssl
+import time
+from pathlib import Path
+
+import structlog
+
+from coordinator.authority import Authority, AuthorityError
+from coordinator.endpoint import Endpoint, from_files, is_loopback, life_of
+from coordinator.settings import HttpSettings
+
+log = structlog.get_logger("coordinator.endpoint")
+
+
+def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLContext | None:
+    """Say how the endpoint that listens there is secured: by our own authority, by given files, or not at all.
+
+    AuthorityError when the settings contradict each other, or the files are none."""
+    if http.certificate and http.tls == "off":
+        raise AuthorityError("http.certificate is given, but http.tls is off: leave one of them out")
+    if http.key and not http.certificate:
+        raise AuthorityError("http.key is given without http.certificate")
+    if http.certificate:
+        return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
+    if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
+        return Endpoint(state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()),
+                        time.time)  # fmt: skip
+    if not is_loopback(listen):
+        log.warning("endpoint without TLS", listen=listen, danger="keys and prompts can be read")
+    return None
+
+
+def lives_of(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
+    """Read begin and end of our certificates, and of one that we were given."""
+    lives = authority.lives()
+    if isinstance(tls, Endpoint):
+        lives["endpoint"] = tls.life
+    elif tls is not None:
+        with contextlib.suppress(AuthorityError):
+            lives["endpoint"] = life_of(Path(file).expanduser())
+    return lives
