@@ -35,6 +35,8 @@ REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
 LONGEST: Final = 1 << 19
 """Characters of the definitions of a tool, times the arguments that refer to some."""
+MOST: Final = 1000
+"""Arguments of a tool."""
 MOST_STEPS: Final = 8
 """References that are followed one after the other."""
 
@@ -68,6 +70,8 @@ def arguments_of(tool: Tool) -> list[Argument]:
     if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
         raise Unfit(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
     properties = whole.get("properties", {})
+    if isinstance(properties, dict) and len(cast("Json", properties)) > MOST:
+        raise Unfit(f"{PREFIX}{tool.name} has more than {MOST} parameters")
     if whole.get("type", "object") != "object" or not isinstance(properties, dict):
         raise Unfit(f"{PREFIX}the parameters of {tool.name} are no object")
     needed = names(whole.get("required"))

@@ -11,6 +11,7 @@ grammar that was refused is remembered, too.
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
@@ -55,11 +56,11 @@ class Grammars:
         guide = self._guide(tokenizer)
         outline = outline_of(tokenizer, asked, prompt)
         calling = tokenizer.calling if asked.calls else None
-        written = write(asked, tools, calling, one=one)
         # whoever vets it knows no tokens, so there the markers are words
-        plain = written if calling is None else write(asked, tools, calling.in_words(), one=one)
+        plain = write(asked, tools, None if calling is None else calling.in_words(), one=one)
+        matcher = self._matcher(guide, plain, lambda: write(asked, tools, calling, one=one))
         known = "" if calling is None else as_read(calling.parser, tools_of(tools, asked.tool))
-        return Grammar(self._matcher(guide, written, plain), guide, outline, known)
+        return Grammar(matcher, guide, outline, known)
 
     def knows(self, tokenizer: "Tokenizer") -> bool:
         """Whether this tokenizer's tables are made."""
@@ -71,13 +72,14 @@ class Grammars:
             guide = self._guides[id(tokenizer)] = Guide.of(tokenizer)
         return guide
 
-    def _matcher(self, guide: "Guide", written: str, plain: str) -> LLMatcher:
-        digest = hashlib.sha256(written.encode()).digest()
+    def _matcher(self, guide: "Guide", plain: str, written: Callable[[], str]) -> LLMatcher:
+        """Compile what is `written` for a tokenizer, once the same in `plain` words, which decide it, was vetted."""
+        digest = hashlib.sha256(plain.encode()).digest()
         key = id(guide), digest
         kept = self._kept.get(key)
         if kept is None:
             self._vet(plain, digest)
-            kept = self._kept[key] = self._compiled(guide, written, digest)
+            kept = self._kept[key] = self._compiled(guide, written(), digest)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

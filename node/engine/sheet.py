@@ -14,6 +14,8 @@ from node.engine.calling import PREFIX, Calling, Json, Unfit
 
 LONGEST: Final = 1 << 18
 """Characters of all schemas together: the definitions that several of them need are written into each."""
+MOST_RULES: Final = 3000
+"""One to three for a parameter."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
 """What Python's `strip` takes off."""
 _SLASH: Final = "\\/"
@@ -45,6 +47,8 @@ class Sheet:
     def rule(self, body: str, name: str = "part") -> str:
         """Add a rule or, for a name in capitals, a terminal; give what it is called."""
         key = f"{name}: {body}"
+        if len(self.rules) > MOST_RULES:
+            raise Unfit(f"{PREFIX}its tools have too many parameters together, or too much within them")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
     def text(self, asked: Text, end: str, guard: Guard, *, null: bool, section: bool = False) -> str:
