@@ -39,6 +39,7 @@ from coordinator.video.conductor import Conductor
 from coordinator.video.shown import lease_row, package_rows, profile_rows
 from coordinator.web.live import Live
 from coordinator.web.visitors import CODE_SECONDS, PAGE, Visitors
+from router.breaker import Breakers
 from router.dialects.openapi import ALWAYS, openapi_schemas, told
 from router.dialects.strict_json import read_object
 from router.history import STORIES_KEPT, History, Story
@@ -148,6 +149,7 @@ class Traffic(Protocol):
 
     usage: Usage
     history: History
+    breakers: Breakers[NodeId]
 
     def in_flight(self, node: NodeId) -> int:
         """Requests on a node."""
@@ -449,7 +451,16 @@ class Api:
         return {"schema": 1, "nodes": [self._describe(node) for node in members]}
 
     def _describe(self, node: NodeId) -> dict[str, Any]:
-        return self._registry.describe(node, self._traffic.in_flight(node))
+        return self._registry.describe(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
+
+    def _breaker(self, node: NodeId) -> dict[str, Any]:
+        """Tell whether a node gets requests, as far as its engine's faults go; `until` in Unix seconds."""
+        now = self._traffic.now()
+        found = self._traffic.breakers.standing(node, now)
+        if found is None:
+            return {"state": "closed", "why": "", "until": None, "opened": 0}
+        until = round(time.time() + found.until - now)
+        return {"state": found.state, "why": found.why, "until": until, "opened": found.opened}
 
     async def node(self, node: str) -> dict[str, Any]:
         """Give everything that is known of one node."""
