@@ -198,11 +198,16 @@ class Tokenizer:
         ids = self._plainly(text)
         return ids[0] if len(ids) == 1 else None
 
+    @property
+    def constrainable(self) -> bool:
+        """Whether answers can follow a grammar: not where they have a format of their own, into which no other can be
+        put, and not with a tokenizer that llguidance cannot read."""
+        return not self._markup.edges and isinstance(cast("Any", self._wrapper)._tokenizer, PreTrainedTokenizerFast)
+
     def guide(self) -> LLTokenizer | None:
-        """Give the tokenizer as llguidance has it; None where it cannot be, or where the model's answers have a format
-        of their own, into which no other can be put. Takes a second for a large vocabulary."""
+        """Give the tokenizer as llguidance has it; None where it cannot be. Takes a second for a large vocabulary."""
         fast = cast("Any", self._wrapper)._tokenizer
-        if self._markup.edges or not isinstance(fast, PreTrainedTokenizerFast):
+        if not self.constrainable:
             return None
         guide = from_tokenizer(fast, n_vocab=self.size, eos_token=sorted(self.eos))
         self._learn_special(guide)

@@ -278,6 +278,26 @@ def test_a_call_is_made_in_every_format_even_by_a_model_that_never_learned_it(tm
     assert violations(json.loads(call["arguments"]), whole) == []
 
 
+def test_a_model_says_what_cannot_be_asked_of_it_once_that_is_known(tmp_path: Path):
+    folder = speaking(tmp_path / "plain", "json_tools")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"chat_template": "{% for one in messages %}{{ one.content }}{% endfor %}", "tool_parser_type": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for other in folder.glob("chat_template*"):
+        other.unlink()
+    driver = Driver(folder)
+
+    def offered() -> tuple[str, ...]:
+        (model,) = driver.engine.report(time.monotonic()).models
+        return model.features
+
+    assert offered() == ("grammar", "logprobs", "sampling", "tools")
+    refused = driver.end(driver.ask("Hello!", bound(Grammar(calls="required")), tools=GIVEN))
+    assert isinstance(refused, Refusal)
+    assert refused.refused.code is Code.UNSUPPORTED
+    assert offered() == ("grammar", "logprobs", "sampling")
+
+
 def test_strict_tools_leave_words_free(driver: Driver):
     free = Grammar(calls="free")
     assert content(driver, "Hello!", bound(free), tools=STRICT) == driver.answer("Hello!", tools=STRICT)
