@@ -174,6 +174,49 @@ def _told(tool: Tool, nullable: bool) -> Json:
     return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
 
 
+def ways(tools: list[object]) -> tuple[list[object], ...]:
+    """Give the tools as a parser should know them, and as they came, if that is something else. Parsers look no further
+    than `type`, and read a number as text where it is said by a choice with null, a list, or a reference; so parameters
+    that have one type beside null say it plainly in the first. Never raises."""
+    plain = [_settled_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
+    return (tools,) if plain == tools else (plain, tools)
+
+
+def _settled_tool(tool: Json) -> Json:
+    function = tool.get("function")
+    parameters = cast("Json", function).get("parameters") if isinstance(function, dict) else None
+    properties = cast("Json", parameters).get("properties") if isinstance(parameters, dict) else None
+    if not isinstance(properties, dict):
+        return tool
+    whole = cast("Json", parameters)
+    plain = {name: _settled(one, whole) for name, one in cast("Json", properties).items()}
+    return {**tool, "function": {**cast("Json", function), "parameters": {**whole, "properties": plain}}}
+
+
+def _settled(schema: object, whole: Json) -> object:
+    if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
+        return cast("object", schema)
+    types = _types(cast("Json", schema), whole, MOST_STEPS) - {"null"}
+    return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
+
+
+def _types(schema: object, whole: Json, steps: int) -> set[str]:
+    """Name the types of a schema; a question mark stands for what is not known."""
+    if not isinstance(schema, dict) or not steps:
+        return {"?"}
+    found = cast("Json", schema)
+    if named := kinds(found):
+        return set(named)
+    if "$ref" in found:
+        return _types(referred(whole, found["$ref"]), whole, steps - 1)
+    options = found.get("anyOf", found.get("oneOf"))
+    if isinstance(options, list):
+        return {one for option in cast("list[object]", options) for one in _types(option, whole, steps - 1)}
+    listed = found.get("enum")
+    texts = isinstance(listed, list) and all(isinstance(one, str | None) for one in cast("list[object]", listed))
+    return {"string"} if texts and listed else {"?"}
+
+
 @dataclass(frozen=True)
 class Guard:
     """Keeps marks out of the strings of a schema, and out of text. A mark begins with the only `<` in it, or is a

@@ -34,6 +34,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
 from transformers import PreTrainedTokenizerFast
 
+from node.engine.arguments import ways
 from node.engine.calling import Calling
 from node.engine.calls import Calls
 from node.engine.markup import NORMAL, Markup, Place
@@ -165,7 +166,7 @@ class Tokenizer:
         `grammar` has its markers where that puts them, and nowhere else."""
         given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
-        calls = Calls(prefix, self._wrapper.tool_parser if given else None, given, self._markup.call[1])
+        calls = Calls(prefix, self._wrapper.tool_parser if given else None, ways(given), self._markup.call[1])
         if grammar is not None:
             place = grammar.outline.beginning()
             return TextPipeline(self._decoder(), grammar.cutter(), place, Stops(stops), calls, one_call=one_call)
@@ -175,7 +176,7 @@ class Tokenizer:
 
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
         """Begin the text of one choice of a request without a template: content, whatever it looks like."""
-        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, [], ""))
+        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, (), ""))
 
     # grammars
 

@@ -276,6 +276,10 @@ def test_a_call_is_made_in_every_format_even_by_a_model_that_never_learned_it(tm
     assert driver.text[number, 0, Channel.CONTENT] == ""
     (call,) = calls(driver, number)
     assert violations(json.loads(call["arguments"]), whole) == []
+    ids = driver.ids[number, 0]
+    again = driver.ask("Hello!", params, tools=json.dumps([tool]), resume=(tuple(ids[: len(ids) // 2]),))
+    assert finished(driver, again).reasons == ("tool_calls",)
+    assert [one["arguments"] for one in calls(driver, again)] == [call["arguments"]]
 
 
 def test_a_model_says_what_cannot_be_asked_of_it_once_that_is_known(tmp_path: Path):

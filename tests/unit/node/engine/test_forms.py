@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from node.engine.arguments import Argument, Guard, arguments_of
+from node.engine.arguments import Argument, Guard, arguments_of, ways
 from node.engine.calling import Calling, Unfit, in_words, tools_of
 from node.engine.calls import Calls
 from node.engine.formatted import Calls as Where
@@ -112,7 +112,7 @@ def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, 
     """Read an answer as the engine does."""
     how, tools = calling(parser), written(tools_for(parser))
     known = json.loads(as_read(parser, tools_of(tools, "")) or tools)
-    calls = Calls("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, known, how.markers[1])
+    calls = Calls("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, [known], how.markers[1])
     cutter = FormatCutter(Outline(call=how.markers, calls=where, quoted=quoted(parser)))
     blocks, last = [""], False
     for place, part in cutter.feed(text):
@@ -494,3 +494,56 @@ def test_text_without_marks_is_all_text_but_that():
         assert bool(re.fullmatch(guard.body, text)) == guard.free(text)
 
     check()
+
+
+# calls that no grammar holds to
+
+
+OPTIONAL = {
+    "count": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+    "word": {"type": ["string", "null"]},
+    "mode": {"$ref": "#/$defs/mode"},
+    "edits": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+}
+MODE = {"mode": {"enum": ["1", "2"]}}
+
+
+def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
+    whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
+    given = json.loads(written({"look": whole}, strict=False))
+    tools, last = ways(given)
+    assert last is given
+    said = {"count": "5", "word": "123", "mode": "1", "edits": "[1]", "either": "5"}
+    qwen = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in said.items())
+    parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
+    call = parse(f"<function=look>\n{qwen}</function>", tools)
+    assert call["arguments"] == {"count": 5, "word": "123", "mode": "1", "edits": [1], "either": "5"}
+    glm = "".join(f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>" for name, text in said.items())
+    call = import_module("mlx_lm.tool_parsers.glm47").parse_tool_call(f"look{glm}", tools)
+    assert call["arguments"] == {"count": 5, "word": "123", "mode": "1", "edits": [1], "either": 5}
+
+
+def test_what_cannot_be_read_by_its_type_is_read_as_it_came():
+    whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
+    parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
+    calls = Calls("", parse, ways(json.loads(written({"look": whole}, strict=False))), "</tool_call>")
+    (call,) = calls.read("<function=look>\n<parameter=count>\nNone\n</parameter>\n</function>")
+    assert json.loads(json.loads(call)["arguments"]) == {"count": "None"}
+    assert not calls.read("nothing at all")
+
+
+LOOSE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["#/$defs/a", "string", "null", "x"]),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from([
+        "function", "parameters", "properties", "type", "anyOf", "oneOf", "$ref", "$defs", "enum", "a",
+    ]), part, max_size=4),
+    max_leaves=16,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(LOOSE)
+def test_no_tools_are_so_strange_that_anything_raises(found: object):
+    tools = [{"function": {"name": "a", "parameters": {"properties": {"a": found}, "$defs": {"a": found}}}}, found]
+    assert all(len(one) == 2 for one in ways(tools))
