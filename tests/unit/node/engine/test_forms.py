@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import mlx_lm.tool_parsers
@@ -23,11 +24,13 @@ from node.engine.calls import Calls
 from node.engine.formatted import Calls as Where
 from node.engine.formatted import FormatCutter, Outline
 from node.engine.forms import FORMS, TAGS, as_read, quoted
-from node.engine.grammar import write
+from node.engine.grammar import Grammars, write
 from node.engine.markup import TOOL
 from node.engine.tagged import kind_of
+from node.engine.tokenizer import Prompt, load
 from node.engine.vetting_child import LIMITS
-from wire.frames import Grammar
+from tests.support import vocabulary
+from wire.frames import Channel, Grammar
 
 PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 BYTES = LLTokenizer("byte")
@@ -547,3 +550,48 @@ LOOSE = st.recursive(
 def test_no_tools_are_so_strange_that_anything_raises(found: object):
     tools = [{"function": {"name": "a", "parameters": {"properties": {"a": found}, "$defs": {"a": found}}}}, found]
     assert all(len(one) == 2 for one in ways(tools))
+
+
+# marks that are tokens of the model's own
+
+MARKS: dict[str, tuple[str, ...]] = {
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
+    "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", MARKS)
+def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
+    folder = vocabulary.byte_level(tmp_path / parser, ["the quick brown fox"], MARKS[parser])
+    template = vocabulary.CHAT + "{# [ARGS] #}"
+    tokenizer = load(vocabulary.configure(folder, tool_parser_type=parser, chat_template=template))
+    made = Grammars().compile(
+        tokenizer, Grammar(calls="required"), written(tools_for(parser)), Prompt((1,), thinking=False), one=False
+    )
+    text = answer(parser, [("read", {"path": "a < b", "mode": "fast", "count": 3, "note": None}), ("now", {})])
+    ids = tokenizer._wrapper.encode(text, add_special_tokens=False)
+    assert len(ids) < len(text.encode()), "marks are single tokens"
+    constraint = made.begin()
+    for token in ids:
+        mask = constraint.mask()
+        assert mask is not None
+        assert mask[token // 8] >> token % 8 & 1, tokenizer._wrapper.decode([token])
+        constraint.feed(token)
+    (eos,) = tokenizer.eos
+    constraint.feed(eos)
+    assert constraint.mask() is None
+    pipeline = tokenizer.pipeline("r", 0, (), written(tools_for(parser)), thinking=False, grammar=made)
+    pieces = [piece for token in ids for piece in pipeline.feed(token).pieces]
+    end, reason = pipeline.finish("stop")
+    found = [json.loads(said)["name"] for channel, said in (*pieces, *end) if channel == Channel.TOOL_CALL]
+    assert (found, reason) == (["read", "now"], "tool_calls")
