@@ -29,6 +29,9 @@ RULING: Final = frozenset({
     "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
 })  # fmt: skip
 """Keywords that make more of a string than text, apart from those that text can keep to."""
+LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
+WITHIN: Final = LISTED | {"properties", "patternProperties", "$defs", "definitions", "items", "additionalProperties"}
+"""Keywords that hold other schemas, or values, and those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
@@ -62,6 +65,27 @@ class Argument:
         """Say how it is text; None where it is JSON. `nullable`: the parser reads the word null as null."""
         found = _text(_resolved(self.schema))
         return None if found is None or (found.nullable and not nullable) else found
+
+
+def check(schema: object) -> None:
+    """Refuse what is no schema where it would be looked into."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise Unfit(f"{PREFIX}a schema is an object, or true or false")
+    found = cast("Json", schema)
+    for key in WITHIN & found.keys():
+        part = found[key]
+        if isinstance(part, bool) and key in ("items", "additionalProperties"):
+            continue
+        if not isinstance(part, list if key in LISTED else dict):
+            raise Unfit(f"{PREFIX}{key} is {'a list' if key in LISTED else 'an object'}")
+        if key in ("items", "additionalProperties"):
+            check(cast("object", part))
+        elif key != "enum":
+            parts = cast("list[object]", part) if isinstance(part, list) else list(cast("Json", part).values())
+            for one in parts:
+                check(one)
 
 
 def arguments_of(tool: Tool) -> list[Argument]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from node.engine.arguments import Guard, told
+from node.engine.arguments import Guard, check, told
 from node.engine.braced import braced, keyworded
 from node.engine.calling import Calling, Tool, Unfit
 from node.engine.sheet import Sheet
@@ -22,6 +22,8 @@ Form = Callable[[Sheet, Sequence[Tool], bool], str]
 """Writes `calls` and `rest` of tools; the last argument: no more than one call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
+PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
+"""Parsers of models that write all arguments as JSON: their schemas are llguidance's matter alone."""
 SPOKEN_FOR: Final = frozenset({"kimi_k3"})
 """Parsers of models that put their words between marks as well, so that calls cannot be told apart among them."""
 
@@ -37,6 +39,9 @@ def rules(sheet: Sheet, tools: Sequence[Tool], *, free: bool, one: bool) -> str:
         )
     if free and calling.parser in SPOKEN_FOR:
         raise Unfit("strict tools of this model are for calls that it has to make: use tool_choice required, or a name")
+    if calling.parser not in PLAIN:
+        for tool in tools:
+            check(tool.schema)
     text = form(sheet, tools, one)
     return text + (_spoken(calling) if free else "") + sheet.written() + BLANK
 

@@ -595,3 +595,38 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
     end, reason = pipeline.finish("stop")
     found = [json.loads(said)["name"] for channel, said in (*pieces, *end) if channel == Channel.TOOL_CALL]
     assert (found, reason) == (["read", "now"], "tool_calls")
+
+
+# schemas that mean nothing
+
+KEYWORDS = (
+    "type", "properties", "items", "anyOf", "allOf", "$ref", "enum", "const", "pattern", "minLength", "required",
+    "minItems", "maxItems", "additionalProperties", "$defs", "patternProperties", "minimum", "x-guidance",
+)  # fmt: skip
+WORDS = ("object", "string", "array", "integer", "null", "#/$defs/a", "a", "</parameter>")
+STRANGE = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.floats(allow_nan=False) | st.sampled_from(WORDS),
+    lambda part: (
+        st.lists(part, max_size=3) | st.dictionaries(st.sampled_from((*KEYWORDS, "a", "b c")), part, max_size=4)
+    ),
+    max_leaves=14,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", sorted(FORMS))
+def test_no_schema_raises_anything_but_its_refusal(parser: str):
+    @settings(max_examples=120, deadline=None)
+    @given(STRANGE, STRANGE, st.booleans())
+    def check(one: object, definitions: object, strict: bool) -> None:
+        for parameters in (one, {"properties": {"a": one, "b": definitions}, "$defs": {"a": definitions}}):
+            tools = json.dumps(
+                [{"type": "function", "function": {"name": "a", "parameters": parameters, "strict": strict}}]
+            )
+            try:
+                text = write(Grammar(calls="required"), tools, calling(parser), one=False)
+                as_read(parser, tools_of(tools, ""))
+            except Unfit:
+                continue
+            LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
+
+    check()
