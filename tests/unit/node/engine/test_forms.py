@@ -74,6 +74,8 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 VALID = {
     name: Draft202012Validator(schema) for name, schema in (("read", FLAT), ("edit_all", NESTED), ("now", NOTHING))
 }
+DIFFERENT = sorted(set(FORMS) - {"laguna", "longcat"})
+"""Formats of which no other is the same."""
 FLATTENED = {"function_gemma"}
 """Formats that have no objects and lists as arguments."""
 
@@ -262,7 +264,7 @@ def answer(parser: str, calls: list[tuple[str, dict[str, Any]]], tools: dict[str
     return "".join(start + body + end for body in bodies)
 
 
-@pytest.mark.parametrize("parser", FORMS)
+@pytest.mark.parametrize("parser", DIFFERENT)
 def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
     tools, matcher = tools_for(parser), grammar(parser)
     made = [
@@ -270,7 +272,7 @@ def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
         for name, schema in tools.items()
     ]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(st.lists(st.one_of(*made), min_size=1, max_size=2))
     def check(calls: list[tuple[str, dict[str, Any]]]) -> None:
         text = answer(parser, calls)
@@ -320,10 +322,10 @@ def _single(walk: LLMatcher, chance: random.Random) -> bytes:
     return bytes([chance.choice(allowed)]) if allowed else b""
 
 
-@pytest.mark.parametrize("parser", FORMS)
+@pytest.mark.parametrize("parser", DIFFERENT)
 def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(parser: str):
     said = 0
-    for text in sentences(grammar(parser, one=True), range(150)):
+    for text in sentences(grammar(parser, one=True), range(70)):
         if HUGE.search(text):
             continue
         calls = read(parser, text)
@@ -331,7 +333,7 @@ def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(pars
         name, arguments = calls[0]
         assert VALID[name].is_valid(arguments), text
         said += 1
-    assert said > 30
+    assert said > 15
 
 
 # the two ways in which Mistral's models write calls, by their templates
@@ -473,7 +475,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("parser", FORMS)
+@pytest.mark.parametrize("parser", ["qwen3_coder", "minicpm5", "kimi_k2", "pythonic", "gemma4"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, case: str):
     begun = time.process_time()
@@ -613,9 +615,9 @@ STRANGE = st.recursive(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("parser", sorted(FORMS))
+@pytest.mark.parametrize("parser", DIFFERENT)
 def test_no_schema_raises_anything_but_its_refusal(parser: str):
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(STRANGE, STRANGE, st.booleans())
     def check(one: object, definitions: object, strict: bool) -> None:
         for parameters in (one, {"properties": {"a": one, "b": definitions}, "$defs": {"a": definitions}}):
