@@ -404,6 +404,8 @@ def test_arguments_need_no_strictness_to_be_held_to(parser: str):
 
 def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
     assert set(PARSERS) - set(FORMS) == {"muse_spark"}
+    manual = (Path(__file__).parents[4] / "docs" / "structured-output.md").read_text()
+    assert all(f"`{parser}`" in manual for parser in PARSERS)
     with pytest.raises(Unfit, match=r"muse_spark.*cannot be enforced"):
         write(Grammar(calls="required"), written({"now": NOTHING}), calling("muse_spark"), one=False)
     with pytest.raises(Unfit, match="tool_choice required"):
