@@ -51,6 +51,7 @@ docs: $(READY)
 
 clients: $(READY)
 	$(FAST) $(BIN)/python -m tests.clients.drive
+	$(FAST) $(BIN)/python -m tests.clients.agent
 
 manual: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

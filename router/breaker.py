@@ -32,9 +32,23 @@ LONG = 10.0
 N = TypeVar("N", bound=Hashable)
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A breaker that is not closed. `state`: `open` until `until`; then `half open` until a request goes there, which
+    is the probe, and `probing` until that shows something. `why` is what the last fault said, `opened` how often in a
+    row it opened."""
+
+    state: str
+    why: str
+    until: float
+    opened: int
+
+
 @dataclass(slots=True)
 class _Breaker:
     faults: int = 0
+    why: str = ""
+    opened: int = 0
     last: float = 0.0
     until: float | None = None
     lasts: float = SHORTEST
@@ -62,7 +76,7 @@ class Breakers(Generic[N]):
             return True
         if breaker.probe is not None and now >= breaker.probed + LONG:
             breaker.until = breaker.probe = None
-            breaker.faults = 0
+            breaker.faults = breaker.opened = 0
         return breaker.probe is not None
 
     def tried(self, node: N, request: int, now: float) -> None:
@@ -71,9 +85,19 @@ class Breakers(Generic[N]):
         if breaker is not None and breaker.until is not None and breaker.probe is None:
             breaker.probe, breaker.probed = request, now
 
-    def fault(self, node: N, request: int, now: float) -> None:
-        """Note that a node broke a request."""
+    def standing(self, node: N, now: float) -> Standing | None:
+        """Say how a node's breaker stands; None where it is closed."""
+        breaker = self._nodes.get(node)
+        barred = breaker is not None and self._bars(node, now)
+        if breaker is None or breaker.until is None:
+            return None
+        state = "half open" if not barred else "probing" if now >= breaker.until else "open"
+        return Standing(state, breaker.why, breaker.until, breaker.opened)
+
+    def fault(self, node: N, request: int, now: float, why: str = "") -> None:
+        """Note that a node broke a request, and what it said of that."""
         breaker = self._nodes.setdefault(node, _Breaker())
+        breaker.why = why or breaker.why
         if breaker.until is not None:
             if breaker.probe == request:
                 self._open(breaker, min(LONGEST, 2 * breaker.lasts), now)
@@ -87,6 +111,7 @@ class Breakers(Generic[N]):
 
     def _open(self, breaker: _Breaker, lasts: float, now: float) -> None:
         breaker.until, breaker.lasts, breaker.probe = now + lasts, lasts, None
+        breaker.opened += 1
         self.opened += 1
 
     def good(self, node: N, request: int) -> None:

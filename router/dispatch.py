@@ -208,7 +208,7 @@ class Dispatcher:
     def _failed(self, ticket: Ticket, node: NodeId, frame: Failed) -> None:
         """Follow a request that broke on its node: by itself, or because the engine died with it or beside it."""
         if is_fault(frame.code):
-            self.breakers.fault(node, frame.request, self._clock())
+            self.breakers.fault(node, frame.request, self._clock(), frame.message)
         self.on_trouble(ticket, frame.code)
         fall = fall_of(frame.code)
         if fall is None:

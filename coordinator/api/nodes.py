@@ -1,5 +1,6 @@
 """Routes of nodes: what is known of them, and whether they are given work."""
 
+import time
 from typing import Annotated, Any
 
 import msgspec
@@ -75,7 +76,16 @@ class NodeRoutes:
         return [self._row(node) for node in self._registry.pool.members]
 
     def _row(self, node: NodeId) -> dict[str, Any]:
-        return self._registry.describe(node, self._traffic.in_flight(node))
+        return self._registry.describe(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
+
+    def _breaker(self, node: NodeId) -> dict[str, Any]:
+        """Tell whether a node gets requests, as far as its engine's faults go; `until` in Unix seconds."""
+        now = self._traffic.now()
+        found = self._traffic.breakers.standing(node, now)
+        if found is None:
+            return {"state": "closed", "why": "", "until": None, "opened": 0}
+        until = round(time.time() + found.until - now)
+        return {"state": found.state, "why": found.why, "until": until, "opened": found.opened}
 
     def _find(self, node: str) -> NodeId:
         return find_node(self._registry, node)

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from router.breaker import Breakers
 from router.history import History
 from router.placement import Demand, NoPlacement, Placement
 from router.ticket import Ticket
@@ -14,6 +15,7 @@ class Traffic(Protocol):
 
     usage: Usage
     history: History
+    breakers: Breakers[NodeId]
 
     def in_flight(self, node: NodeId) -> int:
         """Requests on a node."""

@@ -1,5 +1,6 @@
 """A node's memory in words: the sum that its gate makes, term by term, as the API gives it."""
 
+import time
 from typing import Any
 
 from wire.units import show_size
@@ -28,6 +29,18 @@ def guard_of(node: dict[str, Any]) -> str:
     if not node["margin"]:
         return NO_MARGIN
     return "armed" if node["gate_armed"] else UNARMED
+
+
+def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
+    """Say that a node gets no requests because its engine keeps failing, why and until when; empty where it gets some.
+    `now` in Unix seconds."""
+    found: dict[str, Any] = node.get("breaker", {"state": "closed"})
+    if found["state"] == "closed":
+        return ""
+    left = max(0, found["until"] - (time.time() if now is None else now))
+    then = {"open": f"for {left:.0f} s more, then one is tried", "probing": "but one that is being tried"}
+    said = then.get(found["state"], "but the next, which is tried")
+    return f"its engine keeps failing, so it gets no requests {said}; last: {found['why'] or 'unknown'}"
 
 
 def arithmetic(node: dict[str, Any]) -> list[str]:

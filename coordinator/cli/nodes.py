@@ -5,7 +5,7 @@ from typing import Any, cast
 import click
 
 from coordinator.cli.access import Duration, moment
-from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, guard_of
+from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, breaker_of, guard_of
 from coordinator.cli.models import standing, waiting
 from coordinator.cli.owner import described
 from coordinator.cli.session import REFUSED, Problem, Session, options, table
@@ -51,6 +51,8 @@ def _print_nodes(answer: dict[str, Any]) -> None:
     )  # fmt: skip
     table(columns, [_row(node) for node in answer["nodes"]], alarming=ALARMING)
     for node in answer["nodes"]:
+        if broken := breaker_of(node):
+            click.secho(f"{node['name']}: {broken}", fg="red")
         if node["bound_by"] and node.get("remedy"):
             click.echo(f"{node['name']}: {node['bound_by']} decides; {node['remedy']}")
         if node["state"] == "paused":
@@ -59,7 +61,7 @@ def _print_nodes(answer: dict[str, Any]) -> None:
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
     cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
-    state = node["state"] + (" cordoned" if node["cordoned"] else "")
+    state = node["state"] + (" cordoned" if node["cordoned"] else "") + (" failing" if breaker_of(node) else "")
     models = ", ".join(standing(m["name"], m) for m in node["models"]) or "-"
     return (
         node["name"], state, node["chip"], cap, node["bound_by"] or "-", phys, margin, show_size(node["headroom"]),
@@ -89,6 +91,8 @@ def inspect(session: Session, node: str) -> None:
 def _print_node(node: dict[str, Any]) -> None:
     for line in arithmetic(node):
         click.echo(line)
+    if broken := breaker_of(node):
+        click.secho(f"breaker   {broken}", fg="red")
     for danger in node["enforcement"]["warnings"]:
         click.secho(f"warning   {danger}", fg="red")
     click.echo()

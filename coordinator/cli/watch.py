@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.arithmetic import ago, guard_of
+from coordinator.cli.arithmetic import ago, breaker_of, guard_of
 from coordinator.cli.models import standing
 from coordinator.cli.session import Problem, Session, options, raise_for
 from wire.units import show_size
@@ -133,7 +133,7 @@ def _table(nodes: list[dict[str, Any]]) -> "RenderableType":
                    "MODELS", "HEARD"):  # fmt: skip
         grid.add_column(column, no_wrap=True)
     for node in nodes:
-        state = node["state"] + (" cordoned" if node["cordoned"] else "")
+        state = node["state"] + (" cordoned" if node["cordoned"] else "") + (" failing" if breaker_of(node) else "")
         loaded = [standing(model["name"], model) for model in node["models"] if model["model"] != "known"]
         cells = (
             node["name"], state, bar(node), show_size(node["current"]), show_size(node["ceiling"] or None),

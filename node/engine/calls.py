@@ -6,7 +6,7 @@ can be written as JSON; else it gives nothing, and the caller shows the block as
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 Parse = Callable[[str, list[object]], object]
@@ -17,9 +17,10 @@ LONGEST: Final = 1 << 18
 
 
 class Calls:
-    """Reads and counts the calls of one choice. `prefix` begins their ids; without `parse` no block is a call."""
+    """Reads and counts the calls of one choice. `prefix` begins their ids; without `parse` no block is a call. `tools`
+    may be given in several ways: a block that the parser cannot read by one is read by the next."""
 
-    def __init__(self, prefix: str, parse: Parse | None, tools: list[object], end: str) -> None:
+    def __init__(self, prefix: str, parse: Parse | None, tools: Sequence[list[object]], end: str) -> None:
         self.count = 0
         self.end = end
         self._prefix = prefix
@@ -30,14 +31,20 @@ class Calls:
         """Give each call of the block as JSON text (see wire.frames.Delta); nothing if the block cannot be read."""
         if self._parse is None or len(block) > LONGEST:
             return []
+        for tools in self._tools:
+            calls = self._read(self._parse, block, tools)
+            if calls:
+                self.count += len(calls)
+                return calls
+        return []
+
+    def _read(self, parse: Parse, block: str, tools: list[object]) -> list[str]:
         try:
-            parsed = self._parse(block, self._tools)
+            parsed = parse(block, tools)
             found = cast("list[object]", parsed) if isinstance(parsed, list) else [parsed]
-            calls = [self._written(self.count + at, call) for at, call in enumerate(found)]
+            return [self._written(self.count + at, call) for at, call in enumerate(found)]
         except Exception:  # whatever a parser does to text of a model is no reason to lose its answer
             return []
-        self.count += len(calls)
-        return calls
 
     def _written(self, index: int, call: object) -> str:
         if not isinstance(call, dict):

@@ -21,6 +21,8 @@ from wire.frames import Count, Finished, Generate, Params, Refusal
 from wire.refusals import Code, Refused
 from wire.verdict import reading_bytes
 
+FEATURES = ("grammar", "logprobs", "sampling", "tools")
+"""What the engine can do for requests beyond the plain ones."""
 log = structlog.get_logger("engine.door")
 
 
@@ -44,6 +46,16 @@ class Door:
             text_bytes(frame), _files(Path(found.folder)), loads=tokenizer is None,
             guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
         )  # fmt: skip
+
+    def features(self, found: Found) -> tuple[str, ...]:
+        """Name what may be asked for with a model (wire.report.Model); all of it until the first request has read its
+        tokenizer, so that none is refused for what is not known."""
+        tokenizer = self._tokenizers.get(_key(found))
+        lacking: set[str] = set()
+        if tokenizer is not None:
+            lacking |= {"tools"}.difference(tokenizer.features)
+            lacking |= set() if tokenizer.constrainable else {"grammar"}
+        return tuple(one for one in FEATURES if one not in lacking)
 
     def prepare(self, request: Generate) -> Prepared:
         """Put a request into tokens. Never raises: on the thread that is the engine's life line, and on one that it

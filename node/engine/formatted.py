@@ -2,7 +2,8 @@
 
 The cutter of `pipeline` for constrained answers, in place of mlx-lm's machine, which finds markers everywhere: also
 within a JSON string, where they are words like any others. Here a thought can only stand before everything else, and a
-call's end only outside of JSON's quotes. What a thought contains is thought, whatever it looks like.
+call's end only outside of JSON's quotes, in formats that have them. What a thought contains is thought,
+whatever it looks like.
 
     open ──think end──► words            beginning ──think start──► open, or words
     words ──call start──► call ──call end──► words
@@ -35,12 +36,14 @@ class Thought(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The markers of an answer and where they may stand."""
+    """The markers of an answer and where they may stand. `quoted`: calls have JSON's quotes, in which no marker ends
+    them; the grammars of all others keep the marker out of everything that they say."""
 
     think: tuple[str, str] = ("", "")
     thought: Thought = Thought.NONE
     call: tuple[str, str] = ("", "")
     calls: Calls = Calls.NONE
+    quoted: bool = True
 
     def beginning(self) -> Place:
         """Give the place where the answer begins."""
@@ -106,6 +109,8 @@ class FormatCutter:
         if not end:
             self._give(found, len(self._held))
             return False
+        if not self._outline.quoted:
+            return self._until(found, end, NORMAL)
         for at, sign in enumerate(self._held):
             if self._escaped:
                 self._escaped = False

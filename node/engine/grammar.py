@@ -11,15 +11,18 @@ grammar that was refused is remembered, too.
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from node.engine.calling import PREFIX, STRICT, Calling, Json, Unfit, read, rules, told, tools_of
+from node.engine.calling import PREFIX, STRICT, Calling, Json, Unfit, read, told, tools_of
 from node.engine.constraint import Constraint, Thinking, all_but
 from node.engine.formatted import Calls, FormatCutter, Outline, Thought
+from node.engine.forms import as_read, quoted, rules
+from node.engine.sheet import Sheet
 from node.engine.vetting import Vetting
 from node.engine.vetting_child import LIMITS, why_not
 from wire.frames import Grammar as Asked
@@ -53,10 +56,11 @@ class Grammars:
         guide = self._guide(tokenizer)
         outline = outline_of(tokenizer, asked, prompt)
         calling = tokenizer.calling if asked.calls else None
-        written = write(asked, tools, calling, one=one)
         # whoever vets it knows no tokens, so there the markers are words
-        plain = written if calling is None else write(asked, tools, calling.in_words(), one=one)
-        return Grammar(self._matcher(guide, written, plain), guide, outline)
+        plain = write(asked, tools, None if calling is None else calling.in_words(), one=one)
+        matcher = self._matcher(guide, plain, lambda: write(asked, tools, calling, one=one))
+        known = "" if calling is None else as_read(calling.parser, tools_of(tools, asked.tool))
+        return Grammar(matcher, guide, outline, known)
 
     def knows(self, tokenizer: "Tokenizer") -> bool:
         """Whether this tokenizer's tables are made."""
@@ -68,13 +72,14 @@ class Grammars:
             guide = self._guides[id(tokenizer)] = Guide.of(tokenizer)
         return guide
 
-    def _matcher(self, guide: "Guide", written: str, plain: str) -> LLMatcher:
-        digest = hashlib.sha256(written.encode()).digest()
+    def _matcher(self, guide: "Guide", plain: str, written: Callable[[], str]) -> LLMatcher:
+        """Compile what is `written` for a tokenizer, once the same in `plain` words, which decide it, was vetted."""
+        digest = hashlib.sha256(plain.encode()).digest()
         key = id(guide), digest
         kept = self._kept.get(key)
         if kept is None:
             self._vet(plain, digest)
-            kept = self._kept[key] = self._compiled(guide, written, digest)
+            kept = self._kept[key] = self._compiled(guide, written(), digest)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -124,11 +129,13 @@ class Guide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, of which every answer gets a copy."""
+    """A compiled grammar, of which every answer gets a copy. `tools` are those of the request as the parser has to know
+    them to read its calls, empty where it is to know them as they came."""
 
     matcher: LLMatcher
     guide: Guide
     outline: Outline
+    tools: str = ""
 
     def begin(self) -> Constraint:
         """Stand at the beginning of an answer."""
@@ -156,24 +163,26 @@ def outline_of(tokenizer: "Tokenizer", asked: Asked, prompt: "Prompt") -> Outlin
     if calling is None or not asked.calls:
         return Outline(think, thought)
     anywhere = asked.calls == "free" and not asked.kind
-    return Outline(think, thought, calling.markers, Calls.ANYWHERE if anywhere else Calls.FIRST)
+    calls = Calls.ANYWHERE if anywhere else Calls.FIRST
+    return Outline(think, thought, calling.markers, calls, quoted=quoted(calling.parser))
 
 
 def write(asked: Asked, tools: str, calling: Calling | None, *, one: bool) -> str:
     """Write what is asked for as llguidance's grammar, a JSON text; Unfit if it makes no sense."""
-    parts: list[Json] = [_answer(asked)] if asked.kind else []
+    answer: list[Json] = [_answer(asked)] if asked.kind else []
     if not asked.calls:
-        start = "start: @answer\n"
-    elif calling is None:
+        return _grammar("start: @answer\n", answer)
+    if calling is None:
         raise Unfit("this model was not made for tools: its template has none")
-    else:
-        chosen = tools_of(tools, asked.tool)
-        free = asked.calls == "free"
-        either = "@answer | calls" if asked.kind else "spoken"
-        start = f"start: {either if free else 'calls'}\n{rules(calling, chosen, free=free, one=one)}"
-        parts = parts if free else []
-        parts += [tool.part for tool in chosen]
-    return json.dumps({"grammars": [{"name": "main", "lark_grammar": start}, *parts]})
+    free = asked.calls == "free"
+    sheet = Sheet(calling)
+    either = "@answer | calls" if asked.kind else "spoken"
+    written = rules(sheet, tools_of(tools, asked.tool), free=free, one=one)
+    return _grammar(f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *sheet.parts()])
+
+
+def _grammar(lark: str, parts: list[Json]) -> str:
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, *parts]})
 
 
 def _answer(asked: Asked) -> Json:

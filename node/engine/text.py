@@ -78,7 +78,6 @@ from wire.verdict import (
 
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
-FEATURES = ("grammar", "logprobs", "sampling", "tools")
 LOAD_EXPECTED = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 
@@ -531,7 +530,7 @@ class TextEngine:
         if resident is None:
             return Model(
                 found.name, found.fingerprint, False, found.weights, found.kv.per_token, context=self._context(found),
-                load_seconds=found.weights / LOAD_SPEED, features=FEATURES, kv_step=found.kv.step,
+                load_seconds=found.weights / LOAD_SPEED, features=self._door.features(found), kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 kv_waste=waste_under(self._wired_for),
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
@@ -542,7 +541,8 @@ class TextEngine:
             found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
             load_seconds=resident.load_seconds, prefill_speed=resident.prefill_speed,
             decode_speed=1 / resident.step_seconds if resident.step_seconds else 0.0,
-            bytes_per_token=resident.bytes_per_token or 4.0, features=FEATURES, groups=resident.ledger.groups(),
+            bytes_per_token=resident.bytes_per_token or 4.0, features=self._door.features(found),
+            groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
             kv_waste=kv.waste,
             **self._transients(resident.estimator.transient),

@@ -12,6 +12,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
 from transformers import PreTrainedTokenizerFast
 
+from node.engine.arguments import ways
 from node.engine.calling import Calling
 from node.engine.calls import Calls
 from node.engine.markup import NORMAL, Markup, Place
@@ -122,7 +124,8 @@ class Tokenizer:
         self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
         self._detokenizer = wrapper.detokenizer
-        self._guide: LLTokenizer | None = None
+        self._ids: dict[str, int] = {}
+        self._special = re.compile("")
         self._markup = _markup(wrapper)
         self._machines = {tools: TextStateMachine(self._markup.transitions(tools)) for tools in (False, True)}
         self._plainly = cast(
@@ -161,9 +164,9 @@ class Tokenizer:
     ) -> TextPipeline:
         """Begin the text of one choice. `tools` as in the request; `thinking` as the prompt said. What follows a
         `grammar` has its markers where that puts them, and nowhere else."""
-        given = _tools(tools)
+        given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
-        calls = Calls(prefix, self._wrapper.tool_parser if given else None, given, self._markup.call[1])
+        calls = Calls(prefix, self._wrapper.tool_parser if given else None, ways(given), self._markup.call[1])
         if grammar is not None:
             place = grammar.outline.beginning()
             return TextPipeline(self._decoder(), grammar.cutter(), place, Stops(stops), calls, one_call=one_call)
@@ -173,7 +176,7 @@ class Tokenizer:
 
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
         """Begin the text of one choice of a request without a template: content, whatever it looks like."""
-        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, [], ""))
+        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, (), ""))
 
     # grammars
 
@@ -196,20 +199,32 @@ class Tokenizer:
         ids = self._plainly(text)
         return ids[0] if len(ids) == 1 else None
 
+    @property
+    def constrainable(self) -> bool:
+        """Whether answers can follow a grammar: not where they have a format of their own, into which no other can be
+        put, and not with a tokenizer that llguidance cannot read."""
+        return not self._markup.edges and isinstance(cast("Any", self._wrapper)._tokenizer, PreTrainedTokenizerFast)
+
     def guide(self) -> LLTokenizer | None:
-        """Give the tokenizer as llguidance has it; None where it cannot be, or where the model's answers have a format
-        of their own, into which no other can be put. Takes a second for a large vocabulary."""
+        """Give the tokenizer as llguidance has it; None where it cannot be. Takes a second for a large vocabulary."""
         fast = cast("Any", self._wrapper)._tokenizer
-        if self._markup.edges or not isinstance(fast, PreTrainedTokenizerFast):
+        if not self.constrainable:
             return None
-        self._guide = from_tokenizer(fast, n_vocab=self.size, eos_token=sorted(self.eos))
-        return self._guide
+        guide = from_tokenizer(fast, n_vocab=self.size, eos_token=sorted(self.eos))
+        self._learn_special(guide)
+        return guide
 
     def _mark(self, marker: str) -> tuple[str, bool]:
-        """Write a marker in Lark: as the token that it is, else as text; and whether it is a token."""
-        token = self.single(marker)
-        special = token is not None and self._guide is not None and self._guide.is_special_token(token)
-        return (f"<[{token}]>", True) if special else (json.dumps(marker), False)
+        """Write text in Lark, the special tokens in it as tokens; and whether it begins with one."""
+        parts = [part for part in self._special.split(marker) if part] if self._special.pattern else [marker]
+        written = [f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts]
+        return " ".join(written), bool(parts) and parts[0] in self._ids
+
+    def _learn_special(self, guide: LLTokenizer) -> None:
+        """Learn which tokens are no text to llguidance."""
+        self._ids = {text: token for token, text in self._added.items() if text and guide.is_special_token(token)}
+        longest = sorted(self._ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest))})" if longest else "")
 
     def _decoder(self) -> "_Decoder":
         return _Decoder(self._wrapper.detokenizer, self.size, self.eos)

@@ -72,7 +72,7 @@ def _request(body: MessagesBody) -> MessagesRequest | Problem:
     )
     thoughts = body.thinking is None or body.thinking.display != "omitted"
     demand = demand_of(body.model, messages, params, tools)
-    return MessagesRequest(demand, messages, params, bool(body.stream), True, tools, template, thoughts)
+    return MessagesRequest(demand, messages, params, bool(body.stream), True, tools, template, body.session, thoughts)
 
 
 def _parts(body: CountBody) -> tuple[tuple[Message, ...], str, str] | Problem:

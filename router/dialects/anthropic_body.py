@@ -8,6 +8,7 @@ from pydantic import Field, Tag
 
 from router.dialects.chat_body import BILL, CACHE, WHO
 from router.dialects.fields import (
+    SESSION_NOTE,
     TEXT_OR_PARTS,
     FunctionName,
     Named,
@@ -19,12 +20,12 @@ from router.dialects.fields import (
     TopP,
     by_type,
 )
-from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.dialects.limits import LONGEST_NAME, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType({
-    "metadata": WHO, "user_profile_id": WHO, "workspace_id": WHO, "service_tier": BILL, "cache_control": CACHE,
+    "user_profile_id": WHO, "workspace_id": WHO, "service_tier": BILL, "cache_control": CACHE,
     "context_management": "nothing is taken out of a conversation: the model sees all of it",
 })  # fmt: skip
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
@@ -181,11 +182,18 @@ class MessagesBody(CountBody):
 
     max_tokens: Tokens
     stop_sequences: Stops | None = None
+    metadata: dict[str, Any] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
 
+    @property
+    def session(self) -> str:
+        """The conversation's name, if its client gave one that is not too long."""
+        found = (self.metadata or {}).get("user_id")
+        return found if isinstance(found, str) and len(found) <= LONGEST_NAME else ""
 
-MESSAGES = Parameters(MessagesBody, HARMLESS, NEUTRAL, INSTEAD)
-COUNT = Parameters(CountBody, HARMLESS, NEUTRAL, INSTEAD)
+
+MESSAGES = Parameters(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})
+COUNT = Parameters(CountBody, {**HARMLESS, "metadata": WHO}, NEUTRAL, INSTEAD)

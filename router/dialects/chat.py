@@ -6,8 +6,6 @@ the parameter.
 
 from typing import cast
 
-from msgspec.structs import replace
-
 from router.dialects import chat_quick
 from router.dialects.chat_answer import ChatChunks, completion
 from router.dialects.chat_body import CHAT, ChatBody
@@ -26,14 +24,7 @@ from wire.frames import Finished, Grammar
 
 
 class ChatRequest(Request, frozen=True, gc=False):
-    """A body that was understood; `session` names the conversation."""
-
-    session: str = ""
-
-    def job(self, key: str, request_id: str, created: int) -> Job:
-        """Give what the dispatcher takes."""
-        job = Request.job(self, key, request_id, created)
-        return replace(job, session=self.session) if self.session else job
+    """A body that was understood."""
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
         """See `router.dialects.dialect.Asked`."""

@@ -112,7 +112,7 @@ def _request(
     model = plain_name(body.model)
     demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools)
     stream = body.stream is not False
-    return OllamaRequest(demand, tuple(messages), params, stream, True, tools, template, chat, text)
+    return OllamaRequest(demand, tuple(messages), params, stream, True, tools, template, chat=chat, text=text)
 
 
 def _params(options: dict[str, Any]) -> Params | Problem:

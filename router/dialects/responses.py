@@ -98,9 +98,9 @@ class Responses:
         demand = demand_of(body.model, messages, params, tools)
         kept = self.kept if body.store is not False else None
         outline = Outline(secrets.token_hex(16), body, asked)
-        return ResponsesRequest(
-            demand, messages, params, bool(body.stream), True, tools, template, outline, said, kept, key
-        )
+        session = body.prompt_cache_key or body.user or ""
+        return ResponsesRequest(demand, messages, params, bool(body.stream), True, tools, template, session, outline,
+                                said, kept, key)  # fmt: skip
 
     def _said(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
         """Give the conversation: what went before, and what is new."""

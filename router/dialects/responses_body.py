@@ -6,9 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.dialects.chat_body import CACHE, WHO
 from router.dialects.chat_body import HARMLESS as CHAT_HARMLESS
-from router.dialects.fields import TEXT_OR_PARTS, FunctionName, Name, Named, Strict, Temperature, Tokens, TopP, by_type
+from router.dialects.fields import (
+    SESSION_NOTE,
+    TEXT_OR_PARTS,
+    FunctionName,
+    Hint,
+    Name,
+    Named,
+    Strict,
+    Temperature,
+    Tokens,
+    TopP,
+    by_type,
+)
 from router.dialects.formats import JsonObject, NamedFunction, Schema, TextFormat, Word, choice_kind
 from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from router.dialects.parameters import Parameters
@@ -16,7 +27,6 @@ from router.dialects.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType({
     **{name: why for name, why in CHAT_HARMLESS.items() if name != "metadata"},
-    "user": WHO, "prompt_cache_key": CACHE,
     "max_tool_calls": "it counts calls of tools that run on the server, and none do",
     "client_metadata": "says who asks; nothing depends on it here",
 })  # fmt: skip
@@ -40,6 +50,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "previous_response_id": "of an answer that was kept for the same key",
     "input": "a text, or messages, function_call, function_call_output and reasoning; other items are refused by name",
     "metadata": "given back with the answer",
+    "prompt_cache_key": SESSION_NOTE,
+    "user": SESSION_NOTE,
     "stream_options": "include_obfuscation false",
     "parallel_tool_calls": "false ends an answer with its first call",
 })  # fmt: skip
@@ -222,6 +234,7 @@ class ResponsesBody(Strict):
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Named | None = None
+    prompt_cache_key: Hint | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -231,6 +244,7 @@ class ResponsesBody(Strict):
     tool_choice: ToolChoice | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     top_p: TopP | None = None
+    user: Hint | None = None
 
 
 RESPONSES = Parameters(ResponsesBody, HARMLESS, NEUTRAL, INSTEAD)

@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clients.agent import section, sessions
 from tests.clients.catalogue import CLIENTS
+from tests.clients.test_agent import check
 from tests.support.engine_pool import MLX
 from tests.support.processes import Pool, pool
 
@@ -120,3 +122,10 @@ def test_no_words_and_no_keys_are_written_down():
         assert "mp_" not in text, file.name
         assert "/tmp/" not in text, file.name
         assert "authorization" not in text.lower(), file.name
+
+
+def test_an_agent_works_through_both_libraries(home: Pool):
+    steps = ("edit_file", "run_tests")
+    for name, (turns, events) in sessions(home, steps).items():
+        check(section(name, turns, events), steps)
+        assert events

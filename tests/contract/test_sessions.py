@@ -33,6 +33,40 @@ async def test_a_named_conversation_reaches_the_router(cluster: LoopbackCluster,
     assert wrong.json()["error"]["param"] == "user"
 
 
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/responses": ({"model": "tiny", "input": "hello"}, {"prompt_cache_key": "mine"}),
+    "/v1/completions": ({"model": "tiny", "prompt": "hello"}, {"user": "mine"}),
+    "/v1/messages": (
+        {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]},
+        {"metadata": {"user_id": "mine"}},
+    ),
+    "/api/chat": ({"model": "tiny", "stream": False, "messages": [{"role": "user", "content": "hello"}]}, {}),
+}
+
+
+@pytest.mark.parametrize("route", NAMED)
+async def test_every_dialect_can_name_its_conversation(cluster: LoopbackCluster, route: str):
+    seen: list[str] = []
+    submit = cluster.dispatcher.submit
+
+    def noted(job: Any) -> Any:
+        seen.append(job.session)
+        return submit(job)
+
+    cluster.dispatcher.submit = noted  # pyright: ignore[reportAttributeAccessIssue]
+    body, name = NAMED[route]
+    async with plain(cluster) as client:
+        for asked in (body, body | name):
+            answer = await client.post(route, json=asked)
+            assert answer.status_code == 200, answer.text
+        await client.post(route, json=body, headers={"x-session-id": "in the head"})
+        if route == "/v1/messages":
+            await client.post(route, json=body | {"metadata": {"user_id": "x" * 300}})
+            await client.post(route, json=body | {"metadata": {"user_id": 7, "more": None}})
+    assert seen[:3] == ["", "mine" if name else "", "in the head"]
+    assert not any(seen[3:]), "what is too long, or no text, is no name"
+
+
 async def test_the_next_turn_meets_the_node_that_read_the_last_one(cluster: LoopbackCluster):
     turn: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a long story " * 300}]}
     for node in cluster.nodes.values():

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from tests.support.engine_pool import engine_of
 from tests.support.processes import CLI, Pool, Process, gone, until
 
 pytestmark = pytest.mark.slow
@@ -93,6 +95,40 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
     assert "studio: setting decides; raise memory.cap" in table
     assert "64.0 GiB" in table
+
+
+def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until_when(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("frail", "engine.scripted.step_ms=50")
+    assert cluster_pool.node("frail")["breaker"] == {"state": "closed", "why": "", "until": None, "opened": 0}
+    api = client(cluster_pool)
+    deaths = 0
+
+    def dies() -> bool:
+        """Kill the engine at work, once it is there again."""
+        nonlocal deaths
+        if not cluster_pool.serves("frail"):
+            return False
+        with api.chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400) as stream:
+            next(iter(stream))
+            engine_of(cluster_pool, "frail").kill()
+            deaths += 1
+            until(lambda: cluster_pool.node("frail")["engine"]["restarts"] == deaths, what="its death to be told")
+        return cluster_pool.node("frail")["breaker"]["state"] != "closed"
+
+    until(dies, 40, "a breaker that opens")
+    assert deaths >= 3
+    node = cluster_pool.node("frail")
+    assert (node["breaker"]["state"], node["breaker"]["opened"]) == ("open", 1)
+    assert "SIGKILL" in node["breaker"]["why"]
+    assert node["breaker"]["until"] > time.time() - 1
+    table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
+    assert "ready failing" in " ".join(table.split())
+    assert "frail: its engine keeps failing, so it gets no requests" in table
+    assert "breaker " in cluster_pool.run("nodes", "inspect", "frail", "--state", str(cluster_pool.state)).stdout
+    answer = api.with_options(timeout=60).chat.completions.create(model="scripted-1", messages=MESSAGES)
+    assert answer.choices[0].finish_reason, "it waits for its turn, and is the probe"
+    assert cluster_pool.node("frail")["breaker"]["state"] == "closed"
 
 
 def test_place_prints_every_node_and_why_not(cluster_pool: Pool) -> None:

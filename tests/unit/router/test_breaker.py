@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.breaker import FAULTS, LONG, LONGEST, SHORTEST, TOGETHER, WITHIN, Breakers
+from router.breaker import FAULTS, LONG, LONGEST, SHORTEST, TOGETHER, WITHIN, Breakers, Standing
 
 NODE = "a"
 
@@ -25,6 +25,25 @@ def test_faults_in_a_row_open_it_for_a_while():
     assert breakers.barred(now + SHORTEST - 0.1) == [NODE]
     assert breakers.barred(now + SHORTEST) == []
     assert breakers.opened == 1
+
+
+def test_it_says_how_it_stands_and_why():
+    breakers: Breakers[str] = Breakers()
+    assert breakers.standing(NODE, 0.0) is None
+    for at in range(FAULTS):
+        breakers.fault(NODE, at, 2.0 * at * TOGETHER, f"signal {at}")
+        assert (breakers.standing(NODE, 2.0 * at * TOGETHER) is None) == (at < FAULTS - 1)
+    last = 2.0 * (FAULTS - 1) * TOGETHER
+    until = last + SHORTEST
+    assert breakers.standing(NODE, last) == Standing("open", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, until) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
+    breakers.tried(NODE, 9, until)
+    assert breakers.standing(NODE, until) == Standing("probing", f"signal {FAULTS - 1}", until, 1)
+    breakers.fault(NODE, 9, until + 1, "signal 9")
+    assert breakers.standing(NODE, until + 1) == Standing("open", "signal 9", until + 1 + 2 * SHORTEST, 2)
+    breakers.tried(NODE, 10, until + 1 + 2 * SHORTEST)
+    breakers.good(NODE, 10)
+    assert breakers.standing(NODE, until + 1 + 2 * SHORTEST) is None
 
 
 def test_a_dead_engine_fails_all_that_it_had_at_once():

@@ -52,6 +52,7 @@ function Node({ node }) {
       <dt>gate</dt><dd>${node.engine.counts.checks} checks, ${node.engine.counts.refusals} refusals</dd>
       <dt>machine</dt><dd>${node.chip || "unknown"}, ${size(node.memory)}</dd>
       ${node.state === "paused" ? html`<dt>paused</dt><dd class="warn">${node.sharing.why}${node.sharing.until ? `, until ${new Date(node.sharing.until * 1000).toLocaleString()}` : ""}</dd>` : null}
+      ${node.breaker && node.breaker.state !== "closed" ? html`<dt>failing</dt><dd class="bad">gets no requests ${node.breaker.state === "open" ? `until ${new Date(node.breaker.until * 1000).toLocaleTimeString()}` : "but one that is tried"}: ${node.breaker.why}</dd>` : null}
       ${node.heard_seconds ? html`<dt>heard</dt><dd class="warn">${seconds(node.heard_seconds)} ago</dd>` : null}
       ${node.remedy && over(node) ? html`<dt>more room</dt><dd>${node.remedy}</dd>` : null}
     </dl>

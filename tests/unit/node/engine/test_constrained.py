@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -247,6 +248,58 @@ def test_a_named_call_is_of_that_tool(driver: Driver, name: str):
     number = driver.ask("What is the weather in Paris?", params, tools=GIVEN)
     assert finished(driver, number).reasons == ("tool_calls",)
     assert [call["name"] for call in calls(driver, number)] == [name]
+
+
+def speaking(folder: Path, parser: str) -> Path:
+    """Give the tiny model, told to write its calls in another format."""
+    folder.mkdir()
+    for file in models.path("llama").iterdir():
+        if file.name != "tokenizer_config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((models.path("llama") / "tokenizer_config.json").read_text()) | {"tool_parser_type": parser}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2", "kimi_k3", "pythonic", "gemma4", "mistral"])
+def test_a_call_is_made_in_every_format_even_by_a_model_that_never_learned_it(tmp_path: Path, parser: str):
+    mode, count = {"enum": ["fast", "slow"]}, {"type": "integer", "minimum": 0, "maximum": 99}
+    whole = {
+        "type": "object", "properties": {"mode": mode, "count": count}, "required": ["mode", "count"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "work", "strict": True, "parameters": whole}}
+    driver = Driver(speaking(tmp_path / parser, parser))
+    params = bound(Grammar(calls="required"), one_call=True, temperature=1.0, seed=3, max_tokens=200)
+    number = driver.ask("Hello!", params, tools=json.dumps([tool]))
+    assert finished(driver, number).reasons == ("tool_calls",)
+    assert driver.text[number, 0, Channel.CONTENT] == ""
+    (call,) = calls(driver, number)
+    assert violations(json.loads(call["arguments"]), whole) == []
+    ids = driver.ids[number, 0]
+    again = driver.ask("Hello!", params, tools=json.dumps([tool]), resume=(tuple(ids[: len(ids) // 2]),))
+    assert finished(driver, again).reasons == ("tool_calls",)
+    assert [one["arguments"] for one in calls(driver, again)] == [call["arguments"]]
+
+
+def test_a_model_says_what_cannot_be_asked_of_it_once_that_is_known(tmp_path: Path):
+    folder = speaking(tmp_path / "plain", "json_tools")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"chat_template": "{% for one in messages %}{{ one.content }}{% endfor %}", "tool_parser_type": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for other in folder.glob("chat_template*"):
+        other.unlink()
+    driver = Driver(folder)
+
+    def offered() -> tuple[str, ...]:
+        (model,) = driver.engine.report(time.monotonic()).models
+        return model.features
+
+    assert offered() == ("grammar", "logprobs", "sampling", "tools")
+    refused = driver.end(driver.ask("Hello!", bound(Grammar(calls="required")), tools=GIVEN))
+    assert isinstance(refused, Refusal)
+    assert refused.refused.code is Code.UNSUPPORTED
+    assert offered() == ("grammar", "logprobs", "sampling")
 
 
 def test_strict_tools_leave_words_free(driver: Driver):

@@ -2,19 +2,17 @@
 
 import json
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
 from node.engine import vetting
-from node.engine.calling import DEEPEST, FORMS, Calling, Unfit, in_words
+from node.engine.calling import DEEPEST, Unfit
 from node.engine.door import Door
 from node.engine.formatted import Calls, Thought
-from node.engine.grammar import KEPT, LONGEST, Grammars, write
+from node.engine.grammar import KEPT, LONGEST, Grammars
 from node.engine.preflight import Shape, impossible
 from node.engine.tokenizer import Prompt, Tokenizer, load
 from node.engine.vetting import TOO_LONG, Vetting
@@ -210,52 +208,6 @@ def test_where_a_thought_may_stand(tokenizer: Tokenizer, grammars: Grammars):
 
 
 # calls
-
-
-def calling(parser: str, template: str = "") -> Calling:
-    markers = {
-        "mistral": ("[TOOL_CALLS]", ""),
-        "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    }
-    return Calling(parser, markers.get(parser, ("<tool_call>", "</tool_call>")), template, in_words)
-
-
-WRITTEN = {
-    ("json_tools", ""): '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
-    ("longcat", ""): '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>',
-    ("mistral", ""): '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
-    ("mistral", "[ARGS]"): '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
-    ("kimi_k2", ""): "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>',
-}
-
-
-@pytest.mark.parametrize("form", WRITTEN)
-@pytest.mark.parametrize("calls", ["required", "free"])
-def test_each_format_takes_what_its_parser_reads_and_nothing_else(
-    form: tuple[str, str], calls: str, tokenizer: Tokenizer
-):
-    city = {"properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
-    strict = {"name": "weather", "strict": True, "parameters": city}
-    tools = json.dumps([{"type": "function", "function": strict}])
-    text = write(Grammar(calls=calls), tools, calling(*form), one=True)
-    guide, whole = LLTokenizer("byte"), WRITTEN[form]
-    matcher = LLMatcher(guide, text)
-    assert matcher.consume_tokens(list(whole.encode())), matcher.get_error()
-    assert matcher.is_accepting()
-    wrong = LLMatcher(guide, text)
-    assert not wrong.consume_tokens(list(whole.replace("city", "town").encode()))
-    start, end = calling(*form).markers
-    block = whole.removeprefix(start).removesuffix(end)
-    parsed = import_module(f"mlx_lm.tool_parsers.{form[0]}").parse_tool_call(block, [])
-    call = parsed[0] if isinstance(parsed, list) else parsed
-    assert (call["name"], call["arguments"]) == ("weather", {"city": "Rome"})
-
-
-def test_a_format_that_cannot_be_a_grammar_is_refused_by_name():
-    with pytest.raises(Unfit, match=r"qwen3_coder.*json_tools"):
-        write(Grammar(calls="required"), json.dumps([WEATHER]), calling("qwen3_coder"), one=False)
-    assert set(FORMS) == {form for form, _ in WRITTEN}
 
 
 def test_calls_stand_first_or_anywhere(tokenizer: Tokenizer, grammars: Grammars):

@@ -62,7 +62,7 @@ def pipeline(
     parser=parse,
 ) -> TextPipeline:
     place = markup.beginning(thinking)
-    calls = Calls("call_r_", parser if tools else None, [{}], markup.call[1])
+    calls = Calls("call_r_", parser if tools else None, [[{}]], markup.call[1])
     cutter = MarkCutter(TextStateMachine(markup.transitions(tools)), place)
     return TextPipeline(Spelled(pieces), cutter, place, Stops(stops), calls)
 
@@ -293,7 +293,7 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
         ]
         machine = model._machines[True]
         place = model._markup.beginning(False)
-        calls = Calls("call_r_", model._wrapper.tool_parser, record["tools"], model._markup.call[1])
+        calls = Calls("call_r_", model._wrapper.tool_parser, [record["tools"]], model._markup.call[1])
         found.append(run(TextPipeline(Spelled([text]), MarkCutter(machine, place), place, Stops(()), calls), [0]))
         assert found[0] == found[1] == found[2]
         assert found[0].content == case["content"]

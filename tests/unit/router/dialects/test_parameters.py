@@ -130,6 +130,7 @@ EVEN: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "tools"): TOOLS, ("/api/chat", "tools"): TOOLS, ("/v1/responses", "tools"): FLAT,
     ("/v1/messages", "tools"): THEIRS, ("/v1/messages/count_tokens", "tools"): THEIRS,
     ("/api/chat", "stream"): {"stream": False}, ("/api/generate", "stream"): {"stream": False},
+    ("/v1/messages", "metadata"): {"metadata": {"user_id": "mine"}},
 }  # fmt: skip
 CHOICE: dict[str, tuple[dict[str, Any], object]] = {
     "/v1/chat/completions": (TOOLS, "none"), "/v1/responses": (FLAT, "none"),
