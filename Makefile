@@ -9,7 +9,7 @@ FAST = $(if $(BLAS),LD_PRELOAD=$(BLAS)) OPENBLAS_NUM_THREADS=1
 PYTEST = $(FAST) $(BIN)/python -m pytest
 READY := .venv/.ready
 
-.PHONY: demo test quick lint types unit bench neuter docs screenshots clients manual lock clean mac-check
+.PHONY: demo test quick lint types models unit bench neuter docs screenshots clients manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
@@ -17,7 +17,7 @@ demo: $(READY)
 # A machine that is busy with something else can make a test of time fail that is sound. What fails is tried once more by
 # itself, and named; what fails twice is wrong.
 AGAIN = { [ $$? -eq 1 ] && echo "failed at first, once more by themselves:" && $(PYTEST) --last-failed --last-failed-no-failures none
-test: $(READY) lint types
+test: $(READY) lint types models
 	$(PYTEST) -n 2 --dist worksteal --durations 25 --durations-min 5 tests || $(AGAIN) tests; }
 
 quick: $(READY) lint types unit
@@ -27,10 +27,14 @@ lint: $(READY)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/lint-imports --no-cache > .venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
 
+# Trained once and kept in .cache/: a test that had to train its model first would need minutes.
+models: $(READY)
+	$(BIN)/python -m tests.models
+
 types: $(READY)
 	$(BIN)/basedpyright --level error
 
-unit: $(READY)
+unit: $(READY) models
 	$(PYTEST) -n 2 -m "not hosts and not slow" tests
 
 bench: $(READY)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -178,11 +178,11 @@ async def test_an_idle_connection_is_kept_between_requests(patient: Patient) -> 
 
 async def idles(running: Pool) -> None:
     reader, writer = await dial(running)
-    for _ in range(2):
-        writer.write(request(running, path="/livez", method="GET"))
-        assert b"200 OK" in await asyncio.wait_for(reader.read(4096), 5)
-        await asyncio.sleep(HEAD_SECONDS / 2 + 1)
-    writer.close()
+    with closing(writer):
+        for _ in range(2):
+            writer.write(request(running, path="/livez", method="GET"))
+            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            await asyncio.sleep(HEAD_SECONDS / 2 + 1)
 
 
 async def test_a_stream_longer_than_the_head_deadline_is_not_cut(patient: Patient) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import httpx
 import pytest
@@ -116,26 +117,30 @@ class Load:
     ends: list[str] = field(default_factory=list)
     over: bool = False
 
-    def ask(self, tokens: int = 40) -> str:
+    def ask(self, tokens: int = 40, begun: Callable[[], object] = lambda: None) -> str:
         """Ask once; say how it ended: "whole", "told" (an error event and no [DONE]), "refused" with the seconds to
-        wait, "nobody" at the door, or what came that is none of these."""
+        wait, "nobody" at the door (no byte of an answer), or what came that is none of these. `begun` hears its first
+        bytes."""
         body = {"model": "scripted-1", "stream": True, "max_tokens": tokens,
                 "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
         headers = {"Authorization": f"Bearer {self.pool.key}"}
+        text, heard = "", False
         try:
-            answer = httpx.post(f"{self.pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60,
-                                trust_env=False)  # fmt: skip
-        except httpx.ConnectError:
-            return "nobody"
+            with httpx.stream("POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60,
+                              trust_env=False) as answer:  # fmt: skip
+                heard = True
+                for piece in answer.iter_text():
+                    text += piece
+                    begun()
         except httpx.TransportError as error:
-            return f"cut off: {error!r}"
-        words = answer.text.count('"content":"') - answer.text.count('"content":""')
+            return f"cut off: {error!r}" if heard else "nobody"
+        words = text.count('"content":"') - text.count('"content":""')
         if answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1:
             return "refused"
-        if answer.status_code == 200 and words == tokens and answer.text.endswith("data: [DONE]\n\n"):
+        if answer.status_code == 200 and words == tokens and text.endswith("data: [DONE]\n\n"):
             return "whole"
-        told = answer.status_code == 200 and '"code":"shutting_down"' in answer.text and "[DONE]" not in answer.text
-        return "told" if told else f"{answer.status_code} with {words} words: {answer.text[-300:]}"
+        told = answer.status_code == 200 and '"code":"shutting_down"' in text and "[DONE]" not in text
+        return "told" if told else f"{answer.status_code} with {words} words: {text[-300:]}"
 
     def run(self) -> None:
         while not self.over:
@@ -158,7 +163,10 @@ def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExec
     asking = [threads.submit(load.run) for _ in range(3)]
     try:
         until(lambda: len(load.ends) >= 3, what="answers")
-        restart_the_coordinator(pool, load, threads.submit(load.ask, 3000))
+        begun = Event()
+        long = threads.submit(load.ask, 3000, begun.set)
+        assert begun.wait(30)
+        restart_the_coordinator(pool, load, long)
         first = len(load.ends) + 3
         for name in ("studio", "mini"):
             until(lambda: pool.node(name)["in_flight"], what=f"{name} at work")  # noqa: B023  asked at once
