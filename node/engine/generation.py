@@ -26,7 +26,7 @@ import mlx.core as mx
 import structlog
 from msgspec.structs import replace
 
-from node.engine.batch import DecodeBatch, Guard, Joining, Token
+from node.engine.batch import DecodeBatch, Joining, Token
 from node.engine.cache import Layers, extent_of, room_of, stretch
 from node.engine.constraint import GrammarFailed
 from node.engine.footprint import give_back
@@ -35,10 +35,9 @@ from node.engine.gate import Site
 from node.engine.kinds import Doing
 from node.engine.ledger import Commitment
 from node.engine.logprobs import logprob_of
-from node.engine.masking import Masker
+from node.engine.prefill import Prefill, by_batch, by_past, guard_of
 from node.engine.resident import FIRST_SPEED, Resident, forward
-from node.engine.reuse import Past, Reuse
-from node.engine.sampling import processors_of, sampler_of
+from node.engine.reuse import Reuse
 from node.engine.schedule import budget, chunk_tokens, next_prefill, shrunk
 from node.engine.sequence import Row, Sequence
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
@@ -58,27 +57,6 @@ JOIN_EXPECTED = 10.0
 """Seconds that a first join may take: kernels are compiled."""
 
 log = structlog.get_logger("engine.generation")
-
-
-@dataclass(slots=True, eq=False)
-class Prefill:
-    """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last.
-    Before its first chunk `written` is what was found of it in the prefix cache, and without a `past` nothing is."""
-
-    resident: Resident
-    sequence: Sequence
-    rows: list[Row]
-    ids: list[int]
-    cache: Layers | None = None
-    logits: mx.array | None = None
-    written: int = 0
-    retry_at: float = 0.0
-    past: Past | None = None
-
-    @property
-    def left(self) -> int:
-        """Tokens still to write."""
-        return len(self.ids) - self.written
 
 
 @dataclass(slots=True)
@@ -130,7 +108,7 @@ class Generation:
         prompt alone most often, are written as one."""
         resident.users += 1
         self._live[sequence.number] = sequence
-        for ids, rows in _by_past(sequence.writing()).items():
+        for ids, rows in by_past(sequence.writing()).items():
             prefill = Prefill(resident, sequence, rows, [*sequence.prompt, *ids])
             self._reuse.begin(prefill)
             self._prefills.append(prefill)
@@ -333,35 +311,40 @@ class Generation:
         self._odd = odd
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
-        """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer."""
-        resident, sequence = prefill.resident, prefill.sequence
-        cache = prefill.cache
+        """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer. Rows that
+        have no room join later."""
+        resident, sequence, tokens = prefill.resident, prefill.sequence, list[Token[Row]]()
+        refused = self._join_batches(prefill, logits, tokens)
+        if tokens and not sequence.joined:
+            sequence.joined = sequence.told = time.monotonic()
+        if refused is None:
+            prefill.retry_at = 0.0
+            self._prefills.remove(prefill)
+        self._take(resident, tokens)
+        return refused
+
+    def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[Token[Row]]) -> Refused | None:
+        """Let rows join batch by batch as long as there is room; their first tokens are added to `tokens`."""
+        resident, cache, written = prefill.resident, prefill.cache, len(prefill.ids)
         assert cache is not None  # noqa: S101  logits come from a forward, which has one
-        tokens: list[Token[Row]] = []
-        for rows in _by_batch(resident, prefill.rows):
-            written = len(prefill.ids)
+        parts = by_batch(resident, [row for row in prefill.rows if not row.commitment.joined])
+        for rows in parts:
             rows[0].commitment.written = written
             grown = resident.ledger.joining(rows[0].commitment, len(rows))
             refused = self._forwards.ask(Site.JOIN, resident.estimator.join(grown, len(cache)))
             if refused is not None:
                 return refused
             self._reuse.prompt_written(prefill, grown // max(1, len(cache)))
-            last = rows[-1] is prefill.rows[-1]
-            tokens += self._join_batch(prefill, rows, cache if last else cache.copy(), logits)
+            tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
             for row in rows:
                 row.commitment.written, row.commitment.joined, row.commitment.room = written, True, 0
-        prefill.retry_at = 0.0
-        self._prefills.remove(prefill)
-        if not sequence.joined:
-            sequence.joined = sequence.told = time.monotonic()
-        self._take(resident, tokens)
         return None
 
     def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[Token[Row]]:
         resident, sequence = prefill.resident, prefill.sequence
         number = resident.ledger.batch_of(rows[0].commitment)
         batch = resident.batches.setdefault(number, DecodeBatch(resident.model))
-        joining = [Joining(row, _guard(sequence, row)) for row in rows]
+        joining = [Joining(row, guard_of(sequence, row)) for row in rows]
         try:
             with self._forwards.native(Doing.JOIN, resident.name, sequence.number, JOIN_EXPECTED):
                 return batch.join(joining, prefill.ids, cache, logits)
@@ -609,31 +592,6 @@ class Generation:
 def _age(sequence: Sequence) -> tuple[float, int]:
     """Order requests, the newest last."""
     return sequence.arrived, sequence.number
-
-
-def _by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
-    """Part rows by what is known of their answers."""
-    parts: dict[tuple[int, ...], list[Row]] = {}
-    for row in rows:
-        parts.setdefault(tuple(row.ids), []).append(row)
-    return parts
-
-
-def _by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
-    """Part rows by the batch that they were promised a place in."""
-    parts: dict[int, list[Row]] = {}
-    for row in rows:
-        parts.setdefault(resident.ledger.batch_of(row.commitment), []).append(row)
-    return list(parts.values())
-
-
-def _guard(sequence: Sequence, row: Row) -> Guard:
-    grammar = sequence.prepared.grammar
-    return Guard(
-        sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),
-        processors_of(sequence.sampling, len(sequence.prompt)),
-        None if grammar is None else Masker(grammar, row.ids),
-    )
 
 
 def finished(sequence: Sequence, now: float) -> Finished:

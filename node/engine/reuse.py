@@ -39,7 +39,7 @@ from wire.units import parse_size
 from wire.verdict import Fits, judge, row_bytes
 
 if TYPE_CHECKING:
-    from node.engine.generation import Prefill
+    from node.engine.prefill import Prefill
 
 ENDING = 64
 """Tokens from a prompt's end in which its last end-of-turn token is looked for."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-from node.engine import generation
+from node.engine import prefill
 from node.engine.resident import Resident
 from node.engine.sampling import Sampling
 from tests import models
@@ -154,7 +154,7 @@ def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.Mon
         left = iter(ids[position:])
         return lambda logprobs: mx.array([next(left, EOS)])
 
-    monkeypatch.setattr(generation, "sampler_of", forced)
+    monkeypatch.setattr(prefill, "sampler_of", forced)
     number = first.ask("What is the weather?", GREEDY, request_id="r", tools=TOOLS)
     end, deltas = end_of(first, number), first.deltas[number, 0]
     whole = heard(deltas)

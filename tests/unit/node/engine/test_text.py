@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine import generation
+from node.engine import generation, prefill
 from node.engine.gate import Site
 from node.engine.kinds import Doing
 from tests import models
@@ -347,7 +347,7 @@ def test_a_raising_sampler_fails_its_own_request(driver: Driver, monkeypatch: py
     good = driver.ask(SHORT[0]["prompt"])
     driver.until(lambda: driver.ids[good, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "sampler_of", lambda *_: broken)
+        patch.setattr(prefill, "sampler_of", lambda *_: broken)
         bad = driver.ask(SHORT[1]["prompt"])
         end = driver.end(bad)
     assert isinstance(end, Failed)

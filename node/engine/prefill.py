@@ -1,0 +1,61 @@
+"""A prompt on its way into its rows' decode batches."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from node.engine.batch import Guard
+from node.engine.cache import Layers
+from node.engine.masking import Masker
+from node.engine.resident import Resident
+from node.engine.reuse import Past
+from node.engine.sampling import processors_of, sampler_of
+from node.engine.sequence import Row, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last.
+    Before its first chunk `written` is what was found of it in the prefix cache, and without a `past` nothing is."""
+
+    resident: Resident
+    sequence: Sequence
+    rows: list[Row]
+    ids: list[int]
+    cache: Layers | None = None
+    logits: mx.array | None = None
+    written: int = 0
+    retry_at: float = 0.0
+    past: Past | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens still to write."""
+        return len(self.ids) - self.written
+
+
+def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
+    """Part rows by what is known of their answers."""
+    parts: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        parts.setdefault(tuple(row.ids), []).append(row)
+    return parts
+
+
+def by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
+    """Part rows by the batch that they were promised a place in."""
+    parts: dict[int, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(resident.ledger.batch_of(row.commitment), []).append(row)
+    return list(parts.values())
+
+
+def guard_of(sequence: Sequence, row: Row) -> Guard:
+    """Give what stands between a row's sampler, processors and grammar, and its batch."""
+    grammar = sequence.prepared.grammar
+    return Guard(
+        sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),
+        processors_of(sequence.sampling, len(sequence.prompt)),
+        None if grammar is None else Masker(grammar, row.ids),
+    )
