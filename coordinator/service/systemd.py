@@ -12,8 +12,9 @@ from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_
 FOLDER = "etc/systemd/system"
 NOTICE = "# Written by `cluster service install`; change it by running that again."
 SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
-FINAL = "2 8 9"
-"""Exit codes after which a new start would end the same way: wrong settings, other protocol, wrong peer."""
+FINAL = "2 6 8 9"
+"""Exit codes after which a new start would end the same way: wrong settings, another coordinator or another cluster,
+other protocol, wrong peer."""
 HARDENING = {
     "NoNewPrivileges": "yes", "CapabilityBoundingSet": "", "ProtectSystem": "full", "ProtectKernelTunables": "yes",
     "ProtectKernelModules": "yes", "ProtectControlGroups": "yes", "RestrictSUIDSGID": "yes",

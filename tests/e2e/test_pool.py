@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import ssl
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +20,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support.engine_pool import engine_of
-from tests.support.processes import CLI, Pool, Process, gone, until
+from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -389,6 +391,23 @@ def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
     until(lambda: cluster_pool.node("one")["state"] == "left", 5, "left")
     assert not (cluster_pool.folder / "one" / "node" / "identity" / "node.pem").exists()
     assert cluster_pool.run("leave", "--state", str(cluster_pool.folder / "one")).returncode == 5
+
+
+IMPATIENT = "import sys; from node import run; run.LEAVE_SECONDS = 0.5; sys.exit(run.main(sys.argv[1:]))"
+
+
+def test_leave_gives_up_where_nobody_can_be_told_and_says_what_can_be_done(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    node, coordinator = cluster_pool.join("one"), cluster_pool.coordinator
+    assert coordinator is not None
+    assert (node.stop(), coordinator.stop()) == (0, 0)
+    folder = cluster_pool.folder / "one"
+    leave = [sys.executable, "-P", "-c", IMPATIENT, "--leave", "--state", str(folder), "--set", "node.machine=one"]
+    done = subprocess.run(leave, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "`cluster leave --force`" in done.stderr) == (3, True), done.stderr
+    assert (folder / "node" / "identity" / "identity.json").exists()
+    assert cluster_pool.run("leave", "--force", "--state", str(folder)).returncode == 0
+    assert not (folder / "node" / "identity" / "identity.json").exists()
 
 
 def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
