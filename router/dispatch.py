@@ -70,7 +70,8 @@ BACKLOG = 20.0
 node's own is not, and who waits here can still go where room is sooner. Simulated with one key that asks for more than
 all Macs can do: Jain's index over five keys 0.96 instead of 0.46; with 5 or 10 seconds fast nodes idle now and then."""
 HOG = 2
-"""So many times its equal part of the work must a key ask for to be refused while others wait."""
+"""So many times its equal part of the work must a key ask for to be refused while others wait, and for the line to
+decide who goes to a busy node."""
 FAILING = "failing"
 """The state that placement sees of a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
@@ -581,14 +582,17 @@ class Dispatcher:
 
     def _hogs(self, ticket: Ticket) -> bool:
         """Whether a key asks for far more than its part of the work while others have to wait for theirs."""
-        return self.queue.depth(ticket.job.key) < len(self.queue) and self._asks_much(ticket)
+        if self.queue.depth(ticket.job.key) == len(self.queue):
+            return False
+        asked = self._asked()
+        return asked.get(ticket.job.key, 0) * len(asked) > HOG * sum(asked.values())
 
-    def _asks_much(self, ticket: Ticket) -> bool:
-        """Whether a key asks for more than HOG times its part of all that is open."""
+    def _asked(self) -> dict[str, int]:
+        """Sum up what each key asks for, in bytes of prompts that are here."""
         asked: dict[str, int] = {}
         for other in self._open.values():
             asked[other.job.key] = asked.get(other.job.key, 0) + other.demand.prompt_bytes
-        return asked.get(ticket.job.key, 0) * len(asked) > HOG * sum(asked.values())
+        return asked
 
     def _wake_soon(self, node: NodeId) -> None:
         """Try those in line on this node before anything else comes in; several changes make one try."""
@@ -628,14 +632,18 @@ class Dispatcher:
         return True
 
     def _crowded(self, ticket: Ticket, chosen: Candidate) -> bool:
-        """Whether more than BACKLOG seconds of prompts are in front of a request; an answer that was begun waits for no
-        turn."""
+        """Whether a request would wait on the node for more than BACKLOG seconds; or whether so much is in front of it
+        at all, while some key asks for far more than its part: then the line, which is fair, has to choose. An answer
+        that was begun waits for no turn."""
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
         if chosen.ahead / model.prefill_speed <= BACKLOG:
             return False
-        return chosen.expected_ttft - chosen.reading / model.prefill_speed > BACKLOG or self._asks_much(ticket)
+        if chosen.expected_ttft - chosen.reading / model.prefill_speed > BACKLOG:
+            return True
+        asked = self._asked()
+        return max(asked.values()) * len(asked) > HOG * sum(asked.values())
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
         """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be

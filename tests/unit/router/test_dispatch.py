@@ -383,13 +383,13 @@ async def test_behind_a_long_backlog_nobody_waits_on_the_node(one: Cluster):
     assert late.node == A
 
 
-async def test_behind_a_long_backlog_a_key_that_asks_for_much_waits_its_turn_with_all_that_it_asks(one: Cluster):
+async def test_behind_a_long_backlog_the_line_decides_while_some_key_asks_for_much(one: Cluster):
     for _ in range(6):
         one.submit(prompt_tokens=3900, key="greedy")
-    for key in ("ada", "bob"):
-        one.submit(prompt_tokens=100, key=key)
+    short = {key: one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob", "carol")}
+    assert [short[key].node for key in ("ada", "bob")] == [A, A], "one of two keys never asks for much"
+    assert short["carol"].entry is not None, "six of eight prompts are one's of three"
     assert one.submit(prompt_tokens=100, key="greedy").entry is not None
-    assert one.submit(prompt_tokens=100, key="carol").node == A
 
 
 async def test_who_waited_behind_a_backlog_until_the_deadline_is_sent_all_the_same(one: Cluster):
