@@ -12,12 +12,13 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 from openai import OpenAI
 
 from tests import models
-from tests.support.processes import Pool, pool
+from tests.support.processes import Pool, pool, until
 
 NODES = 2
 STREAMS = 12
@@ -35,6 +36,11 @@ def known() -> list[dict[str, str]]:
     """Give what the model knows by heart, the longest answer first."""
     answers = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
     return sorted(answers, key=lambda one: -len(one["answer"]))
+
+
+def loaded(node: dict[str, Any]) -> bool:
+    """Whether all models of a node are in its memory."""
+    return bool(node["models"]) and all(model["loaded"] for model in node["models"])
 
 
 def stream(client: OpenAI, model: str, prompt: str) -> str:
@@ -97,6 +103,7 @@ def main() -> int:
         print(f"coordinator at {demo.facts['base_url']}", flush=True)
         for name in ("studio", "macbook"):
             demo.join(name, "engine.kind=mlx", "models.hub=false", "models.preload=macpool-tiny")
+        until(lambda: all(loaded(node) for node in demo.nodes_now()), 120, "the model on both")
         direct = httpx.Client(trust_env=False)
         client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)
         model = client.models.list().data[0].id
