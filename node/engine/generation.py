@@ -327,7 +327,7 @@ class Generation:
         """Let rows join batch by batch as long as there is room; their first tokens are added to `tokens`."""
         resident, cache, written = prefill.resident, prefill.cache, len(prefill.ids)
         assert cache is not None  # noqa: S101  logits come from a forward, which has one
-        parts = by_batch(resident, [row for row in prefill.rows if not row.commitment.joined])
+        parts = by_batch(resident, prefill.rows)
         for rows in parts:
             rows[0].commitment.written = written
             grown = resident.ledger.joining(rows[0].commitment, len(rows))
@@ -338,6 +338,7 @@ class Generation:
             tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
             for row in rows:
                 row.commitment.written, row.commitment.joined, row.commitment.room = written, True, 0
+            prefill.rows = [row for row in prefill.rows if not row.commitment.joined]
         return None
 
     def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[Token[Row]]:
