@@ -12,15 +12,15 @@ them already. Where a model cannot be loaded its node serves it no more than one
 so everywhere, waiting helps nobody and the request ends with the cause.
 
 The balanced order is: room for two such requests or more (full marks), else for one; then the shortest time; then the
-least in flight for the speed of its answers; then the larger fraction of headroom; then chance. Ranking by plain bytes
-sends everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 at 40 % load). What a node has read
-of the prompt before (`affinity`) only shortens its expected time; between equals it decides.
+least in flight for the speed of its answers; then what was read before (`affinity`, which has shortened the time
+already); then the larger share of headroom; then chance. Ranking by plain bytes sends everything to the largest machine
+(simulated: median wait 6.4 s instead of 3.1 at 40 % load).
 
 Its time is the expected time to the first token, and what else it costs: by how much the prompts behind it wait
 longer, and, with less weight, how long its answer takes and how long those that are being written stand still. A node's
 prompts take turns, the shortest and the oldest, slower beside rows that decode; so a short one does not wait for a long
 one, and the sum of all that are in front of it is not its time (simulated, a household: the median wait falls from
-10.8 s to 3.7).
+10.8 s to 3.9).
 
 Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
 context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping
@@ -204,7 +204,7 @@ class Policy(Protocol):
 
 
 class Balanced:
-    """Saturating headroom first, then the shortest expected time to first token (see the theory above)."""
+    """Saturating headroom first, then the shortest time, with what others lose in it (see the theory above)."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
         """Rank by marks, time, requests in flight for its speed, share of the prompt known there, share of headroom."""
