@@ -127,6 +127,7 @@ class HotProtocol(DeadlineProtocol):
         self._stream: HotStream | None = None
         self._waiting = b""
         self._closing = False
+        self._rests_since = 0.0
 
     # -- bytes in -------------------------------------------------------------------------------
 
@@ -171,9 +172,8 @@ class HotProtocol(DeadlineProtocol):
     # -- one request ------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
-        self._disarm()
-        if self.timeout_keep_alive_task is not None:
-            self._unset_keepalive_if_required()
+        if self._late is not None:
+            self._disarm()
         self.server_state.total_requests += 1
         ticket = self._ticket = self.door.dispatcher.submit(job)
         ticket.sink = self._ready
@@ -234,11 +234,26 @@ class HotProtocol(DeadlineProtocol):
         if self._closing:
             self.transport.close()
             return
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._rests_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._rest(self.timeout_keep_alive)
         if self._waiting:
             self.loop.call_soon(self._go_on)
         else:
             self.flow.resume_reading()
+
+    def _rest(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that has been at rest for long. The timer is set once, and judges when it is due: to set
+        and to cancel one for every request costs more than to read its body."""
+        left = self._rests_since + self.timeout_keep_alive - self.loop.time()
+        self.timeout_keep_alive_task = None
+        if self._ticket is None and left <= 0:
+            super().timeout_keep_alive_handler()
+        elif self._ticket is None:
+            self._rest(left)
 
     def _go_on(self) -> None:
         ahead, self._waiting = self._waiting, b""

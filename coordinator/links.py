@@ -54,8 +54,8 @@ STRANGER_BYTES = 16 * 1024
 STRANGERS = 64
 """Connections without a certificate; a quarter of it from one address. Who shows one of ours is never turned away here,
 so a crowd of strangers cannot keep a node out, not even one behind the same address."""
-FROM_NODES = (Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed, LeaseGranted, LeaseRefused,
-              LeaseEnded)  # fmt: skip
+FROM_NODES = frozenset({Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed, LeaseGranted,
+                        LeaseRefused, LeaseEnded})  # fmt: skip
 """What a linked node may send."""
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024
@@ -147,7 +147,7 @@ class Connection(Endpoint):
         """Greet, or hand on."""
         if self.node is not None:
             frame = decode(tag, body)
-            if not isinstance(frame, FROM_NODES):
+            if type(frame) not in FROM_NODES:
                 raise WireError(f"{type(frame).__name__}, which no node sends here")
             self._server.take(self, frame)
             return

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FA
 """Final on one node, not in the cluster: another may be larger."""
 QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
 """Refusals whose message may quote the request: it is told to its client, and kept nowhere."""
-
-
+ABOUT_ONE = Admitted, Finished, Refusal, Failed
+"""What a node says of one request."""
 STOPPING = "the coordinator is stopping: send it again"
 
 
@@ -191,13 +190,12 @@ class Dispatcher:
         if isinstance(frame, Deltas):
             self._deltas(node, frame)
             return
-        if not isinstance(frame, Admitted | Finished | Refusal | Failed):
+        if not isinstance(frame, ABOUT_ONE):
             return
         ticket = self._live.get(frame.request)
         if ticket is None or ticket.node != node:
             self.orders.receive(node, frame)
-            return
-        if isinstance(frame, Admitted):
+        elif isinstance(frame, Admitted):
             self._admitted(ticket, frame)
         elif isinstance(frame, Finished):
             self._finished(ticket, frame)
@@ -367,7 +365,7 @@ class Dispatcher:
         ticket.charged = charged
         labels = self.quotas.limits(ticket.job.key).labels
         if labels:
-            ticket.demand = msgspec.structs.replace(ticket.demand, labels=frozenset(labels))
+            ticket.demand = replace(ticket.demand, labels=frozenset(labels))
 
     def close(self, ticket: Ticket) -> None:
         """Let go of a ticket; if it has not ended, its client is gone and the node is told."""
@@ -380,12 +378,14 @@ class Dispatcher:
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:
         """Decide without acting, for `cluster place` and for health."""
-        return place(self._seen(self.view), demand, self.ledger, now=self._clock(), draw=self._draw,
+        now = self._clock()
+        return place(self._seen(self.view, now), demand, self.ledger, now=now, draw=self._draw,
                      policy=self._policy, corrections=self._corrections)  # fmt: skip
 
     def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> Choice | Refused:
         """Say which node should load a model, after those that have refused to."""
-        return choose(self._seen(self.view), model, self.ledger, now=self._clock(), draw=self._draw,
+        now = self._clock()
+        return choose(self._seen(self.view, now), model, self.ledger, now=now, draw=self._draw,
                       policy=self._policy, corrections=self._corrections, tried=tried)  # fmt: skip
 
     def away(self, node: NodeView) -> Refused | None:
@@ -473,7 +473,8 @@ class Dispatcher:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
 
     def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
-        seen, now, trials = self._seen(view), self._clock(), ticket.trials()
+        now, trials = self._clock(), ticket.trials()
+        seen = self._seen(view, now)
         if self._columns is not None:
             result = self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
                                          corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
@@ -489,9 +490,9 @@ class Dispatcher:
         self.history.decided(self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes))
         return result
 
-    def _seen(self, view: ClusterView) -> ClusterView:
+    def _seen(self, view: ClusterView, now: float) -> ClusterView:
         """Give the view as placement may see it: nodes whose breakers are open get nothing."""
-        barred = self.breakers.barred(self._clock())
+        barred = self.breakers.barred(now)
         if not barred:
             return view
         return ClusterView(tuple(seen_as(node, FAILING) if node.id in barred else node for node in view.nodes))
@@ -798,10 +799,7 @@ class Dispatcher:
         used.prompt_tokens += prompt
         used.cached_tokens += cached
         used.completion_tokens += written
-        counts = self.counters.model(model)
-        counts.prompt_tokens += max(0, prompt)
-        counts.cached_tokens += max(0, cached)
-        counts.completion_tokens += max(0, written)
+        self.counters.model(model).used(prompt, cached, written)
         self.quotas.settle(ticket.job.key, ticket.charged, prompt + written, self._clock())
 
     def _model_of(self, ticket: Ticket) -> str:

@@ -43,6 +43,12 @@ class ModelCounts:
         self.itl = Buckets(ITL_BOUNDS)
         self.e2e = Buckets(E2E_BOUNDS)
 
+    def used(self, prompt: int, cached: int, written: int) -> None:
+        """Count what a request took, as far as a node can be believed."""
+        self.prompt_tokens += max(0, prompt)
+        self.cached_tokens += max(0, cached)
+        self.completion_tokens += max(0, written)
+
 
 @dataclass(slots=True)
 class Counters:

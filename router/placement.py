@@ -36,7 +36,7 @@ from typing import Protocol
 import msgspec
 
 from router.affinity import NOWHERE
-from router.reservations import Ledger, Unread
+from router.reservations import Account, Ledger
 from router.resume import GROWTH
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from wire.identity import NodeId
@@ -276,10 +276,10 @@ def consider(
     output = request.output_on(model, tokens)
     need = max(request_need(model, tokens, output, request.choices), reading_bytes(request.prompt_bytes))
     weights = 0 if model.loaded else model.weights
-    if node.reads(model):
+    if weights and node.reads(model):
         need, weights = need - weights, 0
     withheld = ledger.unacknowledged(node.id, trials.waiting)
-    if node.id in corrections:
+    if corrections and node.id in corrections:
         withheld += _withheld(node, ledger, corrections[node.id])
     verdict = judge(node.memory, need, unacknowledged=withheld, node=node.name)
     why, code = _unfit(node, model, request, now, trials)
@@ -289,14 +289,14 @@ def consider(
         room = verdict.numbers.headroom if verdict.numbers is not None else None
         if not why:
             why, code = verdict.message, verdict.code
-    account = ledger.account(node.id)
+    account, speed = ledger.account(node.id), model.prefill_speed
     known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
-    reading = round(tokens * (1.0 - known)) + request.written
+    reading = (round(tokens * (1.0 - known)) if known else tokens) + request.written
     ahead = node.engine.queued_tokens + account.tokens
-    ttft, delay = turns(account.unread, ahead, reading, model.prefill_speed)
+    ttft, delay = turns(account, ahead, reading, speed)
     if node.engine.running:
         ttft *= BESIDE_ROWS
-        delay += ROW_WEIGHT * node.engine.running * reading / model.prefill_speed
+        delay += ROW_WEIGHT * node.engine.running * reading / speed
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
@@ -305,17 +305,16 @@ def consider(
                      len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
 
 
-def turns(unread: Mapping[int, Unread], ahead: int, reading: int, speed: float) -> tuple[float, float]:
+def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:
     """Give the seconds until a prompt of `reading` tokens has been read, and those that others wait for it, on a node
     whose prompts take turns, the shortest and the oldest. In front of it are `ahead` tokens in all: what is left of the
-    `unread` prompts, and if that is not all then of others, which are taken as long ones."""
-    mine = reading / speed
-    known = sum([one.tokens for one in unread.values()])
-    if not known or not ahead:
-        return mine + ahead / speed, 0.0
+    account's unread prompts, and if that is not all then of others, which are taken as long ones."""
+    mine, others, known = reading / speed, ahead / speed, account.unread_tokens
+    if not known or others < TTFT_STEP / 2:  # the order of so little decides nothing
+        return mine + others, 0.0
     left = min(1.0, ahead / known)
     shorter, longer, behind = mine, max(0, ahead - known) / speed, 0
-    for one in unread.values():
+    for one in account.unread.values():
         seconds = one.seconds * left
         if seconds <= mine:
             shorter += seconds

@@ -96,11 +96,11 @@ class Quotas:
         over, and until when."""
         limits = self._limits_of(key)
         if limits is None:
-            self._meters.setdefault(key, _Meter()).running += 1
+            self._meter(key).running += 1
             return 0
         if not limits.allows(demand.model):
             return not_allowed(demand.model, limits)
-        meter = self._meter(key, limits, now)
+        meter = self._filled(key, limits, now)
         if limits.concurrency is not None and meter.running >= limits.concurrency:
             text = f"this API key may have {limits.concurrency} requests at once: wait for an answer"
             return Refused(Code.RATE_LIMITED, text, None, 1.0)
@@ -127,8 +127,14 @@ class Quotas:
             meter.tokens.fill(now)
             meter.tokens.level = min(float(meter.tokens.rate), meter.tokens.level + charged - used)
 
-    def _meter(self, key: str, limits: KeyLimits, now: float) -> _Meter:
-        meter = self._meters.setdefault(key, _Meter())
+    def _meter(self, key: str) -> _Meter:
+        meter = self._meters.get(key)
+        if meter is None:
+            meter = self._meters[key] = _Meter()
+        return meter
+
+    def _filled(self, key: str, limits: KeyLimits, now: float) -> _Meter:
+        meter = self._meter(key)
         meter.requests = _kept(meter.requests, limits.requests_per_minute, now)
         meter.tokens = _kept(meter.tokens, limits.tokens_per_minute, now)
         return meter

@@ -22,6 +22,8 @@ many that wait would keep everybody else out of all nodes.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from wire.identity import NodeId
 
 
@@ -29,8 +31,7 @@ class LedgerError(AssertionError):
     """The books do not balance: a bug, never a consequence of what a node or a client did."""
 
 
-@dataclass(slots=True)
-class _Promise:
+class _Promise(msgspec.Struct, gc=False):
     node: NodeId
     seq: int
     need: int
@@ -40,8 +41,7 @@ class _Promise:
     settled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+class Unread(msgspec.Struct, frozen=True, gc=False):
     """A prompt that a node has still to read: so many tokens of it, which take so many seconds there."""
 
     tokens: int
@@ -51,13 +51,20 @@ class Unread:
 @dataclass(slots=True)
 class Account:
     """What is open on one node: bytes and prompt tokens that its report does not contain, all requests on it, and the
-    prompts of those of which no token was heard yet."""
+    prompts of those of which no token was heard yet, with the sum of their tokens."""
 
     need: int = 0
     tokens: int = 0
     requests: set[int] = field(default_factory=set[int])
     promised: set[int] = field(default_factory=set[int])
     unread: dict[int, Unread] = field(default_factory=dict[int, Unread])
+    unread_tokens: int = 0
+
+    def has_read(self, request: int) -> None:
+        """Take a prompt off those that are unread; it may be off already."""
+        prompt = self.unread.pop(request, None)
+        if prompt is not None:
+            self.unread_tokens -= prompt.tokens
 
 
 _EMPTY = Account()
@@ -93,6 +100,7 @@ class Ledger:
         account.tokens += tokens
         account.requests.add(request)
         account.unread[request] = Unread(tokens, seconds)
+        account.unread_tokens += tokens
         account.promised.add(request)
 
     def admitted(self, request: int) -> None:
@@ -105,7 +113,7 @@ class Ledger:
         """Note that the node has read the prompt, or that it is no prompt whose first token will be waited for."""
         promise = self._promises.get(request)
         if promise is not None:
-            self._accounts[promise.node].unread.pop(request, None)
+            self._accounts[promise.node].has_read(request)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
         """Settle what a report already counts: admitted promises up to `acked_seq`."""
@@ -136,7 +144,7 @@ class Ledger:
         if not promise.settled:
             self._settle(account, request, promise)
         account.requests.discard(request)
-        account.unread.pop(request, None)
+        account.has_read(request)
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -220,6 +228,8 @@ class Ledger:
                 raise LedgerError(f"{node}: account and promises differ")
             if not account.unread.keys() <= mine.keys():
                 raise LedgerError(f"{node}: unread prompts of requests that are not there")
+            if account.unread_tokens != sum(prompt.tokens for prompt in account.unread.values()):
+                raise LedgerError(f"{node}: {account.unread_tokens} unread tokens on account, prompts differ")
             if account.need != sum(promise.need for promise in open_.values()):
                 raise LedgerError(f"{node}: {account.need} bytes on account, promises differ")
             if account.tokens != sum(promise.tokens for promise in open_.values()):

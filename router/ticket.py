@@ -266,7 +266,7 @@ class WholeTicket(Ticket):
 
     def __init__(self, job: Job, number: int, now: float) -> None:
         super().__init__(job, number, now)
-        self.discard()
+        self._empty()
 
     def add(self, delta: Delta) -> bool:
         """Collect what was asked for; deltas themselves are not kept."""
@@ -293,6 +293,9 @@ class WholeTicket(Ticket):
     def discard(self) -> None:
         """Forget what was said."""
         super().discard()
+        self._empty()
+
+    def _empty(self) -> None:
         self._texts: dict[tuple[int, int], io.StringIO] = {}
         self._calls: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[Logprob]] = {}

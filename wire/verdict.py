@@ -215,23 +215,28 @@ def tail(transient: Transient) -> int:
 def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
     """Give the most that a forward takes for a moment once this request is here: the smallest chunk at the end of its
     prompt, or a decode step. Forwards run one after the other, so those of several requests do not add up."""
-    transient, length = model.forward, prompt_tokens + output_tokens
-    chunk = min(prompt_tokens, transient.floor)
-    end = min(chunk, tail(transient))
-    return max(
-        model.transient,
-        prefill_transient(transient, chunk, prompt_tokens - chunk) if chunk else 0,
-        prefill_transient(transient, end, prompt_tokens - end, last=True) if end else 0,
-        *(step_transient(transient, group.rows, group.longest) for group in _with(model, length, choices)),
-    )
+    length = prompt_tokens + output_tokens
+    return _highest(model, prompt_tokens, length, choices, _joined(model.groups, length, model.kv)[0])
 
 
-def _with(model: Model, length: int, choices: int) -> Iterable[Group]:
-    """Give the decode batches once a request has joined: its first row where it adds least, the rest by themselves."""
-    best, _ = _joined(model.groups, length, model.kv)
+def _highest(model: Model, prompt: int, length: int, choices: int, best: Group | None) -> int:
+    """Give the highest forward, once the first row has joined its `best` batch and the rest stand by themselves."""
+    transient, highest = model.forward, model.transient
+    chunk = min(prompt, transient.floor)
+    if chunk:
+        end = min(chunk, tail(transient))
+        highest = max(
+            highest,
+            prefill_transient(transient, chunk, prompt - chunk),
+            prefill_transient(transient, end, prompt - end, last=True),
+        )
     for group in model.groups:
-        yield group if group is not best else Group(group.rows + 1, max(group.longest, length))
-    yield Group(choices if best is None else choices - 1, length)
+        if group is best:
+            step = step_transient(transient, group.rows + 1, max(group.longest, length))
+        else:
+            step = step_transient(transient, group.rows, group.longest)
+        highest = max(highest, step)
+    return max(highest, step_transient(transient, choices if best is None else choices - 1, length))
 
 
 def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -240,9 +245,11 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
     The whole prompt counts, cached or not: a prefix-cache hit is a copy once it is written.
     """
     kv, length = model.kv, prompt_tokens + output_tokens
-    rows = join_bytes(model.groups, length, kv) + (choices - 1) * row_bytes(kv, length)
-    transient = request_transient(model, prompt_tokens, output_tokens, choices)
-    return rows + transient + (0 if model.loaded else model.weights)
+    best, rows = _joined(model.groups, length, kv)
+    if choices > 1:
+        rows += (choices - 1) * row_bytes(kv, length)
+    highest = _highest(model, prompt_tokens, length, choices, best)
+    return rows + highest + (0 if model.loaded else model.weights)
 
 
 def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False) -> int:

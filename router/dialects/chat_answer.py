@@ -5,10 +5,11 @@ and channel, with the text escaped by the C encoder between them. Log probabilit
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from router.dialects.chat_parts import MOST_CALLS, Logprobs, finish_reason, logprobs_of, tool_call
 from router.problems import Problem
@@ -20,6 +21,7 @@ KEEPALIVE = b": waiting\n\n"
 
 _FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
 _SHIFT = 8
+_encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
@@ -70,11 +72,11 @@ class ChatChunks:
 
     def closing(self, finished: Finished) -> bytes:
         """Give the reasons of all choices, the usage if it was asked for, and the end of the stream."""
-        reasons = _reasons(finished, self._calls)
-        ends = "".join(self._choice(choice, "{}", reason=f'"{reason}"') for choice, reason in enumerate(reasons))
-        usage = (
-            f'{self._head}"choices":[],"usage":{json.dumps(usage_of(finished))}}}\n\n' if self._include_usage else ""
+        ends = "".join(
+            self._choice(choice, "{}", reason=f'"{_reason(finished, choice, calls)}"')
+            for choice, calls in enumerate(self._calls)
         )
+        usage = f'{self._head}"choices":[],"usage":{_json(usage_of(finished))}}}\n\n' if self._include_usage else ""
         return (ends + usage).encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:
@@ -114,39 +116,57 @@ class ChatChunks:
         return self._choice(choice, _json({"tool_calls": [{"index": index} | call]}))
 
 
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, gc=False):
+    """`usage` of an answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: _Details
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, object]] | UnsetType = UNSET
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    message: _Message
+    logprobs: Logprobs | None
+    finish_reason: str
+
+
+class _Completion(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    usage: Usage
+
+
 def completion(job: Job, answer: Answer, finished: Finished) -> bytes:
     """Give the whole answer of a request that did not ask for a stream."""
-    choices = range(job.params.n)
-    calls = [_calls(answer.calls.get(choice, ())) for choice in choices]
-    reasons = _reasons(finished, [len(made) for made in calls])
-    whole: dict[str, object] = {
-        "id": f"chatcmpl-{job.request_id}",
-        "object": "chat.completion",
-        "created": job.created,
-        "model": job.demand.model,
-        "choices": [
-            {
-                "index": choice,
-                "message": _message(choice, answer, calls[choice]),
-                "logprobs": _logprobs(choice, answer, job),
-                "finish_reason": reasons[choice],
-            }
-            for choice in choices
-        ],
-        "usage": usage_of(finished),
-    }
-    return msgspec.json.encode(whole)
+    choices = [_choice(choice, job, answer, finished) for choice in range(job.params.n)]
+    name = f"chatcmpl-{job.request_id}"
+    return _encode(_Completion(name, "chat.completion", job.created, job.demand.model, choices, usage_of(finished)))
 
 
-def _message(choice: int, answer: Answer, calls: list[dict[str, object]]) -> dict[str, object]:
+def _choice(choice: int, job: Job, answer: Answer, finished: Finished) -> _Choice:
+    calls = _calls(answer.calls[choice]) if choice in answer.calls else []
     content = answer.texts.get((choice, Channel.CONTENT), "")
-    message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-    reasoning = answer.texts.get((choice, Channel.REASONING), "")
-    if reasoning:
-        message["reasoning_content"] = reasoning
+    message = _Message("assistant", content, None, answer.texts.get((choice, Channel.REASONING)) or UNSET)
     if calls:
-        message |= {"content": content or None, "tool_calls": calls}
-    return message
+        message.content, message.tool_calls = content or None, calls
+    return _Choice(choice, message, _logprobs(choice, answer, job), _reason(finished, choice, len(calls)))
 
 
 def _calls(pieces: Iterable[str]) -> list[dict[str, object]]:
@@ -157,20 +177,16 @@ def _logprobs(choice: int, answer: Answer, job: Job) -> Logprobs | None:
     return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs) if job.params.logprobs else None
 
 
-def _reasons(finished: Finished, calls: Sequence[int]) -> list[str]:
-    told = (finished.reasons + ("stop",) * len(calls))[: len(calls)]
-    return [finish_reason(reason, made) for reason, made in zip(told, calls, strict=True)]
+def _reason(finished: Finished, choice: int, calls: int) -> str:
+    told = finished.reasons[choice] if choice < len(finished.reasons) else "stop"
+    return finish_reason(told, calls)
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    return _encode(value).decode()
 
 
-def usage_of(finished: Finished) -> dict[str, object]:
+def usage_of(finished: Finished) -> Usage:
     """Give the exact counts of a finished request."""
-    return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.completion_tokens,
-        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
-    }
+    prompt, written = finished.prompt_tokens, finished.completion_tokens
+    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens))

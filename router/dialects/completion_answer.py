@@ -53,7 +53,7 @@ class CompletionChunks:
             for choice, reason in enumerate(_reasons(finished, len(self._echoes)))
         )
         if self._job.include_usage:
-            ends += f'{self._head}],"usage":{json.dumps(usage_of(finished))}}}\n\n'
+            ends += f'{self._head}],"usage":{msgspec.json.encode(usage_of(finished)).decode()}}}\n\n'
         return ends.encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:

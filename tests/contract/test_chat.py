@@ -357,6 +357,33 @@ async def test_a_long_prefill_keeps_the_connection_alive():
         assert answer.status_code == 200
 
 
+async def test_a_connection_at_rest_is_closed_and_one_that_waits_for_an_answer_is_not():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.rest = 0.3
+    async with served(cluster):
+        host, port = cluster.base_url.removeprefix("http://").split(":")
+        body = json.dumps(ASK).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {cluster.key}\r\n"
+        asked = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        reader, writer = await asyncio.open_connection(host, int(port))
+        resting, other = await asyncio.open_connection(host, int(port))
+        writer.write(asked)
+        assert b" 200 " in await reader.readuntil(b"\r\n"), "from now on it could be closed"
+        other.write(asked)
+        assert b" 200 " in await resting.readuntil(b"\r\n")
+        node.mute = True
+        writer.write(asked)
+        await asyncio.wait_for(resting.read(), 20)
+        await until(lambda: node.reserved)
+        assert not cluster.dispatcher.idle, "the first waits still"
+        cluster.fail(node)
+        assert b" 500 " in await asyncio.wait_for(reader.read(), 20), "it is answered, and closed after its own rest"
+        for each in (writer, other):
+            each.close()
+            await each.wait_closed()
+
+
 async def test_stopping_ends_streams_honestly():
     node = LoopbackNode("a", mute=True)
     async with served(LoopbackCluster(node)) as cluster, plain(cluster) as client:

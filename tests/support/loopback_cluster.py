@@ -100,9 +100,11 @@ class LoopbackNode:
 
 class LoopbackCluster:
     """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class,
-    which answers what it can itself, instead of through the ASGI application alone."""
+    which answers what it can itself, instead of through the ASGI application alone; `rest` are the seconds for which a
+    connection may be at rest."""
 
     front: ClassVar[bool] = True
+    rest: float = 75.0
 
     def __init__(
         self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = nothing_else
@@ -216,8 +218,14 @@ class LoopbackCluster:
             http = protocol(door)
         server = uvicorn.Server(
             uvicorn.Config(
-                self.app, http=http, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2
-            )
+                self.app,
+                http=http,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=2,
+                timeout_keep_alive=self.rest,  # pyright: ignore[reportArgumentType]  typed as whole seconds
+            )  # fmt: skip
         )
         running = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(self._report_for_ever())

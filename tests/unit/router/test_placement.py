@@ -19,7 +19,7 @@ from router.placement import (
     place,
     turns,
 )
-from router.reservations import Ledger, Unread
+from router.reservations import Account, Ledger, Unread
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
@@ -324,11 +324,16 @@ def test_the_shortest_expected_time_counts_queue_load_and_speed():
 LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
 
 
+def waiting(*prompts: Unread) -> Account:
+    """Give the account of a node that has still to read these."""
+    return Account(unread=dict(enumerate(prompts)), unread_tokens=sum(prompt.tokens for prompt in prompts))
+
+
 @given(lengths=LENGTHS, mine=st.integers(1, 20_000), share=st.floats(0, 2))
 def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themselves(
     lengths: list[int], mine: int, share: float
 ):
-    unread = {number: Unread(tokens, tokens / 1000) for number, tokens in enumerate(lengths)}
+    unread = waiting(*(Unread(tokens, tokens / 1000) for tokens in lengths))
     ahead = round(share * sum(lengths))
     wait, delay = turns(unread, ahead, mine, 1000.0)
     assert mine / 1000 <= wait <= (mine + ahead) / 1000 + 1e-6
@@ -338,10 +343,10 @@ def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themsel
 
 
 def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
-    unread = {1: Unread(10_000, 10.0), 2: Unread(500, 0.5), 3: Unread(2000, 2.0)}
+    unread = waiting(Unread(10_000, 10.0), Unread(500, 0.5), Unread(2000, 2.0))
     assert turns(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), "0.5 and its own 1, as much of the oldest; two are behind"
     assert turns(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), "half of all is read: one that is as long is before it now"
-    assert turns({}, 4000, 1000, 1000.0) == (5.0, 0.0), "of others' prompts only the sum is known"
+    assert turns(Account(), 4000, 1000, 1000.0) == (5.0, 0.0), "of others' prompts only the sum is known"
     assert turns(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
 
 
