@@ -225,7 +225,7 @@ class LoopbackCluster:
                 lifespan="on",
                 timeout_graceful_shutdown=2,
                 timeout_keep_alive=self.rest,  # pyright: ignore[reportArgumentType]  typed as whole seconds
-            )  # fmt: skip
+            )
         )
         running = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(self._report_for_ever())
