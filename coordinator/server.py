@@ -18,8 +18,18 @@ HANDSHAKE_SECONDS = 10.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the composition root decides when to stop. And with a deadline for
-    handshakes, for until one is done no protocol of ours sees the connection."""
+    """uvicorn without its own signal handling: the composition root decides when to stop. With a deadline for
+    handshakes, for until one is done no protocol of ours sees the connection. And without its ticks, ten a second also
+    while nobody asks for anything: what they look for does not exist here, but for the end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ending = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Serve until the end."""
+        await self.on_tick(0)
+        await self.ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -70,4 +80,5 @@ async def http_server(
         yield
     finally:
         server.should_exit = True
+        server.ending.set()
         await task
