@@ -1,8 +1,8 @@
 """Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
 
-`python -m tests.bench NAME…` runs only the groups with these names: begin, stream, plain, memory, idle, help, doctor,
-parts, simulation, metrics, video; and those of the MLX engine: decode, server, itl, cancel, gate, prefix, estimate,
-torture, steady, grammar.
+`python -m tests.bench NAME…` runs only the groups with these names: begin, memory, idle, help, doctor, parts,
+simulation, metrics, video; those of the front door: stream, plain, delay, many, refusing; and those of the MLX engine:
+decode, server, itl, cancel, gate, prefix, estimate, torture, steady, grammar.
 """
 
 import asyncio
@@ -19,76 +19,17 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import begin, engine, load, metrics, page, simulation, video
-from tests.bench.peers import Peer, mock_nodes, nginx, sglang
+from tests.bench import begin, engine, front, load, metrics, page, simulation, video
+from tests.bench.front import STEP_MS, two_nodes
 from tests.bench.row import Row, commit
 from tests.support.hosts import Hosts, unsupported
-from tests.support.processes import CLI, ROOT, Pool, environment, pool
-
-STREAMS, TOKENS, ROUNDS = 64, 940, 5
-PLAIN_SECONDS = 6
-STEP_MS = 20
-
-
-def two_nodes(made: Pool, *settings: str) -> Peer:
-    """Start a coordinator and two scripted nodes as a user would, keys and TLS on."""
-    made.up()
-    for name in ("one", "two"):
-        made.join(name, *settings)
-    assert made.coordinator is not None
-    return Peer(made.base, psutil.Process(made.coordinator.pid))
-
-
-def per_event(peer: Peer, key: str) -> float:
-    """Give CPU microseconds per streamed token over one round."""
-    before = peer.cpu()
-    seen = asyncio.run(load.streams(peer.base, key, STREAMS, TOKENS))
-    if seen.failed or seen.events != STREAMS * TOKENS:
-        raise RuntimeError(f"{seen.events} events of {STREAMS * TOKENS}, {seen.failed} streams failed")
-    return (peer.cpu() - before) / seen.events * 1e6
-
-
-def per_request(peer: Peer, key: str) -> float:
-    """Give CPU microseconds per plain request over one round."""
-    before = peer.cpu()
-    requests = load.rush(peer.base, key, 2 * STREAMS, PLAIN_SECONDS, 8)
-    return (peer.cpu() - before) / requests * 1e6
-
-
-def alternate(ours: Peer, key: str, theirs: Peer, measure: Callable[[Peer, str], float]) -> tuple[float, float, float]:
-    """Measure both in turn, A B A B …; give the medians and the median of the ratios pair by pair."""
-    measure(ours, key), measure(theirs, "x")
-    pairs = [(measure(ours, key), measure(theirs, "x")) for _ in range(ROUNDS)]
-    a, b = zip(*pairs, strict=True)
-    return statistics.median(a), statistics.median(b), statistics.median(x / y for x, y in pairs)
-
-
-def bench_stream(folder: Path) -> list[Row]:
-    """Streamed tokens against nginx."""
-    with pool(folder) as made, mock_nodes(STEP_MS) as ports, nginx(folder, ports) as peer:
-        ours, theirs, ratio = alternate(
-            two_nodes(made, f"engine.scripted.step_ms={STEP_MS}", "engine.scripted.text=clock"),
-            made.key,
-            peer,
-            per_event,
-        )
-    figure = f"{ratio:.2f} x nginx ({ours:.1f} against {theirs:.1f} us of CPU, {STREAMS * TOKENS} events a round)"
-    return [Row("streamed token", "<= 1.3 x nginx", figure, ratio <= 1.3, commit())]
-
-
-def bench_plain(folder: Path) -> list[Row]:
-    """Plain requests against sglang-router."""
-    with pool(folder) as made, mock_nodes(STEP_MS) as ports, sglang(folder, ports) as peer:
-        step = f"engine.scripted.step_ms={STEP_MS}"
-        ours, theirs, ratio = alternate(two_nodes(made, step), made.key, peer, per_request)
-    figure = f"{ratio:.2f} x sglang-router ({ours:.0f} against {theirs:.0f} us of CPU)"
-    return [Row("plain request", "<= 0.8 x sglang-router", figure, ratio <= 0.8, commit())]
+from tests.support.processes import CLI, ROOT, environment, pool
 
 
 def bench_memory(folder: Path) -> list[Row]:
     """Resident memory of coordinator and agent, and growth from request 1,000 to 10,000."""
     with pool(folder) as made:
-        ours = two_nodes(made, "engine.scripted.step_ms=1")
+        ours = two_nodes(made, "step_ms=1")
         asyncio.run(load.plain(ours.base, made.key, 20, 50, 4))
         before = ours.process.memory_info().rss
         asyncio.run(load.plain(ours.base, made.key, 20, 450, 4))
@@ -187,12 +128,11 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "idle": bench_idle,
     "memory": bench_memory,
     "metrics": metrics.bench_metrics,
-    "plain": bench_plain,
     "page": page.bench_page,
     "parts": bench_parts,
     "simulation": simulation.bench_simulation,
-    "stream": bench_stream,
     **video.GROUPS,
+    **front.GROUPS,
     **engine.GROUPS,
 }
 

@@ -13,14 +13,17 @@ from urllib.parse import urlsplit
 
 @dataclass(slots=True)
 class Seen:
-    """What came back. `gaps` in seconds between two events of one stream, `transit` from the node's clock to here."""
+    """What came back. In seconds `gaps` between two events of one stream, `transit` from the node's clock to here, and
+    what each plain request `took`; `cpu` in microseconds of an event, where somebody measured it."""
 
     events: int = 0
     requests: int = 0
     failed: int = 0
     gaps: list[float] = field(default_factory=list)
     transit: list[float] = field(default_factory=list)
+    took: list[float] = field(default_factory=list[float])
     seconds: float = 0.0
+    cpu: float = 0.0
 
 
 def request(base: str, key: str, body: dict[str, object]) -> bytes:
@@ -79,28 +82,32 @@ async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
     return seen
 
 
-async def _lane(base: str, key: str, count: int, tokens: int, seen: Seen) -> None:
+async def _lane(base: str, key: str, count: int, tokens: int, seen: Seen, pause: float) -> None:
     reader, writer = await connect(base)
     body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": tokens}
     sent = request(base, key, body)
     try:
         for _ in range(count):
+            begun = time.monotonic()
             writer.write(sent)
             head = await reader.readuntil(b"\r\n\r\n")
             length = next(int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:")
             await reader.readexactly(length)
+            seen.took.append(time.monotonic() - begun)
             seen.requests += 1
             if not head.startswith(b"HTTP/1.1 200"):
                 seen.failed += 1
+            if pause:
+                await asyncio.sleep(pause)
     finally:
         writer.close()
 
 
-async def plain(base: str, key: str, lanes: int, count: int, tokens: int) -> Seen:
-    """Run `count` plain requests in each of `lanes` lanes."""
+async def plain(base: str, key: str, lanes: int, count: int, tokens: int, pause: float = 0.0) -> Seen:
+    """Run `count` plain requests in each of `lanes` lanes, and wait for `pause` seconds after each."""
     seen = Seen()
     began = time.monotonic()
-    await asyncio.gather(*[_lane(base, key, count, tokens, seen) for _ in range(lanes)])
+    await asyncio.gather(*[_lane(base, key, count, tokens, seen, pause) for _ in range(lanes)])
     seen.seconds = time.monotonic() - began
     return seen
 

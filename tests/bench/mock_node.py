@@ -1,7 +1,8 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
 `python -m tests.bench.mock_node STEP_MS` prints its port and serves until its standard input ends. All streams get
-their event of a step in the same instant, as from an engine that decodes them as one batch.
+their event of a step in the same instant, as from an engine that decodes them as one batch. With steps of 0 it answers
+at once, and streams nothing.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ class Exchange(asyncio.Protocol):
 
     streams: ClassVar["set[Exchange]"] = set()
     answers: ClassVar["list[Exchange]"] = []
+    at_once: ClassVar[bool] = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -63,6 +65,9 @@ class Exchange(asyncio.Protocol):
             self.whole(b'{"status":"ok","data":[],"model_path":"scripted-1"}')
             return
         asked = json.loads(body)
+        if self.at_once:
+            self.whole(ANSWER)
+            return
         if not asked.get("stream"):
             self.left = asked_tokens(asked)
             self.answers.append(self)
@@ -101,6 +106,9 @@ async def main(step: float) -> None:
     print(server.sockets[0].getsockname()[1], flush=True)
     over = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), over.set)
+    if not step:
+        Exchange.at_once = True
+        await over.wait()
     due = loop.time()
     while not over.is_set():
         due = max(due + step, loop.time())

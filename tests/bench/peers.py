@@ -38,10 +38,11 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Something that routes: its base URL and its process."""
+    """Something that routes: its base URL, its process, and a key for it."""
 
     base: str
     process: psutil.Process
+    key: str = "x"
 
     def cpu(self) -> float:
         """CPU seconds of its process tree so far."""
@@ -61,7 +62,7 @@ def free_port() -> int:
 
 @contextmanager
 def mock_nodes(step_ms: float) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; give their ports."""
+    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing."""
     with ExitStack() as stack:
         ports: list[int] = []
         for _ in range(2):
