@@ -5,6 +5,7 @@ and are written one at a time, only while the transport is not paused; so a toke
 and what the transport holds (64 KiB, about 5 ms of a 100 Mbit/s line).
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,9 +22,10 @@ IPPROTO_TCP = 6
 TCP_NODELAY = 1
 TCP_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
 """Python's socket module does not name the last (sys/tcp.h on macOS, linux/tcp.h)."""
-GATHER = 0.002
-"""Seconds between two writes on one link in a rush: a write and the wake-up at the other end cost as much as the rest
-of a request together."""
+GATHER, AT_ONCE = 0.002, 4
+"""Seconds between two writes on one link in a rush, and so many that need not wait for that after a pause: a write and
+the wake-up at the other end cost as much as the rest of a request together, but one that is alone, with its few frames,
+must not wait."""
 TCP_RTO_MAX_MS = 44
 LONGEST_RETRY = 1000
 """Milliseconds from one retransmission to the next, where the kernel lets us say (Linux 6.15 and later). Left alone it
@@ -157,7 +159,7 @@ class Endpoint:
 
     def __init__(self, loop: Loop, longest_joined: int = LONGEST_JOINED) -> None:
         self._clock = loop
-        self._written_at = 0.0
+        self._due = -math.inf
         self._splitter = Splitter(longest_joined=longest_joined)
         self._reason = "the peer closed the connection"
         self._paused = False
@@ -168,12 +170,11 @@ class Endpoint:
     def _soon(self, then: Callable[[], None]) -> None:
         """Write at the end of this turn of the loop, but in a rush only once in GATHER seconds."""
         now = self._clock.time()
-        if now - self._written_at >= GATHER:
-            self._written_at = now
+        self._due = max(self._due, now - AT_ONCE * GATHER) + GATHER
+        if self._due <= now:
             self._clock.call_soon(then)
         else:
-            self._written_at += GATHER
-            self._clock.call_at(self._written_at, then)
+            self._clock.call_at(self._due, then)
 
     def opened(self) -> None:
         """The connection is up."""

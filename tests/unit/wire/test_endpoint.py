@@ -6,7 +6,7 @@ from typing import Any
 from wire import stream
 from wire.codec import Splitter, decode, encode
 from wire.frames import Cancel, Generate, Message, Params, Ping
-from wire.stream import GATHER, Endpoint
+from wire.stream import AT_ONCE, GATHER, Endpoint
 
 
 class Line:
@@ -84,18 +84,25 @@ def test_a_breach_ends_the_connection_with_its_reason() -> None:
     assert not end.send(Ping(1))
 
 
-def test_the_first_frame_leaves_in_its_turn_and_a_rush_in_one_write() -> None:
+def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() -> None:
     line = Line()
     end = End(line)
-    end.send(Ping(1))
-    line.run()
-    assert len(line.written) == 1
-    for number in range(5):
+    for number in range(AT_ONCE - 1):
+        end.send(Ping(number))
+        line.run()
+        assert len(line.written) == number + 1, "nobody waits as long as there are few"
+    for number in range(50):
         end.send(Ping(number))
         line.run(GATHER / 10)
+    assert AT_ONCE - 1 + 5 <= len(line.written) <= AT_ONCE + 5, "ten frames are one write"
     line.run(GATHER)
-    assert len(line.written) == 2
-    assert [decode(*pair) for pair in Splitter().feed(line.written[1])] == [Ping(number) for number in range(5)]
+    sent = [frame for each in line.written for frame in (decode(*pair) for pair in Splitter().feed(each))]
+    assert sent == [Ping(number) for number in (*range(AT_ONCE - 1), *range(50))]
+    line.run(GATHER * (AT_ONCE + 1))
+    before = len(line.written)
+    end.send(Ping(9))
+    line.run()
+    assert len(line.written) == before + 1, "the rush is over"
 
 
 def test_closing_sends_what_was_gathered() -> None:
