@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from router.columns import Columns
 from router.affinity import Affinity, Chain, chain_of
 from router.breaker import Breakers
-from router.history import History, Story
+from router.endings import Endings
+from router.history import History
 from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
@@ -79,8 +80,6 @@ LINKED = frozenset({READY, SUSPECT, DRAINING})
 SWEEP_SECONDS = 0.25
 ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
 """Final on one node, not in the cluster: another may be larger."""
-QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
-"""Refusals whose message may quote the request: it is told to its client, and kept nowhere."""
 ABOUT_ONE = Admitted, Finished, Refusal, Failed
 """What a node says of one request."""
 STOPPING = "the coordinator is stopping: send it again"
@@ -120,6 +119,7 @@ class Dispatcher:
         self._columns: Columns | None = None
         self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
         self.history = History()
+        self._endings = Endings(self.counters, self.usage, self.history)
         self.orders = Orders(send, lambda: numbers()[0])
         self.on_trouble: Callable[[Ticket, str], None] = _nobody_told
         """Told of a request that broke on its node, and of the code."""
@@ -781,26 +781,8 @@ class Dispatcher:
             self.queue.remove(ticket.entry)
             self._left_line(ticket)
         self._leave_node(ticket)
-        model, seconds = self._model_of(ticket), self._clock() - ticket.arrived
-        self._account(ticket, outcome, model)
-        self.counters.ended(_label(outcome), model, seconds)
-        self.history.stories.append(_story(ticket, outcome, seconds))
+        self._endings.ended(ticket, outcome, self._model_of(ticket), self.quotas, self._clock())
         ticket.end(outcome)
-
-    def _account(self, ticket: Ticket, outcome: Outcome, model: str) -> None:
-        """Count what a request used for its key, and give its quota back what it did not use. One that ended early used
-        what was read and written until then: leaving is no way around a limit."""
-        if ticket.charged is None:
-            return
-        used = self.usage.of(ticket.job.key, model)
-        used.requests += 1
-        used.failed += not isinstance(outcome, Finished)
-        prompt, cached, written = _took(ticket, outcome)
-        used.prompt_tokens += prompt
-        used.cached_tokens += cached
-        used.completion_tokens += written
-        self.counters.model(model).used(prompt, cached, written)
-        self.quotas.settle(ticket.job.key, ticket.charged, prompt + written, self._clock())
 
     def _model_of(self, ticket: Ticket) -> str:
         """Name the model that a request is counted for: none where no member has heard of it, for a name that a client
@@ -880,33 +862,3 @@ def _chain(job: Job) -> Chain:
 
 def _counted(demand: Demand, tokens: int) -> Demand:
     return replace(demand, prompt_tokens=max(0, tokens))
-
-
-def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
-    """Give the prompt's tokens, those of them that were cached, and the tokens that were written."""
-    if isinstance(outcome, Finished):
-        return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
-    return (*ticket.read, ticket.wrote)
-
-
-def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
-    job = ticket.job
-    steps = tuple(ticket.steps)
-    if isinstance(outcome, Finished):
-        return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, "ok", "", steps,
-                     outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
-                     outcome.timings)  # fmt: skip
-    return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
-
-
-def _worth_keeping(outcome: Refused | Failure) -> str:
-    """Give the message of an end for those who look on: not one that may quote what its client wrote."""
-    quotes = isinstance(outcome, Refused) and outcome.code in QUOTING
-    return "its client was told why" if quotes else outcome.message
-
-
-def _label(outcome: Outcome) -> str:
-    if isinstance(outcome, Finished):
-        return "ok"
-    return outcome.code.value if isinstance(outcome, Refused) else outcome.code
