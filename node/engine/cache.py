@@ -139,6 +139,23 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
             yield from _leaves(inner)
 
 
+def plain(layers: Iterable[Layer]) -> bool:
+    """Whether padding at a row's right cannot be seen in these caches: keys and values by place, and nothing else."""
+    return all(type(cast("object", layer)) is KVCache for layer in layers)
+
+
+def row_of(layers: Iterable[Layer], place: int, length: int) -> Layers:
+    """View a row's first `length` tokens in plain caches of many rows."""
+    return [_row(layer, place, length) for layer in layers]
+
+
+def _row(layer: Any, place: int, length: int) -> Layer:
+    row = cast("Any", KVCache)()
+    row.keys, row.values = (held[place : place + 1, :, :length, :] for held in (layer.keys, layer.values))
+    row.offset = length
+    return row
+
+
 class Manner(Enum):
     """How a model's caches can be kept and used again: cut to any beginning, only as they are, or not at all."""
 

@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining
-from node.engine.cache import Layers, TextModel, evaluate, kv_of, new_cache
+from node.engine.cache import Layers, TextModel, evaluate, kv_of, new_cache, plain
 from node.engine.estimate import Estimator
 from node.engine.found import Found
 from node.engine.ledger import Ledger
@@ -46,7 +46,7 @@ _MEMORY = 0.3
 @dataclass(slots=True, eq=False)
 class Resident:
     """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits. A chunk takes about
-    `fixed_seconds` and `token_seconds` for each token."""
+    `fixed_seconds` and `token_seconds` for each token. `plain`: its prompts may be padded (`cache.plain`)."""
 
     found: Found
     model: TextModel
@@ -66,6 +66,7 @@ class Resident:
     used_at: float = 0.0
     users: int = 0
     profile: "Profile | None" = None
+    plain: bool = False
 
     @property
     def name(self) -> str:
@@ -128,7 +129,7 @@ def load(found: Found) -> Iterator[int | Resident]:
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
         Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds, fixed_seconds=warmth.step_seconds,
-        token_seconds=1 / warmth.prefill_speed,
+        token_seconds=1 / warmth.prefill_speed, plain=plain(new_cache(model)),
     )  # fmt: skip
 
 

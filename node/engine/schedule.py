@@ -7,6 +7,8 @@ sized by time, from what chunks have cost: a fixed part (the weights are read on
 - While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
   times the quiet one.
 - A prompt that takes BURST seconds in all is written at once: one gap for each new chat, as everywhere.
+- Several such prompts are read in one forward (`together`). While more rows wait than decode their gaps are put
+  together into one of LONE seconds at most: the few lose no time by it, for each of these gaps was to come.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,9 @@ BURST = 0.25
 LONE = 1.0
 LEAST = 4
 """Tokens of the smallest chunk: what is written moves on, whatever it costs."""
+
+PADDING = 0.15
+"""Most of a shared forward that may be padding: about what reading together saves where it saves least."""
 
 
 def next_prefill(waiting: Sequence[tuple[int, float]], turn: int) -> int:
@@ -30,6 +35,23 @@ def budget(step: float, whole: float) -> float:
     if not step:
         return LONE
     return BURST if whole <= BURST else STEPS * step
+
+
+def shared_budget(step: float, waiting: int, decoding: int) -> float:
+    """Give the seconds that a forward over several prompts may take beside `decoding` rows."""
+    return LONE if not step or waiting > decoding else BURST
+
+
+def company(lengths: Sequence[int], most: int) -> list[int]:
+    """Choose which prompts are read with the first of them, itself included: in their order, as long as all of them,
+    padded to the longest, have `most` tokens and few of these are padding."""
+    chosen, longest, whole = [0], lengths[0], lengths[0]
+    for place, length in enumerate(lengths[1:], 1):
+        size = max(longest, length) * (len(chosen) + 1)
+        if size <= most and size - whole - length <= PADDING * size:
+            chosen.append(place)
+            longest, whole = max(longest, length), whole + length
+    return chosen
 
 
 def chunk_tokens(seconds: float, fixed: float, each: float, most: int) -> int:

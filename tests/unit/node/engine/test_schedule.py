@@ -1,7 +1,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.schedule import BURST, LEAST, LONE, STEPS, budget, chunk_tokens, next_prefill
+from node.engine.schedule import (
+    BURST,
+    LEAST,
+    LONE,
+    PADDING,
+    STEPS,
+    budget,
+    chunk_tokens,
+    company,
+    next_prefill,
+    shared_budget,
+)
 
 
 def test_the_shortest_and_the_oldest_take_turns():
@@ -17,6 +28,27 @@ def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
     assert budget(0.0, 99.0) == LONE
     assert budget(0.04, 99.0) == STEPS * 0.04
     assert budget(0.04, BURST) == BURST, "a short prompt is written at once"
+
+
+def test_several_prompts_may_take_as_long_as_the_few_beside_them_would_lose_anyhow():
+    assert shared_budget(0.0, 2, 0) == LONE
+    assert shared_budget(0.04, 7, 1) == LONE
+    assert shared_budget(0.04, 3, 5) == BURST
+
+
+def test_prompts_of_about_one_length_are_read_together():
+    assert company([100, 300, 95, 20, 110], 2048) == [0, 2, 4]
+    assert company([100, 100, 100], 299) == [0, 1], "no more than fits"
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8192))
+def test_what_is_read_together_has_its_size_and_little_padding(lengths: list[int], most: int):
+    chosen = company(lengths, most)
+    size = len(chosen) * max(lengths[place] for place in chosen)
+    assert chosen[0] == 0
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 1 or size <= most
+    assert size - sum(lengths[place] for place in chosen) <= PADDING * size
 
 
 @given(st.floats(0.001, 2.0), st.floats(0, 1.0), st.floats(0, 0.1), st.integers(32, 8192))
