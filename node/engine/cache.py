@@ -93,13 +93,32 @@ def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
         held: int = layer.offset
         if held + tokens > layer.keys.shape[2]:
             layer.keys, layer.values = layer.keys[..., :held, :], layer.values[..., :held, :]
-            double = math.ceil(max(tokens, held) / STEP) * STEP
-            layer.step = max(tokens, min(double, most - held))
+            layer.step = _step(held, tokens, most)
+
+
+def widen(layers: Iterable[Layer], tokens: int, most: int) -> bool:
+    """Double one of the caches that soon have no room for another `tokens`, and say if there was one. Beside rows that
+    decode each is copied in a turn of its own, so that none of their gaps is as long as the copies of all."""
+    growing = list(_growing(layers))
+    for layer in growing:
+        held: int = layer.offset
+        room: int = layer.keys.shape[2]
+        if held + tokens <= room < min(held + tokens * (len(growing) + 1), most):
+            more = [(0, 0), (0, 0), (0, max(0, held + _step(held, tokens, most) - room)), (0, 0)]
+            layer.keys, layer.values = mx.pad(layer.keys, more), mx.pad(layer.values, more)
+            evaluate(layer.keys, layer.values)
+            return True
+    return False
+
+
+def _step(held: int, tokens: int, most: int) -> int:
+    return max(tokens, min(math.ceil(max(tokens, held) / STEP) * STEP, most - held))
 
 
 def room_of(layers: Iterable[Layer]) -> int:
-    """Give the tokens that growing layers have room for, 0 where none grows."""
-    return max((layer.keys.shape[2] for layer in _growing(layers)), default=0)
+    """Give the tokens that growing layers have room for, by and large; 0 where none grows."""
+    rooms = [layer.keys.shape[2] for layer in _growing(layers)]
+    return sum(rooms) // len(rooms) if rooms else 0
 
 
 def _growing(layers: Iterable[Layer]) -> Iterator[Any]:

@@ -27,7 +27,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Joining, Newcomers, Token
-from node.engine.cache import Layers, extent_of, room_of, row_of, stretch
+from node.engine.cache import Layers, extent_of, room_of, row_of, stretch, widen
 from node.engine.constraint import GrammarFailed
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
@@ -38,7 +38,7 @@ from node.engine.logprobs import logprob_of
 from node.engine.prefill import Prefill, by_batch, by_past, guard_of
 from node.engine.resident import FIRST_SPEED, Resident, forward
 from node.engine.reuse import Reuse
-from node.engine.schedule import budget, chunk_tokens, next_prefill, shared_budget, shrunk
+from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
@@ -206,10 +206,8 @@ class Generation:
         """Choose who is read with the first, if there is time for all of that at once."""
         if self._affordable(first) < first.left:
             return [first]
-        resident = first.resident
         seconds = shared_budget(self._step_seconds(), len(waiting), self._rows())
-        most = chunk_tokens(seconds, resident.fixed_seconds, resident.token_seconds, self._chunk_most)
-        return self._together.company(first, waiting, most)
+        return self._together.company(first, waiting, first.resident.pace.tokens(seconds, 0, self._chunk_most))
 
     def _advance_together(self, members: list[Prefill]) -> bool:
         """Read prompts in one forward and let them join at once; False: no two of them have room for that. What could
@@ -330,11 +328,13 @@ class Generation:
         before = extent_of(prefill.cache)
         stretch(prefill.cache, count, len(prefill.ids))
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
+            widened = self._decoding() and widen(prefill.cache, count, len(prefill.ids))
             prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
-        resident.prefilled(count, time.monotonic() - call.since)
+        resident.prefilled(count, time.monotonic() - call.since, prefill.written + count / 2)
         after = extent_of(prefill.cache)
         taken = self._forwards.height.above() - (after.size - before.size)
-        if fresh:  # the first write into a cache that is shared copies it, which the promise of its row covers
+        # The first write into a cache that is shared copies it, which the promise of its row covers.
+        if fresh and not widened:
             resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
         commitment = prefill.rows[0].commitment
@@ -349,10 +349,9 @@ class Generation:
 
     def _affordable(self, prefill: Prefill) -> int:
         """Give the tokens that the next chunk of a prompt has time for."""
-        resident = prefill.resident
-        whole = resident.fixed_seconds + prefill.left * resident.token_seconds
-        seconds = budget(self._step_seconds(), whole)
-        return chunk_tokens(seconds, resident.fixed_seconds, resident.token_seconds, self._chunk_most)
+        pace = prefill.resident.pace
+        seconds = budget(self._step_seconds(), pace.seconds(prefill.left, prefill.written))
+        return pace.tokens(seconds, prefill.written, self._chunk_most)
 
     def _step_seconds(self) -> float:
         """Give what a step of all batches takes, 0 where nobody decodes."""

@@ -78,7 +78,7 @@ class Together:
         expected = count / (resident.prefill_speed or FIRST_SPEED)
         with self._forwards.native(Doing.PREFILL, resident.name, 0, expected) as call:
             _write(resident.model, rows, cache)
-        resident.prefilled(count, time.monotonic() - call.since)
+        resident.prefilled(count, time.monotonic() - call.since, longest / 2)
         resident.estimator.observe_together(len(rows), longest, self._forwards.height.above() - extent_of(cache).size)
         for one in members:
             self._reuse.begins_anew(one)

@@ -80,9 +80,9 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     written: list[int] = []
     plain = Resident.prefilled
 
-    def counting(resident: Resident, tokens: int, seconds: float) -> None:
+    def counting(resident: Resident, tokens: int, seconds: float, back: float) -> None:
         written.append(tokens)
-        plain(resident, tokens, seconds)
+        plain(resident, tokens, seconds, back)
 
     monkeypatch.setattr(Resident, "prefilled", counting)
     return written

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,8 +8,8 @@ from node.engine.schedule import (
     LONE,
     PADDING,
     STEPS,
+    Pace,
     budget,
-    chunk_tokens,
     company,
     next_prefill,
     shared_budget,
@@ -51,8 +52,29 @@ def test_what_is_read_together_has_its_size_and_little_padding(lengths: list[int
     assert size - sum(lengths[place] for place in chosen) <= PADDING * size
 
 
-@given(st.floats(0.001, 2.0), st.floats(0, 1.0), st.floats(0, 0.1), st.integers(32, 8192))
-def test_a_chunk_fits_its_time_or_is_the_smallest(seconds: float, fixed: float, each: float, most: int):
-    tokens = chunk_tokens(seconds, fixed, each, most)
+PACES = st.builds(Pace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 1e-4))
+
+
+@given(PACES, st.floats(0.001, 2.0), st.integers(0, 100_000), st.integers(32, 8192))
+def test_a_chunk_fits_its_time_or_is_the_smallest(pace: Pace, seconds: float, past: int, most: int):
+    tokens = pace.tokens(seconds, past, most)
     assert LEAST <= tokens <= most
-    assert tokens == LEAST or fixed + tokens * each <= seconds * 1.001
+    assert tokens == LEAST or pace.seconds(tokens, past) <= seconds * 1.001
+    assert tokens in (most, LEAST) or pace.seconds(tokens + 1, past) >= seconds * 0.999
+
+
+def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
+    true, pace = Pace(0.02, 0.0014, 1.4e-6), Pace(0.02, 0.001)
+    for past in range(0, 6000, 20):
+        pace.learn(20, past + 10, true.seconds(20, past))
+        pace.learn(100, 50, true.seconds(100, 0))
+    for past in (0, 2000, 6000):
+        assert pace.seconds(20, past) == pytest.approx(true.seconds(20, past), rel=0.15)
+    assert pace.tokens(0.1, 6000, 2048) < 10 < 40 < pace.tokens(0.1, 0, 2048)
+
+
+def test_the_first_measurements_far_into_a_prompt_may_be_odd():
+    pace = Pace(0.02, 0.01)
+    pace.learn(20, 3000, 0.03)
+    assert pace.seconds(20, 3000) >= 0.02
+    assert pace.far == 0
