@@ -7,8 +7,8 @@ sized by time, from what chunks have cost (`Pace`).
 - While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
   times the quiet one.
 - A prompt that takes BURST seconds in all is written at once: one gap for each new chat, as everywhere.
-- Several such prompts are read in one forward (`together`). While more rows wait than decode their gaps are put
-  together into one of LONE seconds at most: the few lose no time by it, for each of these gaps was to come.
+- Several such prompts are read in one forward (`together`). While more wait than decode their gaps are put together
+  into one, of MANY seconds at most: the few lose no time by it, for each of these gaps was to come.
 """
 
 import math
@@ -19,6 +19,7 @@ STEPS = 1.6
 """1 + 1.6 leaves room below 3 for noise."""
 BURST = 0.25
 LONE = 1.0
+MANY = 2.0
 LEAST = 4
 """Tokens of the smallest chunk: what is written moves on, whatever it costs."""
 
@@ -80,7 +81,9 @@ def budget(step: float, whole: float) -> float:
 
 def shared_budget(step: float, waiting: int, decoding: int) -> float:
     """Give the seconds that a forward over several prompts may take beside `decoding` rows."""
-    return LONE if not step or waiting > decoding else BURST
+    if step and waiting <= decoding:
+        return BURST
+    return max(LONE, min(MANY, waiting * BURST))
 
 
 def company(lengths: Sequence[int], most: int) -> list[int]:

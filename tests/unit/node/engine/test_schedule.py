@@ -6,6 +6,7 @@ from node.engine.schedule import (
     BURST,
     LEAST,
     LONE,
+    MANY,
     PADDING,
     STEPS,
     Pace,
@@ -33,7 +34,8 @@ def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
 
 def test_several_prompts_may_take_as_long_as_the_few_beside_them_would_lose_anyhow():
     assert shared_budget(0.0, 2, 0) == LONE
-    assert shared_budget(0.04, 7, 1) == LONE
+    assert shared_budget(0.04, 7, 1) == 7 * BURST
+    assert shared_budget(0.0, 99, 0) == MANY
     assert shared_budget(0.04, 3, 5) == BURST
 
 
