@@ -185,6 +185,18 @@ class DecodeBatch(Generic[K]):
         told, self._told, self._asked = self._told, set(), set()
         return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
 
+    def last(self) -> list[Token[K]]:
+        """Give what `step` gives, for rows that all end by it: no step is launched that nobody waits for."""
+        if self._batch is None or self._told:
+            return self.step()
+        state, uids = cast("Any", self._batch), self._batch.uids
+        tokens = cast("list[int]", state._next_tokens.tolist())
+        self._told.update(uids)
+        return [
+            Token(self._rows[uid].row, token, logprobs)
+            for uid, token, logprobs in zip(uids, tokens, state._next_logprobs, strict=True)
+        ]
+
     def _tell_maskers(self, batch: GenerationBatch) -> None:
         """Wait for the tokens of the step that is launched, and tell them to those who need them for the next."""
         maskers = [None if uid in self._asked else self._rows[uid].guard.masker for uid in batch.uids]

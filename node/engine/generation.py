@@ -447,7 +447,7 @@ class Generation:
         held = batch.nbytes()
         try:
             with self._forwards.native(Doing.DECODE, resident.name, 0, resident.step_seconds) as call:
-                tokens = batch.step()
+                tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
         except Exception as error:
             log.exception("decode", rows=len(batch))
             self._rebuild(resident, number, error)
@@ -679,6 +679,11 @@ def finished(sequence: Sequence, now: float) -> Finished:
         sum(len(row.ids) for row in sequence.rows), sequence.prompt_cached, timings,
         stops=stops if any(stops) else (), thought=sum(row.pipeline.thought for row in sequence.rows),
     )  # fmt: skip
+
+
+def _ends_next(row: Row) -> bool:
+    """Whether the next token is a row's last, whatever it is."""
+    return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
 def _failing(error: Exception) -> str:

@@ -76,6 +76,26 @@ def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared
     assert driver.engine.report(0.0).counts.forwards - before == 2 * (len(shared) + alone), "a forward, a join"
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
+    resident, forwards = driver.engine._shelf.residents[driver.default], list[tuple[int, ...]]()
+    whole = resident.model
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(whole, name)
+
+        def __call__(self, tokens: mx.array, cache: Layers) -> mx.array:
+            forwards.append(tuple(tokens.shape))
+            return whole(tokens, cache=cache)
+
+    resident.model = Counted()
+    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, max_tokens=count, logit_bias=ENDLESS))
+    assert isinstance(driver.end(number), Finished)
+    assert len(driver.ids[number, 0]) == count
+    assert len(forwards) == count, "the prompt's gives the first"
+
+
 def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, shared: list[int]):
     numbers = ask(driver, 1)
     driver.until(lambda: driver.ids[numbers[0], 0])
