@@ -12,6 +12,8 @@ Rules
   for each other, or a row has to grow, the newest request gives way: refused if nothing of it was heard (the router
   places it anew), else preempted: its memory is given back, and it is written anew from its ids once there is room.
   Alone and still without room it fails, with the numbers.
+- Short prompts that wait are read in one forward, asked of the gate as a whole (`together`). What could not be used of
+  it, for want of room or for a fault, is read again one by one.
 - After every forward the engine looks whether the forecast held. Over its cap, that request gives way at once.
 - An exception out of a decode batch costs the batch object, not its rows: they are written anew from their ids. The
   second time it fails a row for good.
@@ -171,7 +173,7 @@ class Generation:
                 self._decode(resident, number)
 
     def prefill(self) -> None:
-        """Write one chunk of one prompt; after its last, let it join."""
+        """Write one chunk of one prompt, or several short ones at once; after the last chunk, let them join."""
         now = time.monotonic()
         if self._preempted and now >= self._return_at:
             self._return(min(self._preempted, key=_age), now)
