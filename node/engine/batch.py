@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, StopSequences
-from mlx_lm.models.cache import TokenBuffer
+from mlx_lm.models.cache import BatchKVCache, TokenBuffer
 
 from node.engine.cache import Layer, Layers, TextModel, evaluate, nbytes_of, owned
 from node.engine.masking import Masker
@@ -79,6 +79,14 @@ class Token(Generic[K]):
     logprobs: mx.array
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Newcomers(Generic[K]):
+    """Rows ready to be admitted: a batch of their own, and who they are in it."""
+
+    batch: GenerationBatch
+    rows: dict[int, Joining[K]]
+
+
 class DecodeBatch(Generic[K]):
     """Rows of one model that decode together.
 
@@ -92,6 +100,9 @@ class DecodeBatch(Generic[K]):
         self._rows: dict[int, Joining[K]] = {}
         self._next = 0
         self._told: set[int] = set()
+        """Rows whose next token is known to the outside: the first of an answer, or the last of a prompt."""
+        self._asked: set[int] = set()
+        """Of these the rows whose next token is the prompt's last, not the answer's first."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -103,41 +114,62 @@ class DecodeBatch(Generic[K]):
         of the last. Give each row's first token; no step gives it again. After an exception the whole batch must be
         discarded.
         """
-        count = len(joining)
-        uids = list(range(self._next, self._next + count))
-        self._next += count
-        batch, first = self._begun(joining, uids, list(ids), _merged(cache, count), logits)
-        if self._batch is None:
-            self._batch = batch
-        else:
-            self._batch.extend(batch)
-            self._settle()
-        self._rows.update(zip(uids, joining, strict=True))
-        self._told.update(uids)
-        return first
-
-    def _begun(
-        self, joining: Sequence[Joining[K]], uids: list[int], ids: list[int], layers: list[Layer], logits: mx.array
-    ) -> tuple[GenerationBatch, list[Token[K]]]:
-        """Make a batch that stands where its constructor's forward would have left it: each row's next token drawn."""
-        count = len(joining)
-        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], greedy, [], [], [])
-        drawn = [_drawn(one.guard, mx.array(ids), logits) for one in joining]
-        state = cast("Any", batch)
-        state.uids, state.prompt_cache, state.tokens = uids, layers, [ids.copy() for _ in uids]
-        state.samplers = [one.guard.sampler for one in joining]
-        state.logits_processors = [list(one.guard.processors) for one in joining]
-        state.stop_sequences, state.max_tokens = [NO_STOPS] * count, [NO_LIMIT] * count
-        state._next_tokens = mx.concatenate([token for token, _ in drawn])
-        state._next_logprobs = [logprobs for _, logprobs in drawn]
-        state._token_context = [TokenBuffer(ids) for _ in uids]
-        state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
-        evaluate(state._next_tokens, state._next_logprobs)
-        first = [
+        past, layers = list(ids), _merged(cache, len(joining))
+        drawn = [_drawn(one.guard, mx.array(past), logits) for one in joining]
+        tokens = mx.concatenate([token for token, _ in drawn])
+        made = self._made(joining, [past for _ in joining], layers, tokens, [logprobs for _, logprobs in drawn])
+        self.admit(made)
+        return [
             Token(one.row, cast("int", token.item()), logprobs)
             for one, (token, logprobs) in zip(joining, drawn, strict=True)
         ]
-        return batch, first
+
+    def ready(self, joining: Sequence[Joining[K]], ids: Sequence[Sequence[int]], cache: Layers) -> Newcomers[K]:
+        """Make rows ready to `admit` that were read together, each with a past of its own: a row's cache holds all of
+        its `ids` but the last, which is its input to the next step, so its first token comes with the step after. The
+        batch itself is not touched: an exception costs these rows alone. `cache` is used up."""
+        pasts = [list(one[:-1]) for one in ids]
+        last = mx.array([one[-1] for one in ids], mx.uint32)
+        layers = _aligned(cache, [len(past) for past in pasts])
+        made = self._made(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
+        self._asked.update(made.rows)
+        return made
+
+    def admit(self, newcomers: Newcomers[K]) -> None:
+        """Take in rows made ready. After an exception the whole batch must be discarded."""
+        if self._batch is None:
+            self._batch = newcomers.batch
+        else:
+            self._batch.extend(newcomers.batch)
+            newcomers.batch.prompt_cache = []  # the copies to come alone hold them, each until it is made
+            self._settle()
+        self._rows.update(newcomers.rows)
+        self._told.update(newcomers.rows)
+
+    def _made(
+        self,
+        joining: Sequence[Joining[K]],
+        pasts: Sequence[list[int]],
+        layers: list[Layer],
+        tokens: mx.array,
+        logprobs: list[mx.array],
+    ) -> Newcomers[K]:
+        """Make a batch that stands where its constructor's forward would have left it: its caches hold the `pasts`, the
+        `tokens` (rows,) come next."""
+        count = len(joining)
+        uids = list(range(self._next, self._next + count))
+        self._next += count
+        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], greedy, [], [], [])
+        state = cast("Any", batch)
+        state.uids, state.prompt_cache, state.tokens = uids, layers, [past.copy() for past in pasts]
+        state.samplers = [one.guard.sampler for one in joining]
+        state.logits_processors = [list(one.guard.processors) for one in joining]
+        state.stop_sequences, state.max_tokens = [NO_STOPS] * count, [NO_LIMIT] * count
+        state._next_tokens, state._next_logprobs = tokens, logprobs
+        state._token_context = [TokenBuffer(past) for past in pasts]
+        state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
+        evaluate(tokens, logprobs)
+        return Newcomers(batch, dict(zip(uids, joining, strict=True)))
 
     def wait(self) -> None:
         """Wait for the step that is launched already, so that what comes next can be timed."""
@@ -150,12 +182,24 @@ class DecodeBatch(Generic[K]):
             return []
         self._tell_maskers(self._batch)
         found = self._batch.next()
-        told, self._told = self._told, set()
+        told, self._told, self._asked = self._told, set(), set()
         return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
+
+    def last(self) -> list[Token[K]]:
+        """Give what `step` gives, for rows that all end by it: no step is launched that nobody waits for."""
+        if self._batch is None or self._told:
+            return self.step()
+        state, uids = cast("Any", self._batch), self._batch.uids
+        tokens = cast("list[int]", state._next_tokens.tolist())
+        self._told.update(uids)
+        return [
+            Token(self._rows[uid].row, token, logprobs)
+            for uid, token, logprobs in zip(uids, tokens, state._next_logprobs, strict=True)
+        ]
 
     def _tell_maskers(self, batch: GenerationBatch) -> None:
         """Wait for the tokens of the step that is launched, and tell them to those who need them for the next."""
-        maskers = [self._rows[uid].guard.masker for uid in batch.uids]
+        maskers = [None if uid in self._asked else self._rows[uid].guard.masker for uid in batch.uids]
         if any(masker is not None for masker in maskers):
             tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
             for masker, token in zip(maskers, tokens, strict=True):
@@ -228,3 +272,22 @@ def _merged(cache: Layers, count: int) -> list[Layer]:
         evaluate(both.state)
         merged.append(both)
     return merged
+
+
+def _aligned(cache: Layers, lengths: Sequence[int]) -> list[Layer]:
+    """Turn the plain caches of rows that are padded right into those of a batch, padded left, layer by layer, freeing
+    as it goes. Rows of one length are not copied at all."""
+    longest = max(lengths)
+    padding = [longest - length for length in lengths]
+    aligned: list[Layer] = []
+    while cache:
+        plain = cast("Any", cache.pop(0))
+        layer = cast("Any", BatchKVCache)([0] * len(lengths))
+        layer.keys, layer.values, layer._idx = plain.keys, plain.values, longest
+        layer.offset = layer.offset + longest
+        del plain
+        layer.prepare(right_padding=padding)
+        layer.finalize()
+        evaluate(layer.state)
+        aligned.append(layer)
+    return aligned

@@ -93,13 +93,32 @@ def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
         held: int = layer.offset
         if held + tokens > layer.keys.shape[2]:
             layer.keys, layer.values = layer.keys[..., :held, :], layer.values[..., :held, :]
-            double = math.ceil(max(tokens, held) / STEP) * STEP
-            layer.step = max(tokens, min(double, most - held))
+            layer.step = _step(held, tokens, most)
+
+
+def widen(layers: Iterable[Layer], tokens: int, most: int) -> bool:
+    """Double one of the caches that soon have no room for another `tokens`, and say if there was one. Beside rows that
+    decode each is copied in a turn of its own, so that none of their gaps is as long as the copies of all."""
+    growing = list(_growing(layers))
+    for layer in growing:
+        held: int = layer.offset
+        room: int = layer.keys.shape[2]
+        if held + tokens <= room < min(held + tokens * (len(growing) + 1), most):
+            more = [(0, 0), (0, 0), (0, max(0, held + _step(held, tokens, most) - room)), (0, 0)]
+            layer.keys, layer.values = mx.pad(layer.keys, more), mx.pad(layer.values, more)
+            evaluate(layer.keys, layer.values)
+            return True
+    return False
+
+
+def _step(held: int, tokens: int, most: int) -> int:
+    return max(tokens, min(math.ceil(max(tokens, held) / STEP) * STEP, most - held))
 
 
 def room_of(layers: Iterable[Layer]) -> int:
-    """Give the tokens that growing layers have room for, 0 where none grows."""
-    return max((layer.keys.shape[2] for layer in _growing(layers)), default=0)
+    """Give the tokens that growing layers have room for, by and large; 0 where none grows."""
+    rooms = [layer.keys.shape[2] for layer in _growing(layers)]
+    return sum(rooms) // len(rooms) if rooms else 0
 
 
 def _growing(layers: Iterable[Layer]) -> Iterator[Any]:
@@ -137,6 +156,23 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
             yield layer
         else:
             yield from _leaves(inner)
+
+
+def plain(layers: Iterable[Layer]) -> bool:
+    """Whether padding at a row's right cannot be seen in these caches: keys and values by place, and nothing else."""
+    return all(type(cast("object", layer)) is KVCache for layer in layers)
+
+
+def row_of(layers: Iterable[Layer], place: int, length: int) -> Layers:
+    """View a row's first `length` tokens in plain caches of many rows."""
+    return [_row(layer, place, length) for layer in layers]
+
+
+def _row(layer: Any, place: int, length: int) -> Layer:
+    row = cast("Any", KVCache)()
+    row.keys, row.values = (held[place : place + 1, :, :length, :] for held in (layer.keys, layer.values))
+    row.offset = length
+    return row
 
 
 class Manner(Enum):

@@ -114,6 +114,13 @@ class Estimator:
         """Give what a prefill of `tokens` behind `past` written ones will take for a moment, in bytes."""
         return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
+    def together(self, rows: int, tokens: int) -> int:
+        """Give what `rows` prompts of `tokens` each, padding included, must have room for when one forward reads them:
+        as much as one by one, all at once. That is above what they take, for what a forward takes for itself is taken
+        once."""
+        beyond = self._narrowed() if self._covered is not None and rows * tokens > self._covered else 0
+        return rows * self.foreseen(tokens, 0) + beyond
+
     def cover(self, tokens: int, narrowed: Callable[[], int]) -> None:
         """Hear up to how many tokens of a chunk a profile speaks, and by how much (bytes) the margin is narrowed."""
         self._covered, self._narrowed, self._beyond, self.residual = tokens, narrowed, [], 0
@@ -138,6 +145,16 @@ class Estimator:
             logits = (taken * ROOM - self.transient.fixed) / tokens
             self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
         if self._chunks.unfitted:
+            self._fit_chunks()
+
+    def observe_together(self, rows: int, tokens: int, taken: int) -> None:
+        """Learn from a forward over several prompts that took `taken` bytes beside what it wrote. What one row takes by
+        itself is seen in it only where it took more than was foreseen."""
+        self.highest, foreseen = max(self.highest, taken), rows * self.foreseen(tokens, 0)
+        if self._covered is not None:
+            self._compare(rows * tokens, taken - foreseen)
+        if taken > foreseen:
+            self._chunks.add((tokens, 0, True), taken / rows, self._foreseen)
             self._fit_chunks()
 
     def _compare(self, tokens: int, above: int) -> None:

@@ -60,12 +60,13 @@ class Forwards:
         the last of them all is given back that can be."""
         *larger, last = sizes
         for size in larger:
-            if self._passes(site, estimate(size)):
+            if self.passes(site, estimate(size)):
                 return size
             self.shrinks += 1
         return self.ask(site, estimate(last)) or last
 
-    def _passes(self, site: Site, estimate: int) -> bool:
+    def passes(self, site: Site, estimate: int) -> bool:
+        """Ask the gate, for what can be made smaller: nothing that is kept is given back for it, but for the pool."""
         if self._check(site, estimate) is None:
             return True
         clear_pool()

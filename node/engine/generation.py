@@ -12,6 +12,8 @@ Rules
   for each other, or a row has to grow, the newest request gives way: refused if nothing of it was heard (the router
   places it anew), else preempted: its memory is given back, and it is written anew from its ids once there is room.
   Alone and still without room it fails, with the numbers.
+- Short prompts that wait are read in one forward, asked of the gate as a whole (`together`). What could not be used of
+  it, for want of room or for a fault, is read again one by one.
 - After every forward the engine looks whether the forecast held. Over its cap, that request gives way at once.
 - An exception out of a decode batch costs the batch object, not its rows: they are written anew from their ids. The
   second time it fails a row for good.
@@ -26,8 +28,8 @@ import mlx.core as mx
 import structlog
 from msgspec.structs import replace
 
-from node.engine.batch import DecodeBatch, Joining, Token
-from node.engine.cache import Layers, extent_of, room_of, stretch
+from node.engine.batch import DecodeBatch, Joining, Newcomers, Token
+from node.engine.cache import Layers, extent_of, room_of, row_of, stretch, widen
 from node.engine.constraint import GrammarFailed
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
@@ -38,8 +40,9 @@ from node.engine.logprobs import logprob_of
 from node.engine.prefill import Prefill, by_batch, by_past, guard_of
 from node.engine.resident import FIRST_SPEED, Resident, forward
 from node.engine.reuse import Reuse
-from node.engine.schedule import budget, chunk_tokens, next_prefill, shrunk
+from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
+from node.engine.together import Together
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
 from wire.refusals import Code, Refused
 
@@ -90,6 +93,7 @@ class Generation:
         self._batch = batch
         self._chunk_most = chunk
         self._floor = min(floor, chunk)
+        self._together = Together(forwards, reuse, chunk)
         self._live: dict[int, Sequence] = {}
         self._prefills: list[Prefill] = []
         self._preempted: list[Sequence] = []
@@ -169,15 +173,17 @@ class Generation:
                 self._decode(resident, number)
 
     def prefill(self) -> None:
-        """Write one chunk of one prompt; after its last, let it join."""
+        """Write one chunk of one prompt, or several short ones at once; after the last chunk, let them join."""
         now = time.monotonic()
         if self._preempted and now >= self._return_at:
             self._return(min(self._preempted, key=_age), now)
         waiting = self._choices(now)
         if waiting:
             self._turn += 1
-            chosen = next_prefill([(one.left, one.sequence.arrived) for one in waiting], self._turn)
-            self._advance(waiting[chosen])
+            first = waiting[next_prefill([(one.left, one.sequence.arrived) for one in waiting], self._turn)]
+            members = self._company(first, waiting)
+            if len(members) < 2 or not self._advance_together(members):
+                self._advance(first)
 
     def still(self) -> None:
         """Wait for the steps launched before, so that what follows is measured by itself."""
@@ -197,6 +203,72 @@ class Generation:
                     break
                 found.append(one)
         return [one for one in found if one.retry_at <= now]
+
+    def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
+        """Choose who is read with the first, if there is time for all of that at once."""
+        if self._affordable(first) < first.left:
+            return [first]
+        seconds = shared_budget(self._step_seconds(), len(waiting), self._rows())
+        return self._together.company(first, waiting, first.resident.pace.tokens(seconds, 0, self._chunk_most))
+
+    def _advance_together(self, members: list[Prefill]) -> bool:
+        """Read prompts in one forward and let them join at once; False: no two of them have room for that. What could
+        not be used is read again, one by one."""
+        self._wait()
+        members = self._together.fitting([one for one in members if one in self._prefills])
+        if not members:
+            return False
+        resident, now = members[0].resident, time.monotonic()
+        for one in members:
+            one.sequence.begun = one.sequence.begun or now
+        try:
+            joined = self._join_together(members, self._together.read(members))
+        except Exception as error:
+            log.exception("together", model=resident.name, rows=len(members), error=text_of(error))
+            self._reuse.distrust(resident.name)
+            joined = False
+        if not joined:
+            for one in members:
+                one.again()
+        self._look_over()
+        return True
+
+    def _join_together(self, members: list[Prefill], cache: Layers) -> bool:
+        """Let rows join that were read together; False where the gate refuses."""
+        resident = members[0].resident
+        longest = max(members, key=lambda one: one.written).rows[0].commitment
+        copied = resident.estimator.join(resident.ledger.joining(longest, len(members)), len(cache))
+        if self._forwards.ask(Site.JOIN, copied) is not None:
+            return False
+        for place, one in enumerate(members):
+            self._reuse.read_together(one, row_of(cache, place, len(one.ids) - 1), copied)
+        number = resident.ledger.batch_of(longest)
+        batch = resident.batches.get(number) or DecodeBatch(resident.model)
+        joining = [Joining(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
+        with self._forwards.native(Doing.JOIN, resident.name, 0, JOIN_EXPECTED):
+            newcomers = batch.ready(joining, [one.ids for one in members], cache)
+            self._admit(resident, number, batch, newcomers)
+        now = time.monotonic()
+        for one in members:
+            self._prefills.remove(one)
+            commitment, sequence = one.rows[0].commitment, one.sequence
+            commitment.joined, commitment.room = True, 0
+            sequence.joined, sequence.told = sequence.joined or now, now
+        return True
+
+    def _admit(self, resident: Resident, number: int, batch: DecodeBatch[Row], newcomers: Newcomers[Row]) -> None:
+        try:
+            batch.admit(newcomers)
+        except Exception as error:
+            self._rebuild(resident, number, error)
+            raise
+        resident.batches[number] = batch
+
+    def _look_over(self) -> None:
+        """After a forward, or a step: over its cap, the newest gives way at once."""
+        over, newest = self._forwards.over(), self._newest()
+        if over is not None and newest is not None:
+            self._give_way(newest, over)
 
     def _advance(self, prefill: Prefill) -> None:
         """Write one chunk; after the last, join."""
@@ -258,11 +330,13 @@ class Generation:
         before = extent_of(prefill.cache)
         stretch(prefill.cache, count, len(prefill.ids))
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
+            widened = self._decoding() and widen(prefill.cache, count, len(prefill.ids))
             prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
-        resident.prefilled(count, time.monotonic() - call.since)
+        resident.prefilled(count, time.monotonic() - call.since, prefill.written + count / 2)
         after = extent_of(prefill.cache)
         taken = self._forwards.height.above() - (after.size - before.size)
-        if fresh:  # the first write into a cache that is shared copies it, which the promise of its row covers
+        # The first write into a cache that is shared copies it, which the promise of its row covers.
+        if fresh and not widened:
             resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
         commitment = prefill.rows[0].commitment
@@ -272,13 +346,18 @@ class Generation:
 
     def _chunk_tokens(self, prefill: Prefill) -> int:
         """Size a chunk by time. The last one gives logits, so it has at most `tail` tokens, or is the last alone."""
-        resident = prefill.resident
-        step = sum(one.step_seconds * len(one.batches) for one in self._residents().values())
-        whole = resident.fixed_seconds + prefill.left * resident.token_seconds
-        seconds = budget(step, whole)
-        count = chunk_tokens(seconds, resident.fixed_seconds, resident.token_seconds, self._chunk_most)
-        count = min(count, prefill.left)
-        return count - 1 if count == prefill.left > resident.tail else count
+        count = min(self._affordable(prefill), prefill.left)
+        return count - 1 if count == prefill.left > prefill.resident.tail else count
+
+    def _affordable(self, prefill: Prefill) -> int:
+        """Give the tokens that the next chunk of a prompt has time for."""
+        pace = prefill.resident.pace
+        seconds = budget(self._step_seconds(), pace.seconds(prefill.left, prefill.written))
+        return pace.tokens(seconds, prefill.written, self._chunk_most)
+
+    def _step_seconds(self) -> float:
+        """Give what a step of all batches takes, 0 where nobody decodes."""
+        return sum(one.step_seconds * len(one.batches) for one in self._residents().values())
 
     def _wait(self) -> None:
         """Wait for the steps launched before. MLX does one thing after the other, so nothing is lost by it, and both
@@ -370,7 +449,7 @@ class Generation:
         held = batch.nbytes()
         try:
             with self._forwards.native(Doing.DECODE, resident.name, 0, resident.step_seconds) as call:
-                tokens = batch.step()
+                tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
         except Exception as error:
             log.exception("decode", rows=len(batch))
             self._rebuild(resident, number, error)
@@ -381,9 +460,7 @@ class Generation:
         batch.called = now - call.since
         self._sample, self._grew = self._forwards.height.marks, batch.nbytes() > held
         self._take(resident, tokens)
-        over, newest = self._forwards.over(), self._newest()
-        if over is not None and newest is not None:
-            self._give_way(newest, over)
+        self._look_over()
 
     def _take(self, resident: Resident, tokens: list[Token[Row]]) -> None:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
@@ -604,6 +681,11 @@ def finished(sequence: Sequence, now: float) -> Finished:
         sum(len(row.ids) for row in sequence.rows), sequence.prompt_cached, timings,
         stops=stops if any(stops) else (), thought=sum(row.pipeline.thought for row in sequence.rows),
     )  # fmt: skip
+
+
+def _ends_next(row: Row) -> bool:
+    """Whether the next token is a row's last, whatever it is."""
+    return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
 def _failing(error: Exception) -> str:

@@ -17,7 +17,8 @@ from node.engine.sequence import Row, Sequence
 @dataclass(slots=True, eq=False)
 class Prefill:
     """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last.
-    Before its first chunk `written` is what was found of it in the prefix cache, and without a `past` nothing is."""
+    Before its first chunk `written` is what was found of it in the prefix cache, and without a `past` nothing is. What
+    is `alone` is not read together with others."""
 
     resident: Resident
     sequence: Sequence
@@ -28,11 +29,18 @@ class Prefill:
     written: int = 0
     retry_at: float = 0.0
     past: Past | None = None
+    alone: bool = False
 
     @property
     def left(self) -> int:
         """Tokens still to write."""
         return len(self.ids) - self.written
+
+    def again(self) -> None:
+        """Begin once more, alone: what was read with others could not be used."""
+        self.cache, self.written, self.alone = None, 0, True
+        for row in self.rows:
+            row.commitment.written = row.commitment.room = 0
 
 
 def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:

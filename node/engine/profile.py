@@ -245,7 +245,7 @@ class Probe:
     def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
         """Run one forward if there are time and room for it; whether it ran."""
         resident, estimator = self.resident, self.resident.estimator
-        expected = resident.fixed_seconds + tokens * resident.token_seconds
+        expected = resident.pace.seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
             return False
         needed = row_bytes(resident.kv, past + tokens) - row_bytes(resident.kv, past)
@@ -273,7 +273,7 @@ class Probe:
 
     def _steps(self, rows: int, tokens: int) -> bool:
         resident, estimator = self.resident, self.resident.estimator
-        expected = resident.fixed_seconds + tokens * resident.token_seconds + STEPS * resident.step_seconds * rows
+        expected = resident.pace.seconds(tokens, 0) + STEPS * resident.step_seconds * rows
         needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS + 1)
         most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS))
         if time.monotonic() + expected > self._ends or not self.ask(needed + most):

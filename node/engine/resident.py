@@ -17,11 +17,12 @@ from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
 from node.engine.batch import DecodeBatch, Guard, Joining
-from node.engine.cache import Layers, TextModel, evaluate, kv_of, new_cache
+from node.engine.cache import Layers, TextModel, evaluate, kv_of, new_cache, plain
 from node.engine.estimate import Estimator
 from node.engine.found import Found
 from node.engine.ledger import Ledger
 from node.engine.sampling import Defaults, defaults_of, greedy
+from node.engine.schedule import Pace, mean
 from node.engine.sequence import Row
 from wire.report import Kv
 from wire.units import MIB
@@ -39,14 +40,12 @@ FIRST_SPEED = 50.0
 """Tokens per second assumed of a prefill before the first was measured: slow, so that the first chunks are short."""
 LOAD_SPEED = 200 * MIB
 """Bytes per second that a load should reach at least (an external disk)."""
-_MEMORY = 0.3
-"""Weight of the newest measurement in the running mean."""
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits. A chunk takes about
-    `fixed_seconds` and `token_seconds` for each token."""
+    """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits, `pace` what its
+    chunks take. `plain`: its prompts may be padded (`cache.plain`)."""
 
     found: Found
     model: TextModel
@@ -59,27 +58,27 @@ class Resident:
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
     prefill_speed: float = 0.0
     step_seconds: float = 0.0
-    fixed_seconds: float = 0.0
-    token_seconds: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     load_seconds: float = 0.0
     bytes_per_token: float = 0.0
     used_at: float = 0.0
     users: int = 0
     profile: "Profile | None" = None
+    plain: bool = False
 
     @property
     def name(self) -> str:
         """The model's name."""
         return self.found.name
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """Note how long a chunk took; what it took beyond one forward of one row is the tokens'."""
-        self.prefill_speed = _mean(self.prefill_speed, tokens / max(seconds, 1e-6))
-        self.token_seconds = _mean(self.token_seconds, max(seconds - self.fixed_seconds, seconds / 4) / tokens)
+    def prefilled(self, tokens: int, seconds: float, back: float) -> None:
+        """Note how long a chunk took whose tokens looked back at `back` others on the average."""
+        self.prefill_speed = mean(self.prefill_speed, tokens / max(seconds, 1e-6))
+        self.pace.learn(tokens, back, seconds)
 
     def stepped(self, seconds: float) -> None:
         """Note how long a decode step of one batch took."""
-        self.step_seconds = _mean(self.step_seconds, seconds)
+        self.step_seconds = mean(self.step_seconds, seconds)
 
     def bound_waste(self, waste: int) -> None:
         """Let padding waste at most so many bytes at any rate."""
@@ -88,7 +87,7 @@ class Resident:
     def measured_text(self, size: int, tokens: int) -> None:
         """Note how many bytes of text made so many prompt tokens; short prompts are mostly template."""
         if tokens >= MEASURED_TOKENS and size:
-            self.bytes_per_token = _mean(self.bytes_per_token, size / tokens)
+            self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
 
     def rows(self) -> int:
         """Count the rows that decode."""
@@ -109,10 +108,6 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
     return wanted
 
 
-def _mean(mean: float, newest: float) -> float:
-    return newest if mean == 0 else mean + _MEMORY * (newest - mean)
-
-
 def load(found: Found) -> Iterator[int | Resident]:
     """Load a model piece by piece: gives the bytes of each piece, and at last the model. Raises whatever is wrong."""
     folder = Path(found.folder)
@@ -127,8 +122,8 @@ def load(found: Found) -> Iterator[int | Resident]:
     yield Resident(
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
         Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
-        prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds, fixed_seconds=warmth.step_seconds,
-        token_seconds=1 / warmth.prefill_speed,
+        prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds,
+        pace=Pace(warmth.step_seconds, 1 / warmth.prefill_speed), plain=plain(new_cache(model)),
     )  # fmt: skip
 
 

@@ -180,6 +180,12 @@ class Reuse:
             self._kept.hit(found.length)
         return True
 
+    def begins_anew(self, prefill: "Prefill") -> None:
+        """Hear that a prompt is read from its first token, whatever was found of it."""
+        prefill.sequence.cached = 0
+        if prefill.past is not None:
+            prefill.past.found = NOTHING
+
     def until(self, prefill: "Prefill", count: int) -> int:
         """Shorten a chunk so that it ends where a snapshot is wanted."""
         stops = () if prefill.past is None else prefill.past.stops
@@ -205,6 +211,17 @@ class Reuse:
         if not self._kept.covers(name, past.key, cut=True) and self._room(nbytes_of(cache), transient):
             self._kept.discard(self._kept.replaced(name, past.key))
             self._keep(prefill.resident, past.key, cache.copy(), past.prompt_hash)
+
+    def read_together(self, prefill: "Prefill", row: Layers, transient: int) -> None:
+        """Keep the state of a prompt that was read with others: `row` views it among theirs, all but its last token. To
+        be kept it is copied."""
+        past = prefill.past
+        if past is None:
+            return
+        name, key = prefill.resident.name, past.key[:-WIDTH]
+        if not self._kept.covers(name, key, cut=True) and self._room(nbytes_of(row), transient):
+            self._kept.discard(self._kept.replaced(name, key))
+            self._keep(prefill.resident, key, owned(row), past.prompt_hash)
 
     def cancelled(self, prefill: "Prefill") -> None:
         """Put back what a prefill took, unless something else was kept that begins so."""

@@ -1,22 +1,69 @@
 """Which prompt is written next, and how much of it: pure, and all there is of scheduling.
 
 Prefills take turns, the shortest, then the oldest: a huge prompt holds nobody back and is never starved. A chunk is
-sized by time, from what chunks have cost: a fixed part (the weights are read once) and a part for each token.
+sized by time, from what chunks have cost (`Pace`).
 
 - Alone it may take LONE seconds, so that a cancel is heard soon.
 - While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
   times the quiet one.
 - A prompt that takes BURST seconds in all is written at once: one gap for each new chat, as everywhere.
+- Several such prompts are read in one forward (`together`). While more wait than decode their gaps are put together
+  into one, of MANY seconds at most: the few lose no time by it, for each of these gaps was to come.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 STEPS = 1.6
 """1 + 1.6 leaves room below 3 for noise."""
 BURST = 0.25
 LONE = 1.0
+MANY = 2.0
 LEAST = 4
 """Tokens of the smallest chunk: what is written moves on, whatever it costs."""
+
+PADDING = 0.15
+"""Most of a shared forward that may be padding: about what reading together saves where it saves least."""
+
+NEAR = 512
+"""Tokens looked back at, from which what a chunk takes tells of looking back, and below which of its own tokens."""
+_MEMORY = 0.3
+"""Weight of the newest measurement in the running mean."""
+
+
+def mean(before: float, newest: float) -> float:
+    """Give the running mean; 0: nothing was measured before."""
+    return newest if before == 0 else before + _MEMORY * (newest - before)
+
+
+@dataclass(slots=True)
+class Pace:
+    """What the chunks of a model take, in seconds: `fixed` for each (the weights are read once), `each` for a token,
+    and `far` for a token and each other one that it looks back at. So a chunk far into a long prompt is not sized as
+    one at its beginning, nor the next short prompt as one far into a long one."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+    far: float = 0.0
+
+    def seconds(self, tokens: int, past: int) -> float:
+        """Give what a chunk behind `past` written tokens takes."""
+        return self.fixed + tokens * (self.each + self.far * (past + tokens / 2))
+
+    def tokens(self, seconds: float, past: int, most: int) -> int:
+        """Give the tokens behind `past` written ones that fit into `seconds`, from LEAST to `most`."""
+        spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
+        root = math.sqrt(first * first + 2 * self.far * spare)
+        return max(LEAST, min(most, int(2 * spare / max(first + root, 1e-9))))
+
+    def learn(self, tokens: int, back: float, seconds: float) -> None:
+        """Hear what a chunk took whose tokens looked back at `back` others on the average."""
+        rest = max(seconds - self.fixed, seconds / 4) / tokens
+        if back < NEAR:
+            self.each = mean(self.each, max(rest - self.far * back, rest / 4))
+        else:
+            self.far = mean(self.far, max(0.0, rest - self.each) / back)
 
 
 def next_prefill(waiting: Sequence[tuple[int, float]], turn: int) -> int:
@@ -32,9 +79,23 @@ def budget(step: float, whole: float) -> float:
     return BURST if whole <= BURST else STEPS * step
 
 
-def chunk_tokens(seconds: float, fixed: float, each: float, most: int) -> int:
-    """Give the tokens that fit into `seconds`, where a chunk costs `fixed` and `each` token more."""
-    return max(LEAST, min(most, int((seconds - fixed) / max(each, 1e-9))))
+def shared_budget(step: float, waiting: int, decoding: int) -> float:
+    """Give the seconds that a forward over several prompts may take beside `decoding` rows."""
+    if step and waiting <= decoding:
+        return BURST
+    return max(LONE, min(MANY, waiting * BURST))
+
+
+def company(lengths: Sequence[int], most: int) -> list[int]:
+    """Choose which prompts are read with the first of them, itself included: in their order, as long as all of them,
+    padded to the longest, have `most` tokens and few of these are padding."""
+    chosen, longest, whole = [0], lengths[0], lengths[0]
+    for place, length in enumerate(lengths[1:], 1):
+        size = max(longest, length) * (len(chosen) + 1)
+        if size <= most and size - whole - length <= PADDING * size:
+            chosen.append(place)
+            longest, whole = max(longest, length), whole + length
+    return chosen
 
 
 def shrunk(tokens: int, floor: int) -> Iterator[int]:

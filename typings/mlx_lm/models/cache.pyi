@@ -22,3 +22,6 @@ class RotatingKVCache:
 
 class ArraysCache:
     cache: list[mx.array | None]
+
+class BatchKVCache:
+    def __init__(self, left_padding: list[int]) -> None: ...

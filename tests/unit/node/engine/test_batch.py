@@ -96,6 +96,18 @@ def test_equal_rows_share_one_prefill(model: TextModel):
     assert rows["x"] == rows["y"] == rows["z"] == alone(model, ids, 8)
 
 
+def test_for_the_last_tokens_no_step_is_launched_and_none_is_given_twice(model: TextModel):
+    prompts = {"a": prompt(1, 40), "b": prompt(2, 90)}
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    got = {name: join(batch, model, name, ids) for name, ids in prompts.items()}
+    for on in (False, True, True, False, True, True):
+        for token in batch.step() if on else batch.last():
+            got[token.row].append(token.token)
+    for name, ids in prompts.items():
+        assert got[name] == alone(model, ids, len(got[name])), name
+        assert len(got[name]) == 5, "the first of them, and one of a step that was not launched, are told once"
+
+
 def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(model)
     first = join(batch, model, "one", [25])

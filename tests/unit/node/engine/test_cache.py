@@ -1,3 +1,4 @@
+from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from node.engine.cache import STEP, Layer, room_of, stretch
+from node.engine.cache import STEP, Layer, room_of, stretch, widen
 
 HEADS, WIDTH = 2, 4
 
@@ -49,6 +50,21 @@ def test_a_stretched_cache_shows_what_an_ordinary_one_does_and_has_no_more_room_
 def test_a_long_prompt_is_copied_a_few_times_and_not_at_every_step():
     assert grow(6000, 10, stretched=False)[1] == 24
     assert grow(6000, 10, stretched=True)[1] == 6
+
+
+def test_beside_others_caches_double_one_at_a_time_and_in_time():
+    layers, rooms = [layer() for _ in range(4)], list[list[int]]()
+    for start in range(0, 3000, 20):
+        stretch(cast("list[Layer]", layers), 20, 3000)
+        widen(cast("list[Layer]", layers), 20, 3000)
+        shown = [cast("list[float]", write(one, start, 20)[0, 0, :, 0].tolist()) for one in layers]
+        assert shown == [list(range(start + 20))] * 4
+        rooms.append([one.keys.shape[2] for one in layers])
+    grown = [sum(now != before for before, now in zip(*pair, strict=True)) for pair in pairwise(rooms)]
+    assert max(grown[256 // 20 :]) == 1
+    assert sum(grown) <= 5 * 4, "each as often as without"
+    assert max(rooms[-1]) <= 3000 + STEP
+    assert all(room_of(cast("list[Layer]", layers)) == sum(one) // 4 for one in rooms[-1:])
 
 
 def test_what_is_kept_beyond_the_end_is_never_shown():

@@ -1,7 +1,20 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.schedule import BURST, LEAST, LONE, STEPS, budget, chunk_tokens, next_prefill
+from node.engine.schedule import (
+    BURST,
+    LEAST,
+    LONE,
+    MANY,
+    PADDING,
+    STEPS,
+    Pace,
+    budget,
+    company,
+    next_prefill,
+    shared_budget,
+)
 
 
 def test_the_shortest_and_the_oldest_take_turns():
@@ -19,8 +32,51 @@ def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
     assert budget(0.04, BURST) == BURST, "a short prompt is written at once"
 
 
-@given(st.floats(0.001, 2.0), st.floats(0, 1.0), st.floats(0, 0.1), st.integers(32, 8192))
-def test_a_chunk_fits_its_time_or_is_the_smallest(seconds: float, fixed: float, each: float, most: int):
-    tokens = chunk_tokens(seconds, fixed, each, most)
+def test_several_prompts_may_take_as_long_as_the_few_beside_them_would_lose_anyhow():
+    assert shared_budget(0.0, 2, 0) == LONE
+    assert shared_budget(0.04, 7, 1) == 7 * BURST
+    assert shared_budget(0.0, 99, 0) == MANY
+    assert shared_budget(0.04, 3, 5) == BURST
+
+
+def test_prompts_of_about_one_length_are_read_together():
+    assert company([100, 300, 95, 20, 110], 2048) == [0, 2, 4]
+    assert company([100, 100, 100], 299) == [0, 1], "no more than fits"
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8192))
+def test_what_is_read_together_has_its_size_and_little_padding(lengths: list[int], most: int):
+    chosen = company(lengths, most)
+    size = len(chosen) * max(lengths[place] for place in chosen)
+    assert chosen[0] == 0
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 1 or size <= most
+    assert size - sum(lengths[place] for place in chosen) <= PADDING * size
+
+
+PACES = st.builds(Pace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 1e-4))
+
+
+@given(PACES, st.floats(0.001, 2.0), st.integers(0, 100_000), st.integers(32, 8192))
+def test_a_chunk_fits_its_time_or_is_the_smallest(pace: Pace, seconds: float, past: int, most: int):
+    tokens = pace.tokens(seconds, past, most)
     assert LEAST <= tokens <= most
-    assert tokens == LEAST or fixed + tokens * each <= seconds * 1.001
+    assert tokens == LEAST or pace.seconds(tokens, past) <= seconds * 1.001
+    assert tokens in (most, LEAST) or pace.seconds(tokens + 1, past) >= seconds * 0.999
+
+
+def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
+    true, pace = Pace(0.02, 0.0014, 1.4e-6), Pace(0.02, 0.001)
+    for past in range(0, 6000, 20):
+        pace.learn(20, past + 10, true.seconds(20, past))
+        pace.learn(100, 50, true.seconds(100, 0))
+    for past in (0, 2000, 6000):
+        assert pace.seconds(20, past) == pytest.approx(true.seconds(20, past), rel=0.15)
+    assert pace.tokens(0.1, 6000, 2048) < 10 < 40 < pace.tokens(0.1, 0, 2048)
+
+
+def test_the_first_measurements_far_into_a_prompt_may_be_odd():
+    pace = Pace(0.02, 0.01)
+    pace.learn(20, 3000, 0.03)
+    assert pace.seconds(20, 3000) >= 0.02
+    assert pace.far == 0
