@@ -20,6 +20,7 @@ Rules
 - A request leaves by one door, `release` (or `_gone` when its last row ended): prefills, batches, ledger and all.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ ODD = 4
 step really takes shows in the next one, too."""
 RETRY = 0.1
 """Seconds until the gate is asked again for what waits for memory."""
+LINGER, CROWD = 0.01, 30.0
+"""Seconds for which a short prompt that is alone waits for others to be read with, and for how long that is worth it
+after there were several here at once: those who ask in waves come within moments."""
 JOIN_EXPECTED = 10.0
 """Seconds that a first join may take: kernels are compiled."""
 
@@ -103,6 +107,8 @@ class Generation:
         """The mark of the last decode step, while nothing but it has taken or given back memory since, else 0; and
         whether its caches grew."""
         self._turn = 0
+        self._crowded = -math.inf
+        """When there last were several."""
         self._out = Out()
 
     # what the engine asks
@@ -143,8 +149,11 @@ class Generation:
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is something to do or to say, later while all that is
         left waits for memory, else never."""
-        if self._decoding() or self._choices(now) or self._out.ends:
+        if self._decoding() or self._out.ends:
             return now
+        choices = self._choices(now)
+        if choices:
+            return max(now, self._lingers(choices))
         waiting = [one.retry_at for one in self._prefills]
         return min([*waiting, self._return_at] if self._preempted else waiting, default=None)
 
@@ -178,7 +187,7 @@ class Generation:
         if self._preempted and now >= self._return_at:
             self._return(min(self._preempted, key=_age), now)
         waiting = self._choices(now)
-        if waiting:
+        if waiting and now >= self._lingers(waiting):
             self._turn += 1
             first = waiting[next_prefill([(one.left, one.sequence.arrived) for one in waiting], self._turn)]
             members = self._company(first, waiting)
@@ -203,6 +212,12 @@ class Generation:
                     break
                 found.append(one)
         return [one for one in found if one.retry_at <= now]
+
+    def _lingers(self, waiting: list[Prefill]) -> float:
+        """Say until when a prompt waits for company: one that is alone, where there were several not long ago."""
+        first, arrived = waiting[0], waiting[0].sequence.arrived
+        lone = len(waiting) == 1 and first.cache is None and not self._decoding()
+        return arrived + LINGER if lone and arrived < self._crowded + CROWD else 0.0
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
         """Choose who is read with the first, if there is time for all of that at once."""
@@ -636,6 +651,8 @@ class Generation:
 
     def _gone(self, resident: Resident, sequence: Sequence) -> None:
         del self._live[sequence.number]
+        if self._live:
+            self._crowded = time.monotonic()
         resident.users -= 1
         resident.used_at = time.monotonic()
 

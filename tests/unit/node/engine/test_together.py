@@ -1,6 +1,7 @@
 """Several prompts in one forward: answers stay what they are, the gate sees all of it, and a fault stays one's own."""
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,27 @@ def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, sha
     numbers += [driver.ask(one["prompt"]) for one in SHORT[1:6]]
     verbatim(driver, numbers)
     assert shared
+
+
+def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation, "LINGER", 3600.0)
+    prompts = iter(one["prompt"] for one in SHORT)
+
+    def waits(numbers: list[int]) -> bool:
+        driver.turn()
+        due = driver.engine.due(time.monotonic())
+        return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
+
+    def answered(numbers: list[int]) -> bool:
+        return all(isinstance(driver.end(number), Finished) for number in numbers)
+
+    assert answered([driver.ask(next(prompts))]), "nobody else was here lately"
+    assert answered([driver.ask(next(prompts)) for _ in range(2)])
+    lone = driver.ask(next(prompts))
+    assert waits([lone])
+    both = [lone, driver.ask(next(prompts))]
+    assert not waits(both)
+    assert answered(both)
 
 
 def test_a_prompt_that_was_read_with_others_is_kept_for_the_next(driver: Driver, shared: list[int]):
