@@ -111,7 +111,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine.due(time.monotonic())
+        due = driver.engine._generation.due(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
