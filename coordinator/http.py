@@ -267,6 +267,7 @@ class HotProtocol(DeadlineProtocol):
         """A client that leaves is told to its node."""
         if self._ticket is not None:
             self._done(499 if self._stream is None else 200)
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
