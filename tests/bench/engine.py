@@ -286,7 +286,7 @@ async def _chunk_seconds(made: Pool, server: Server, number: int) -> float:
     """Give the mean time of a chunk of a long prompt that is alone."""
     before = _counts(made)
     (long,) = prompts(f"cancel alone {number}", 1, ALONE_WORDS)
-    seen = await server.chat(long, 1)
+    seen = await server.chat(long, 2)  # the second token takes a step, and the report of that has all chunks
     until(lambda: _counts(made)["steps"] > before["steps"], what="the report of its step")
     return seen.first / max(1, _counts(made)["forwards"] - before["forwards"] - 1)
 
