@@ -363,6 +363,16 @@ def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
     assert of["busy"].delay > of["idle"].delay == 0
 
 
+def test_many_at_once_are_shared_though_one_node_was_measured_as_faster():
+    quick, other = node("quick", None, a_model(decode_speed=100.0)), node("other", None, a_model(decode_speed=70.0))
+    ledger, taken = Ledger(), Counter[str]()
+    for number in range(32):
+        name = chosen(decide(quick, other, ledger=ledger, seed=number))
+        ledger.claim(NodeId(name), number, number, 1)
+        taken[name] += 1
+    assert 4 <= taken["other"] < taken["quick"]
+
+
 def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_beginning():
     ledger, taken = Ledger(), Counter[str]()
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
