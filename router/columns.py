@@ -25,6 +25,7 @@ from router.placement import (
     FIRST,
     FULL_MARKS,
     POLICIES,
+    ROW_SLOWS,
     ROW_WEIGHT,
     TTFT_STEP,
     WARM,
@@ -52,7 +53,7 @@ _SHORT, _LONG, _ANSWER = 256, 4096, 64
 
 _STEP, _KNOWN, _FRACTION = 1e4, 5e3, 1e3
 """Weights of what decides, each above all that comes after it: a step of time, what was read, the fraction free."""
-_NOTHING = (0.0, 0.0, 1.0)
+_NOTHING = (0.0, 0.0, 1.0, 0.0)
 
 Column = NDArray[np.float64]
 
@@ -94,7 +95,7 @@ RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
 class _Table:
     """One model's columns. `fixed` and `slope` give the bytes needed by tokens, `wait` the seconds before a prompt,
     `token` those for each of its tokens, `answer` those for each of its answer's. `read` has what the report says of
-    room, wait and ceiling, before promises."""
+    room, wait, ceiling and an answer's token, before promises and beside nobody."""
 
     def __init__(self, count: int) -> None:
         self.room: Column = np.zeros(count)
@@ -104,7 +105,7 @@ class _Table:
         self.token: Column = np.zeros(count)
         self.answer: Column = np.zeros(count)
         self.fraction: Column = np.zeros(count)
-        self.read: list[tuple[float, float, float]] = [_NOTHING] * count
+        self.read: list[tuple[float, float, float, float]] = [_NOTHING] * count
 
     def write(self, row: int, node: NodeView, model: Model) -> None:
         """Take in a report."""
@@ -119,16 +120,17 @@ class _Table:
         self.slope[row], self.fixed[row] = slope, max(1.0, short - weights - slope * (_SHORT + _ANSWER))
         slower = BESIDE_ROWS if node.engine.running else 1.0
         self.token[row] = (slower + ROW_WEIGHT * node.engine.running) / model.prefill_speed
-        self.answer[row] = ANSWER_WEIGHT / model.decode_speed if model.decode_speed > 0 else 0.0
+        answer = ANSWER_WEIGHT / model.decode_speed if model.decode_speed > 0 else 0.0
         wait = slower * node.engine.queued_tokens / model.prefill_speed
         if not model.loaded:
             read = model.progress or 0.5
             wait += model.load_seconds * (1.0 - read if model.loading else 1.0)
-        self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin))
+        self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
 
-    def promise(self, row: int, need: int, tokens: int) -> None:
-        """Take off what was promised since the report, in bytes and prompt tokens."""
-        room, wait, ceiling = self.read[row]
+    def promise(self, row: int, need: int, tokens: int, requests: int) -> None:
+        """Take off what was promised since the report, in bytes and prompt tokens; so many requests are there."""
+        room, wait, ceiling, answer = self.read[row]
+        self.answer[row] = answer * (1.0 + ROW_SLOWS * requests)
         self.room[row] = room = max(0.0, room - need)
         self.wait[row] = wait + tokens * float(self.token[row])
         self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
@@ -236,7 +238,8 @@ class Columns:
                     self._promise(table, row, node)
 
     def _promise(self, table: _Table, row: int, node: NodeId) -> None:
-        table.promise(row, self._ledger.unacknowledged(node), self._ledger.unacknowledged_tokens(node))
+        ledger = self._ledger
+        table.promise(row, ledger.unacknowledged(node), ledger.unacknowledged_tokens(node), ledger.in_flight(node))
 
     def _write(self, table: _Table, name: str, row: int, node: NodeView) -> None:
         model = node.models.get(name)

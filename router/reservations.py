@@ -141,6 +141,7 @@ class Ledger:
         if promise is None:
             return False
         account = self._accounts[promise.node]
+        self._touched.add(promise.node)
         if not promise.settled:
             self._settle(account, request, promise)
         account.requests.discard(request)

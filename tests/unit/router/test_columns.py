@@ -216,3 +216,32 @@ def test_a_policy_without_arrays_is_asked_about_every_node():
     assert isinstance(quick, Placement)
     assert quick.chosen.name == "4"
     assert len(quick.candidates) == COUNT
+
+
+def test_answers_slow_each_other_here_too_until_they_have_ended():
+    """Also those that the reports count by now: what is promised no more is still there."""
+    quick, other = a_model(decode_speed=100.0), a_model(decode_speed=70.0)
+    nodes = tuple(
+        NodeView(NodeId(name), name, "ready", heard_at=NOW, memory=a_memory(), engine=EngineState("mlx", "ready"),
+                 models={"tiny": model})
+        for name, model in (("quick", quick), ("other", other))
+    )  # fmt: skip
+    view, ledger, request = ClusterView(nodes), Ledger(), Demand("tiny", 0, 20)
+    columns = Columns(ledger)
+    columns.follow(view)
+
+    def first() -> str:
+        result = columns.place(view, request, now=NOW, draw=lambda: 0.5)
+        assert isinstance(result, Placement)
+        return result.chosen.name
+
+    assert first() == "quick"
+    for number in range(40):
+        ledger.claim(NodeId("quick"), number, number, 0)
+        ledger.admitted(number)
+        ledger.read(number)
+    ledger.acknowledge(NodeId("quick"), 40)
+    assert first() == "other"
+    for number in range(40):
+        ledger.release(number)
+    assert first() == "quick"
