@@ -17,10 +17,10 @@ already); then the larger share of headroom; then chance. Ranking by plain bytes
 (simulated: median wait 6.4 s instead of 3.1 at 40 % load).
 
 Its time is the expected time to the first token, and what else it costs: by how much the prompts behind it wait
-longer, and, with less weight, how long its answer takes and how long those that are being written stand still. A node's
-prompts take turns, the shortest and the oldest, slower beside rows that decode; so a short one does not wait for a long
-one, and the sum of all that are in front of it is not its time (simulated, a household: the median wait falls from
-10.8 s to 3.9).
+longer, and, with less weight, how long its answer takes beside those that are there, and how long these stand still. A
+node's prompts take turns, the shortest and the oldest, slower beside rows that decode; so a short one does not wait for
+a long one, and the sum of all that are in front of it is not its time (simulated, a household: the median wait falls
+from 10.8 s to 3.9).
 
 Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
 context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping

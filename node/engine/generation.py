@@ -58,7 +58,7 @@ step really takes shows in the next one, too."""
 RETRY = 0.1
 """Seconds until the gate is asked again for what waits for memory."""
 LINGER, CROWD = 0.01, 30.0
-"""Seconds for which a short prompt that is alone waits for others to be read with, and for how long that is worth it
+"""Seconds for which a prompt that is alone waits for others to be read with, and for how long that is worth it
 after there were several here at once: those who ask in waves come within moments."""
 JOIN_EXPECTED = 10.0
 """Seconds that a first join may take: kernels are compiled."""
@@ -216,7 +216,7 @@ class Generation:
     def _lingers(self, waiting: list[Prefill]) -> float:
         """Say until when a prompt waits for company: one that is alone, where there were several not long ago."""
         first, arrived = waiting[0], waiting[0].sequence.arrived
-        lone = len(waiting) == 1 and first.cache is None and not self._decoding()
+        lone = len(waiting) == 1 and first.cache is None and first.resident.plain and not self._decoding()
         return arrived + LINGER if lone and arrived < self._crowded + CROWD else 0.0
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
