@@ -41,8 +41,7 @@ def two_nodes(made: Pool, *settings: str) -> Peer:
 
 
 def build() -> str:
-    """Say which Python runs this, for it decides what our side costs: one compiled without its own optimisations takes
-    a third more."""
+    """Say which Python runs this: what our side costs depends on how it was compiled."""
     return f"Python {sys.version.split()[0]} in {sys.base_prefix}"
 
 
