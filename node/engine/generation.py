@@ -599,7 +599,7 @@ class Generation:
 
     def _preempt(self, sequence: Sequence) -> None:
         rows = list(sequence.writing())
-        self._prefills = [prefill for prefill in self._prefills if prefill.sequence is not sequence]
+        self._leave(sequence)
         self._drop(self._residents()[sequence.request.model], rows)
         for row in rows:
             row.commitment = Commitment(0)
@@ -639,7 +639,7 @@ class Generation:
         """Take a request out of wherever it is, and give back all that it had."""
         resident = self._residents()[sequence.request.model]
         writing = list(sequence.writing())
-        self._prefills = [prefill for prefill in self._prefills if prefill.sequence is not sequence]
+        self._leave(sequence)
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         else:
@@ -648,6 +648,13 @@ class Generation:
             row.reason = "released"
         self._gone(resident, sequence)
         give_back()
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a request's prompts out. Who still holds one of them holds no memory with it: what is let go of after
+        the pool has been emptied would stay there."""
+        for prefill in [one for one in self._prefills if one.sequence is sequence]:
+            prefill.cache = prefill.logits = None
+            self._prefills.remove(prefill)
 
     def _gone(self, resident: Resident, sequence: Sequence) -> None:
         del self._live[sequence.number]

@@ -6,8 +6,10 @@ The memory is made short by moving the ceiling, against the readings of this pro
 import json
 import time
 
+import mlx.core as mx
 import pytest
 
+from node.engine.cache import nbytes_of
 from node.engine.footprint import give_back
 from node.engine.gate import Site
 from tests import models
@@ -170,6 +172,22 @@ def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
     report = driver.engine.report(time.monotonic())
     assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
     assert driver.ended(numbers[1]) is None
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: bool):
+    """Pooled buffers are memory of the process, too: another program would have to wait for it."""
+    first = driver.ask("hello", endless(300)) if decodes else None
+    driver.until(lambda: first is None or driver.ids[first, 0])
+    give_back()
+    held = mx.get_active_memory() + mx.get_cache_memory()
+    number = driver.ask("word " * 1500, endless(4))
+    driver.until(lambda: any(one.written > 700 for one in driver.engine._generation._prefills))
+    (prefill,) = driver.engine._generation._prefills
+    written = nbytes_of(prefill.cache or [])
+    driver.cancel(number)
+    assert written > MIB
+    assert mx.get_active_memory() + mx.get_cache_memory() < held + written // 2
 
 
 def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Driver):
