@@ -126,7 +126,7 @@ class DecodeBatch(Generic[K]):
 
     def ready(self, joining: Sequence[Joining[K]], ids: Sequence[Sequence[int]], cache: Layers) -> Newcomers[K]:
         """Make rows ready to `admit` that were read together, each with a past of its own: a row's cache holds all of
-        its `ids` but the last, which is its input to the next step, so its first token comes with the step after. The
+        its `ids` but the last, which is its input to the next step and gives its first token. The
         batch itself is not touched: an exception costs these rows alone. `cache` is used up."""
         pasts = [list(one[:-1]) for one in ids]
         last = mx.array([one[-1] for one in ids], mx.uint32)
@@ -177,23 +177,30 @@ class DecodeBatch(Generic[K]):
             evaluate(cast("Any", self._batch)._next_tokens)
 
     def step(self) -> list[Token[K]]:
-        """Give every row's next token, but not the first again, and launch the step after it."""
+        """Give every row's next token, but not the first again, and launch the step after it. The first of those that
+        were read together is not kept back for that: it is waited for."""
         if self._batch is None:
             return []
         self._tell_maskers(self._batch)
         found = self._batch.next()
-        told, self._told, self._asked = self._told, set(), set()
-        return [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
+        told, self._told, self._asked = self._told, self._asked, set()
+        tokens = [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
+        return tokens + [one for uid, one in self._launched() if uid in self._told] if self._told else tokens
 
     def last(self) -> list[Token[K]]:
         """Give what `step` gives, for rows that all end by it: no step is launched that nobody waits for."""
         if self._batch is None or self._told:
             return self.step()
+        self._told.update(self._batch.uids)
+        return [token for _, token in self._launched()]
+
+    def _launched(self) -> list[tuple[int, Token[K]]]:
+        """Wait for the step that is launched, and give its tokens by row."""
+        assert self._batch is not None  # noqa: S101  the callers have one
         state, uids = cast("Any", self._batch), self._batch.uids
         tokens = cast("list[int]", state._next_tokens.tolist())
-        self._told.update(uids)
         return [
-            Token(self._rows[uid].row, token, logprobs)
+            (uid, Token(self._rows[uid].row, token, logprobs))
             for uid, token, logprobs in zip(uids, tokens, state._next_logprobs, strict=True)
         ]
 

@@ -57,9 +57,9 @@ ODD = 4
 step really takes shows in the next one, too."""
 RETRY = 0.1
 """Seconds until the gate is asked again for what waits for memory."""
-LINGER, CROWD = 0.01, 30.0
-"""Seconds for which a prompt that is alone waits for others to be read with, and for how long that is worth it
-after there were several here at once: those who ask in waves come within moments."""
+LINGER, MOST_LINGER, CROWD = 0.01, 0.03, 30.0
+"""Seconds for which prompts wait for another one to be read with, again after each that comes, at most in all, and for
+how long that is worth it after there were several here at once: those who ask in waves come within moments."""
 JOIN_EXPECTED = 10.0
 """Seconds that a first join may take: kernels are compiled."""
 
@@ -214,10 +214,14 @@ class Generation:
         return [one for one in found if one.retry_at <= now]
 
     def _lingers(self, waiting: list[Prefill]) -> float:
-        """Say until when a prompt waits for company: one that is alone, where there were several not long ago."""
-        first, arrived = waiting[0], waiting[0].sequence.arrived
-        lone = len(waiting) == 1 and first.cache is None and first.resident.plain and not self._decoding()
-        return arrived + LINGER if lone and arrived < self._crowded + CROWD else 0.0
+        """Say until when prompts wait for company: where nobody decodes meanwhile, and several were here lately."""
+        if self._decoding() or any(one.cache is not None or not one.resident.plain for one in waiting):
+            return 0.0
+        if sum(len(one.rows) for one in waiting) >= self._batch:
+            return 0.0
+        arrived = [one.sequence.arrived for one in waiting]
+        first, last = min(arrived), max(arrived)
+        return min(first + MOST_LINGER, last + LINGER) if first < self._crowded + CROWD else 0.0
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
         """Choose who is read with the first, if there is time for all of that at once."""

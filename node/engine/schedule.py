@@ -7,8 +7,9 @@ sized by time, from what chunks have cost (`Pace`).
 - While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
   times the quiet one.
 - A prompt that takes BURST seconds in all is written at once: one gap for each new chat, as everywhere.
-- Several such prompts are read in one forward (`together`). While more wait than decode their gaps are put together
-  into one, of MANY seconds at most: the few lose no time by it, for each of these gaps was to come.
+- Several such prompts are read in one forward (`together`), of SHARED seconds at most: longer ones save little more,
+  and the first of them would wait for all. Beside rows that decode the gaps that each of them would have caused are put
+  together so, too; into shorter ones where fewer wait than decode.
 """
 
 import math
@@ -19,7 +20,7 @@ STEPS = 1.6
 """1 + 1.6 leaves room below 3 for noise."""
 BURST = 0.25
 LONE = 1.0
-MANY = 2.0
+SHARED = 0.6
 LEAST = 4
 """Tokens of the smallest chunk: what is written moves on, whatever it costs."""
 
@@ -81,9 +82,7 @@ def budget(step: float, whole: float) -> float:
 
 def shared_budget(step: float, waiting: int, decoding: int) -> float:
     """Give the seconds that a forward over several prompts may take beside `decoding` rows."""
-    if step and waiting <= decoding:
-        return BURST
-    return max(LONE, min(MANY, waiting * BURST))
+    return max(BURST, SHARED * min(1.0, waiting / decoding)) if step and decoding else SHARED
 
 
 def company(lengths: Sequence[int], most: int) -> list[int]:

@@ -196,10 +196,10 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:
-        """Decode, read a piece of a load, write one chunk of a prompt."""
-        self._generation.decode()
+        """Read a piece of a load, write one chunk of a prompt, decode: tokens are said at once, not behind a chunk."""
         loaded = self._tick() if self._may_load() else []
         self._generation.prefill()
+        self._generation.decode()
         swept = self._sweeps.step() if self._sweeps.busy else []
         said = self._generation.said()
         self._shelf.leave(now)

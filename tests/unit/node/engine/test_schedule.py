@@ -6,8 +6,8 @@ from node.engine.schedule import (
     BURST,
     LEAST,
     LONE,
-    MANY,
     PADDING,
+    SHARED,
     STEPS,
     Pace,
     budget,
@@ -32,11 +32,10 @@ def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
     assert budget(0.04, BURST) == BURST, "a short prompt is written at once"
 
 
-def test_several_prompts_may_take_as_long_as_the_few_beside_them_would_lose_anyhow():
-    assert shared_budget(0.0, 2, 0) == LONE
-    assert shared_budget(0.04, 7, 1) == 7 * BURST
-    assert shared_budget(0.0, 99, 0) == MANY
-    assert shared_budget(0.04, 3, 5) == BURST
+def test_several_prompts_may_take_the_longer_the_fewer_are_beside_them():
+    assert shared_budget(0.0, 99, 0) == shared_budget(0.04, 7, 1) == SHARED
+    assert BURST < shared_budget(0.04, 3, 5) < SHARED
+    assert shared_budget(0.04, 1, 5) == BURST
 
 
 def test_prompts_of_about_one_length_are_read_together():

@@ -107,6 +107,7 @@ def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, sha
 
 def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generation, "LINGER", 3600.0)
+    monkeypatch.setattr(generation, "MOST_LINGER", 3600.0)
     prompts = iter(one["prompt"] for one in SHORT)
 
     def waits(numbers: list[int]) -> bool:
@@ -122,8 +123,20 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     lone = driver.ask(next(prompts))
     assert waits([lone])
     both = [lone, driver.ask(next(prompts))]
-    assert not waits(both)
+    assert waits(both)
+    monkeypatch.setattr(generation, "LINGER", 0.0)
+    assert not waits(both), "nobody came after them"
     assert answered(both)
+    monkeypatch.setattr(generation, "LINGER", 3600.0)
+    assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "there is room for no more"
+
+
+def test_what_was_read_together_is_heard_in_the_same_turn(driver: Driver, shared: list[int]):
+    numbers = ask(driver, 6)
+    driver.until(lambda: shared)
+    waiting = driver.engine._generation.load()[1]
+    assert sum(bool(driver.ids[number, 0]) for number in numbers) == len(numbers) - waiting >= shared[0]
+    verbatim(driver, numbers)
 
 
 def test_a_prompt_that_was_read_with_others_is_kept_for_the_next(driver: Driver, shared: list[int]):
@@ -279,11 +292,11 @@ def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
     driver.cancel(waiting)
     driver.until(lambda: shared)
     joined, decoding, last = numbers
-    driver.cancel(joined)  # before its first token
+    driver.cancel(joined)
     driver.until(lambda: len(driver.ids[decoding, 0]) > 3)
     driver.cancel(decoding)
     assert isinstance(driver.end(last), Finished)
-    assert (driver.ids[waiting, 0], driver.ids[joined, 0]) == ([], [])
+    assert (driver.ids[waiting, 0], len(driver.ids[joined, 0])) == ([], 1)
     report = driver.engine.report(0.0)
     assert (report.running, report.memory.reserved) == (0, 0)
 
