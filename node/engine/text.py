@@ -4,8 +4,8 @@
         │           └ Refusal
         └ its model is not loaded: waits for the load
 
-One turn (`step`): a decode step of every batch, one piece of a load, one chunk of one prefill. Each request ends in
-exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing more is said.
+One turn (`step`): one piece of a load, one chunk of one prefill or of several, a decode step of every batch. Each
+request ends in exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing more is said.
 """
 
 import gc
@@ -187,12 +187,13 @@ class TextEngine:
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
         or when the recent height falls, or an unused model leaves or has left."""
+        works = self._generation.due(now)
+        if works is not None and works <= now:
+            return now
         if self._may_load() or (self._sweeps.busy and self.gate.closed() is None):
             return now
         shelf, footprint = self._shelf, self._footprint
-        times = (
-            self._generation.due(now), footprint.falls_at(now), shelf.leaves_at(), self._looks_at(), self._canary.due(),
-        )  # fmt: skip
+        times = works, footprint.falls_at(now), shelf.leaves_at(), self._looks_at(), self._canary.due()
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> list[Frame]:

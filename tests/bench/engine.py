@@ -232,7 +232,7 @@ async def _gaps(server: Server, number: int) -> Gaps:
         await all_have(QUIET_STEPS)
         begun, settled = time.monotonic(), max(row[0] for row in times)
         (long,) = prompts(f"itl long {number}", 1, LONG_WORDS)
-        first = (await asyncio.wait_for(server.chat(long, 1), 120)).times[0]
+        first = (await asyncio.wait_for(server.chat(long, 1), 300)).times[0]
         await all_have(max(len(row) for row in times) + QUIET_STEPS)
     finally:
         for one in chats:
