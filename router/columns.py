@@ -25,7 +25,6 @@ from router.placement import (
     FIRST,
     FULL_MARKS,
     POLICIES,
-    ROW_SLOWS,
     ROW_WEIGHT,
     TTFT_STEP,
     WARM,
@@ -43,7 +42,7 @@ from router.placement import (
 from router.reservations import Ledger
 from router.view import ClusterView, NodeView
 from wire.identity import NodeId
-from wire.report import Model
+from wire.report import ROW_COST, Model
 from wire.verdict import headroom, occupied, request_need
 
 LOOKS = 8
@@ -130,7 +129,7 @@ class _Table:
     def promise(self, row: int, need: int, tokens: int, requests: int) -> None:
         """Take off what was promised since the report, in bytes and prompt tokens; so many requests are there."""
         room, wait, ceiling, answer = self.read[row]
-        self.answer[row] = answer * (1.0 + ROW_SLOWS * requests)
+        self.answer[row] = answer * (1.0 + ROW_COST * requests)
         self.room[row] = room = max(0.0, room - need)
         self.wait[row] = wait + tokens * float(self.token[row])
         self.fraction[row] = _FRACTION * min(1.0, room / ceiling)

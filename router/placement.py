@@ -41,7 +41,7 @@ from router.resume import GROWTH
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
-from wire.report import Memory, Model
+from wire.report import ROW_COST, Memory, Model
 from wire.units import show_size
 from wire.verdict import (
     Fits,
@@ -64,9 +64,6 @@ TTFT_STEP = 0.05
 """Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
 BESIDE_ROWS = 1.6
 """By how much a prompt takes longer while rows decode, which keep their share of the machine."""
-ROW_SLOWS = 0.05
-"""By how much an answer takes longer for each other one that is written there: else all that come at once would go to
-the Mac that was measured as a little faster."""
 BUSY_STEPS = 4
 """Steps to a doubling of what is in flight for a node's speed: machines of nearly the same speed count as equal."""
 ANSWER_WEIGHT, ROW_WEIGHT = 0.3, 0.1
@@ -304,7 +301,7 @@ def consider(
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
     answer = output / model.decode_speed if model.decode_speed > 0 else 0.0
-    answer *= 1.0 + ROW_SLOWS * len(account.requests)
+    answer *= 1.0 + ROW_COST * len(account.requests)
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
                      len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
 

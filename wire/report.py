@@ -108,12 +108,17 @@ class Transient(Part, frozen=True, array_like=True, gc=False):
     floor: int = 0
 
 
+ROW_COST = 0.1
+"""By how much each further row makes a decode step longer, by and large (0.06 here, 0.15 by what is told of Macs)."""
+
+
 class Model(Part, frozen=True, array_like=True, gc=False):
     """A model that this node can serve.
 
-    `transient` is what the smallest prefill chunk adds for a moment at the start of a prompt (`forward` says it of
-    every forward), `bytes_per_token` the measured ratio of request text to prompt tokens, `features` what a request may
-    ask for beyond plain sampling, `cause` why it cannot be loaded now.
+    `decode_speed` are the tokens per second of a row that decodes alone (`ROW_COST`), `transient` is what the smallest
+    prefill chunk adds for a moment at the start of a prompt (`forward` says it of every forward), `bytes_per_token` the
+    measured ratio of request text to prompt tokens, `features` what a request may ask for beyond plain sampling,
+    `cause` why it cannot be loaded now.
 
     `progress` is the share of the weights that a load under way has read, 0 to 1; 0 where none is.
 

@@ -534,7 +534,7 @@ class Machine:
             now = self._loop.time()
             progress = self._progress(resident, now) if resident.loading and resident.ready_at else 0.0
             return replace(resident.model, loading=resident.loading, progress=progress, groups=resident.rows.groups())
-        step = step_seconds(self.chip, resident.spec.active, max(1, len(resident.rows)), 0.0)
+        step = step_seconds(self.chip, resident.spec.active, 1, 0.0)
         return replace(
             resident.model, loaded=True, prefill_speed=resident.speed, decode_speed=1 / step,
             groups=resident.rows.groups(),

@@ -391,7 +391,7 @@ class Generation:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
                 else:
-                    resident.stepped((batch.called or 0.0) + time.monotonic() - begun)
+                    resident.stepped((batch.called or 0.0) + time.monotonic() - begun, len(batch))
                     if alone and batch.called is not None and self._sample == self._forwards.height.marks:
                         self._measure(resident, batch)
                     batch.called = None
@@ -475,7 +475,7 @@ class Generation:
             return
         now = time.monotonic()
         if batch.called is not None:
-            resident.stepped(batch.called)
+            resident.stepped(batch.called, len(batch))
         batch.called = now - call.since
         self._sample, self._grew = self._forwards.height.marks, batch.nbytes() > held
         self._take(resident, tokens)

@@ -24,7 +24,7 @@ from node.engine.ledger import Ledger
 from node.engine.sampling import Defaults, defaults_of, greedy
 from node.engine.schedule import Pace, mean
 from node.engine.sequence import Row
-from wire.report import Kv
+from wire.report import ROW_COST, Kv
 from wire.units import MIB
 from wire.verdict import tail
 
@@ -58,6 +58,7 @@ class Resident:
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
     prefill_speed: float = 0.0
     step_seconds: float = 0.0
+    lone_seconds: float = 0.0
     pace: Pace = field(default_factory=Pace)
     load_seconds: float = 0.0
     bytes_per_token: float = 0.0
@@ -76,9 +77,11 @@ class Resident:
         self.prefill_speed = mean(self.prefill_speed, tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
-    def stepped(self, seconds: float) -> None:
-        """Note how long a decode step of one batch took."""
+    def stepped(self, seconds: float, rows: int) -> None:
+        """Note how long a decode step of one batch took, and what it would have taken with one row: the last one is no
+        measure of a machine that may be at rest by now."""
         self.step_seconds = mean(self.step_seconds, seconds)
+        self.lone_seconds = mean(self.lone_seconds, seconds / (1 + ROW_COST * (rows - 1)))
 
     def bound_waste(self, waste: int) -> None:
         """Let padding waste at most so many bytes at any rate."""
@@ -123,6 +126,7 @@ def load(found: Found) -> Iterator[int | Resident]:
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
         Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds,
+        lone_seconds=warmth.step_seconds,
         pace=Pace(warmth.step_seconds, 1 / warmth.prefill_speed), plain=plain(new_cache(model)),
     )  # fmt: skip
 

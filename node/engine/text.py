@@ -541,7 +541,7 @@ class TextEngine:
         return Model(
             found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
             load_seconds=resident.load_seconds, prefill_speed=resident.prefill_speed,
-            decode_speed=1 / resident.step_seconds if resident.step_seconds else 0.0,
+            decode_speed=1 / resident.lone_seconds if resident.lone_seconds else 0.0,
             bytes_per_token=resident.bytes_per_token or 4.0, features=self._door.features(found),
             groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,

@@ -106,13 +106,14 @@ def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy
 def test_of_a_burst_between_two_reports_few_are_refused_at_first_and_none_at_last():
     """Those few came to a node that was filled by an answer that outgrew its promise since the report."""
     ours, careless, peer = (
-        [played(EQUALS, policy, seed)[0] for seed in (1, 3)] for policy in ("balanced", "most-headroom", "round-robin")
+        [played(EQUALS, policy, seed)[0] for seed in (1, 3, 6)]
+        for policy in ("balanced", "most-headroom", "round-robin")
     )
-    assert [(run.refused, run.failed) for run in ours] == [(0, 0)] * 2
-    assert sum(run.requests for run in ours) >= 400
-    assert fmean(run.first_refused for run in ours) < 0.01
-    assert fmean(run.first_refused for run in careless) < 0.01, "the ledger is below every policy"
-    assert fmean(run.first_refused for run in peer) > 0.03
+    assert [(run.refused, run.failed) for run in ours] == [(0, 0)] * 3
+    assert sum(run.requests for run in ours) >= 600
+    few = fmean(run.first_refused for run in peer) / 4
+    assert fmean(run.first_refused for run in ours) < few
+    assert fmean(run.first_refused for run in careless) < few, "the ledger is below every policy"
 
 
 def test_a_greedy_key_takes_nothing_from_the_others():

@@ -27,7 +27,7 @@ from wire.frames import (
     Unload,
 )
 from wire.refusals import Code
-from wire.report import Group
+from wire.report import ROW_COST, Group
 from wire.units import GIB, MIB
 from wire.verdict import padded, request_transient
 
@@ -423,6 +423,17 @@ def copy_of(folder: Path, **files: bytes | None) -> Path:
         if file.is_file() and files.get(file.name, b"") is not None:
             (folder / file.name).write_bytes(files.get(file.name) or file.read_bytes())
     return folder
+
+
+def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
+    """Else a machine at rest would be known by its last crowd."""
+    driver.answer(SHORT[0]["prompt"])
+    (resident,) = driver.engine._shelf.residents.values()
+    for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
+        for _ in range(60):
+            resident.stepped(seconds, rows)
+        assert driver.engine.report(0.0).models[0].decode_speed == pytest.approx(10.0, rel=0.01)
+    assert resident.step_seconds > 0.15
 
 
 def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Driver):
