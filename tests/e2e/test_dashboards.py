@@ -134,8 +134,9 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
 
 
 def _seen(found: Prometheus) -> bool:
-    """Whether what takes a while has been scraped twice: queues, gaps between tokens, hits of the cache."""
+    """Whether what takes a while has been scraped twice: answers, queues, gaps between tokens, hits of the cache."""
     queries = (
+        'sum(rate(macpool_router_requests_total{outcome="ok"}[20s])) > 0',
         "sum(rate(macpool_request_queue_time_seconds_count[20s])) > 0",
         "sum(rate(macpool_inter_token_latency_seconds_count[20s])) > 0",
         "sum(rate(macpool_router_node_refusals_total[20s])) > 0",
