@@ -95,7 +95,8 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests in a minute."),
         click.option("--tokens-per-minute", type=click.IntRange(1), help="Most tokens in a minute, prompts included."),
         click.option("--concurrency", type=click.IntRange(1), help="Most requests at once."),
-        click.option("--waiting", type=click.IntRange(0), help="Most requests in line; a quarter of all by default."),
+        click.option("--waiting", type=click.IntRange(0),
+                     help="Most requests in line; by default a quarter of all, more while nobody else waits."),
         click.option("--priority", type=click.Choice(["low", "normal", "high"]), default="normal", show_default=True,
                      help="Its part of the queue beside others: 1, 4 or 16."),
     )):  # fmt: skip

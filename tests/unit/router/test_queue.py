@@ -90,6 +90,41 @@ def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
     offer(queue, "another key has its own share", "other")
 
 
+def moving() -> AdmissionQueue[str]:
+    """Make a line of one key in which two leave each second, ten that wait are left."""
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(16):
+        offer(queue, str(number))
+    for now in (1.0, 2.0, 3.0):
+        first = int(now) * 2 - 2
+        queue.wake(now, lambda item, keep, first=first: item in (str(first), str(first + 1)))
+    assert len(queue) == 10
+    return queue
+
+
+def taken(queue: AdmissionQueue[str], patience: float) -> int:
+    """Offer until one is refused; give how many of the key wait then."""
+    for number in range(LEAST_LIMIT):
+        refused = queue.offer(f"new {number}", "k", 1, 3.0, 3.0 + patience, 2)
+        if isinstance(refused, Refused):
+            assert refused.code is Code.OVER_SHARE
+            break
+    return queue.depth("k")
+
+
+def test_a_key_that_waits_alone_may_have_more_while_the_line_moves():
+    assert taken(moving(), 60.0) == LEAST_LIMIT - LEAST_SHARE, "others find a share's worth of room"
+    assert taken(moving(), 15.0) == 30, "who comes later would wait for nothing"
+    stuck: AdmissionQueue[str] = AdmissionQueue()
+    assert taken(stuck, 60.0) == LEAST_SHARE, "nobody has left yet"
+
+
+def test_a_key_has_no_more_than_its_share_where_another_one_waits():
+    queue = moving()
+    offer(queue, "other", "other")
+    assert taken(queue, 60.0) == LEAST_SHARE
+
+
 def test_deadlines_end_the_wait_oldest_first():
     queue: AdmissionQueue[str] = AdmissionQueue()
     offer(queue, "a", now=0.0)
