@@ -9,7 +9,7 @@ kind provides `build` and asks its gate before every prefill and every join; a t
 """
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -86,8 +86,9 @@ class Engine(Protocol):
         """Take in one piece of work and give what is answered at once, and what may be read now."""
         ...
 
-    def step(self, now: float) -> Sequence[Frame]:
-        """Do what is due: at most one decode step of every running row, then at most one gated prefill."""
+    def step(self, now: float) -> Iterable[Frame]:
+        """Do what is due: at most one decode step of every running row, then at most one gated prefill. It is done as
+        what it has to say is taken."""
         ...
 
     def due(self, now: float) -> float | None:

@@ -9,7 +9,7 @@ every native call, so that the I/O thread can answer for it: dead, busy and hung
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 import structlog
@@ -105,7 +105,7 @@ class Loop:
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
-    def _answer(self, frames: Collection[Frame | Unread]) -> None:
+    def _answer(self, frames: Iterable[Frame | Unread]) -> None:
         for frame in frames:
             if isinstance(frame, Unread):
                 self._unread.put(frame)

@@ -4,7 +4,7 @@
         │           └ Refusal
         └ its model is not loaded: waits for the load
 
-One turn (`step`): one piece of a load, one chunk of one prefill or of several, a decode step of every batch. Each
+One turn (`step`): a decode step of every batch, one piece of a load, one chunk of one prefill or of several. Each
 request ends in exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing more is said.
 """
 
@@ -196,20 +196,23 @@ class TextEngine:
         times = works, footprint.falls_at(now), shelf.leaves_at(), self._looks_at(), self._canary.due()
         return min((when for when in times if when is not None), default=None)
 
-    def step(self, now: float) -> list[Frame]:
-        """Read a piece of a load, write one chunk of a prompt, decode: tokens are said at once, not behind a chunk."""
-        loaded = self._tick() if self._may_load() else []
-        self._generation.prefill()
+    def step(self, now: float) -> Iterator[Frame]:
+        """Decode, read a piece of a load, write one chunk of a prompt; what each has to say is given before the next
+        begins, so that no token waits for a chunk."""
         self._generation.decode()
-        swept = self._sweeps.step() if self._sweeps.busy else []
-        said = self._generation.said()
+        yield from self._generation.said()
+        if self._may_load():
+            yield from self._tick()
+        self._generation.prefill()
+        yield from self._generation.said()
+        if self._sweeps.busy:
+            yield from self._sweeps.step()
         self._shelf.leave(now)
         if (looks_at := self._looks_at()) is not None and looks_at <= now:
             self._look_back()
         if self._generation.due(now) is None:
             clear_pool()
             self._canary.tend(now)
-        return [*loaded, *said, *swept]
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from node.engine.kinds import Work
@@ -136,7 +136,7 @@ class Driver:
         """Whether a request was admitted."""
         return any(isinstance(frame, Admitted) for frame in self.said[number])
 
-    def _keep(self, frames: list[Frame]) -> None:
+    def _keep(self, frames: Iterable[Frame]) -> None:
         for frame in frames:
             if isinstance(frame, Deltas):
                 for delta in frame.deltas:

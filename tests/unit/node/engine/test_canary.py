@@ -164,7 +164,7 @@ def test_an_engine_at_rest_looks_for_it_and_takes_it():
     assert due is not None
     for _ in range(40):
         now = max(now, due)
-        engine.step(now)
+        list(engine.step(now))
         due = engine.due(now)
         if due is None:
             break

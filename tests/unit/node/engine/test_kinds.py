@@ -55,7 +55,7 @@ def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     assert engine.report(0.0).memory.armed is True
     while (due := engine.due(0.0)) is not None and due <= 0.0:
-        engine.step(0.0)
+        list(engine.step(0.0))
     assert engine.gate.checks[Site.PREFLIGHT] == 1
     assert engine.gate.checks[Site.PREFILL] == 1
     assert engine.gate.checks[Site.JOIN] == 1
@@ -70,7 +70,7 @@ def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
     engine.take(Cancel(1), 0.0)
     assert isinstance(ask(engine, route, 3)[0], Admitted)
     engine.take(Limits(100 * GIB, 1, GIB, "leases"), 0.0)
-    late = engine.step(0.0)[0]
+    late, *_ = engine.step(0.0)
     (early,) = ask(engine, route, 2)
     for answer in (late, early):
         assert isinstance(answer, Refusal)

@@ -42,12 +42,12 @@ def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
     driver.end(driver.ask("Hello!", Params(max_tokens=4), model="one"))
     first, second = (driver.engine._shelf.residents[name].used_at + HOUR for name in ("two", "one"))
     assert driver.engine._shelf.leaves_at() == first < second
-    driver.engine.step(first - 1.0)
+    list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
-    driver.engine.step(first)
+    list(driver.engine.step(first))
     assert loaded(driver) == {"one"}, "a request puts it off"
     assert driver.engine.due(first) == second, "the engine wakes for nothing else"
-    driver.engine.step(second)
+    list(driver.engine.step(second))
     assert loaded(driver) == set()
     assert driver.engine.due(second) is None
     assert driver.engine.report(second).counts.departures == 2
@@ -59,10 +59,10 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
     number = driver.ask("Hello!", ENDLESS, model="two")
     driver.until(lambda: driver.ids[number, 0])
     assert loaded(driver) == {"one", "two"}
-    driver.engine.step(time.monotonic() + 2 * HOUR)
+    list(driver.engine.step(time.monotonic() + 2 * HOUR))
     assert loaded(driver) == {"one", "two"}
     driver.cancel(number)
-    driver.engine.step(time.monotonic() + 2 * HOUR)
+    list(driver.engine.step(time.monotonic() + 2 * HOUR))
     assert loaded(driver) == {"one"}
 
 
@@ -70,7 +70,7 @@ def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
     assert driver.engine._shelf.leaves_at() is None
-    driver.engine.step(time.monotonic() + 1000 * HOUR)
+    list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
 
@@ -105,7 +105,7 @@ def look(driver: Driver) -> int:
     at = driver.engine._looks_at()
     assert at is not None
     assert (driver.engine.due(time.monotonic()) or at) <= at, "it wakes for it by itself"
-    driver.engine.step(at)
+    list(driver.engine.step(at))
     assert driver.engine._looks_at() is None
     return driver.engine.report(at).unreturned
 

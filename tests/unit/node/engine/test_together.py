@@ -131,11 +131,21 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "there is room for no more"
 
 
-def test_what_was_read_together_is_heard_in_the_same_turn(driver: Driver, shared: list[int]):
+def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
+    driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    prefill, heard = driver.engine._generation.prefill, list[bool]()
+
+    def watched() -> None:
+        heard[:] = [bool(driver.ids[number, 0]) for number in numbers]
+        prefill()
+
     numbers = ask(driver, 6)
     driver.until(lambda: shared)
-    waiting = driver.engine._generation.load()[1]
-    assert sum(bool(driver.ids[number, 0]) for number in numbers) == len(numbers) - waiting >= shared[0]
+    joined = len(numbers) - driver.engine._generation.load()[1]
+    monkeypatch.setattr(driver.engine._generation, "prefill", watched)
+    driver.turn()
+    assert sum(heard) == joined >= shared[0]
     verbatim(driver, numbers)
 
 
@@ -292,11 +302,11 @@ def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
     driver.cancel(waiting)
     driver.until(lambda: shared)
     joined, decoding, last = numbers
-    driver.cancel(joined)
+    driver.cancel(joined)  # before its first token
     driver.until(lambda: len(driver.ids[decoding, 0]) > 3)
     driver.cancel(decoding)
     assert isinstance(driver.end(last), Finished)
-    assert (driver.ids[waiting, 0], len(driver.ids[joined, 0])) == ([], 1)
+    assert (driver.ids[waiting, 0], driver.ids[joined, 0]) == ([], [])
     report = driver.engine.report(0.0)
     assert (report.running, report.memory.reserved) == (0, 0)
 
