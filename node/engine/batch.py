@@ -126,8 +126,8 @@ class DecodeBatch(Generic[K]):
 
     def ready(self, joining: Sequence[Joining[K]], ids: Sequence[Sequence[int]], cache: Layers) -> Newcomers[K]:
         """Make rows ready to `admit` that were read together, each with a past of its own: a row's cache holds all of
-        its `ids` but the last, which is its input to the next step and gives its first token. The
-        batch itself is not touched: an exception costs these rows alone. `cache` is used up."""
+        its `ids` but the last, which is its input to the next step and gives its first token. The batch itself is not
+        touched: an exception costs these rows alone. `cache` is used up."""
         pasts = [list(one[:-1]) for one in ids]
         last = mx.array([one[-1] for one in ids], mx.uint32)
         layers = _aligned(cache, [len(past) for past in pasts])

@@ -390,9 +390,10 @@ class Generation:
                 except Exception as error:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
-                else:
-                    resident.stepped((batch.called or 0.0) + time.monotonic() - begun, len(batch))
-                    if alone and batch.called is not None and self._sample == self._forwards.height.marks:
+                    continue
+                if batch.called is not None:  # else it was waited for already
+                    resident.stepped(batch.called + time.monotonic() - begun, len(batch))
+                    if alone and self._sample == self._forwards.height.marks:
                         self._measure(resident, batch)
                     batch.called = None
 

@@ -45,7 +45,8 @@ LOAD_SPEED = 200 * MIB
 @dataclass(slots=True, eq=False)
 class Resident:
     """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits, `pace` what its
-    chunks take. `plain`: its prompts may be padded (`cache.plain`)."""
+    chunks take, `step_seconds` a decode step of late and `lone_seconds` one of a single row. `plain`: its prompts may
+    be padded (`cache.plain`)."""
 
     found: Found
     model: TextModel

@@ -436,6 +436,18 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
     assert resident.step_seconds > 0.15
 
 
+def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
+    """As if it had taken no time: a prompt may wait twice in a turn, for others and then alone."""
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    driver.engine._generation.still()
+    speed = driver.engine.report(0.0).models[0].decode_speed
+    for _ in range(5):
+        driver.engine._generation.still()
+    assert driver.engine.report(0.0).models[0].decode_speed == speed
+    driver.cancel(number)
+
+
 def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Driver):
     assert not driver.engine.report(0.0).models[0].loaded
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
