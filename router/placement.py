@@ -247,7 +247,7 @@ def place(
     `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
     which share of the prompt a node has read before.
     """
-    seen = tuple(consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes)
+    seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
     feasible = [candidate for candidate in seen if not candidate.why]
     if not feasible:
         return _refuse(view, request, seen, trials)

@@ -30,6 +30,7 @@ MOST_OPEN = 64
 
 _HEADER = struct.Struct(">IB")
 _TAG_OF: dict[type[Frame], int] = {kind: tag for tag, kind in TAGS.items()}
+_FRAGMENT = _TAG_OF[Fragment]
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
     tag: msgspec.msgpack.Decoder(kind) for tag, kind in TAGS.items()
 }
@@ -88,30 +89,35 @@ class Splitter:
         self._open: dict[int, bytearray] = {}
         self._open_bytes = 0
 
-    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+    def feed(self, data: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
         """Take bytes, yield every whole frame as tag and body. WireError at the first breach."""
         buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= _HEADER.size:
-            length, tag = _HEADER.unpack_from(buffer, start)
+        if buffer:
+            buffer += data
+            data = buffer
+        start, whole = 0, len(data)
+        while whole - start >= _HEADER.size:
+            length, tag = _HEADER.unpack_from(data, start)
             if not 1 <= length <= self._longest:
                 raise WireError(f"frame length {length} is not within 1..{self._longest}")
             end = start + 4 + length
-            if end > len(buffer):
+            if end > whole:
                 break
-            body = bytes(memoryview(buffer)[start + _HEADER.size : end])
+            body = bytes(data[start + _HEADER.size : end])
             start = end
-            if TAGS.get(tag) is Fragment:
+            if tag == _FRAGMENT:
                 joined = self._join(body)
                 if joined is not None:
                     yield joined
             else:
                 yield tag, body
-        del buffer[:start]
+        if data is buffer:
+            del buffer[:start]
+        else:
+            buffer += data[start:]
 
     def _join(self, body: bytes) -> tuple[int, bytes] | None:
-        fragment = decode(_TAG_OF[Fragment], body)
+        fragment = decode(_FRAGMENT, body)
         assert isinstance(fragment, Fragment)  # noqa: S101  the tag decides the type
         if fragment.message not in self._open and len(self._open) >= MOST_OPEN:
             raise WireError(f"more than {MOST_OPEN} messages under way in fragments")
@@ -127,6 +133,6 @@ class Splitter:
         if len(message) < _HEADER.size:
             raise WireError("a joined message is shorter than a header")
         length, tag = _HEADER.unpack_from(message)
-        if length != len(message) - 4 or TAGS.get(tag) is Fragment:
+        if length != len(message) - 4 or tag == _FRAGMENT:
             raise WireError("a joined message does not match its header")
         return tag, bytes(memoryview(message)[_HEADER.size :])

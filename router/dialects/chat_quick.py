@@ -9,10 +9,10 @@ more colons follow a quote than keys were read, no key stands twice (a text that
 """
 
 import re
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from router.dialects.demand import demand_of
 from router.dialects.limits import LONGEST_NAME, MOST_CHOICES, MOST_MESSAGES, MOST_TOKENS, MOST_TOP_K, PLAIN_ROLES
@@ -23,7 +23,6 @@ LONGEST = 64 * 1024
 """Bytes of a body that may be plain."""
 _KEY = re.compile(rb'"\s*:')
 _INT64 = 2**63 - 1
-T = TypeVar("T")
 
 Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -41,19 +40,19 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     model: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     messages: Annotated[list[_Message], Meta(min_length=1, max_length=MOST_MESSAGES)]
-    stream: bool | UnsetType = UNSET
-    max_tokens: Tokens | UnsetType = UNSET
-    max_completion_tokens: Tokens | UnsetType = UNSET
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | UnsetType = UNSET
-    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
-    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
-    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | UnsetType = UNSET
-    stream_options: _StreamOptions | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=-1, le=MOST_TOP_K)] | UnsetType = UNSET
-    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
-    presence_penalty: Penalty | UnsetType = UNSET
-    frequency_penalty: Penalty | UnsetType = UNSET
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | UnsetType = UNSET
+    stream: bool | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | None = None
+    stream_options: _StreamOptions | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST_TOP_K)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
 
 
 _ROLES = frozenset(PLAIN_ROLES)
@@ -69,35 +68,22 @@ def read(body: bytes) -> tuple[Demand, tuple[Message, ...], Params, bool, bool] 
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    optional = (found.stream, found.max_tokens, found.max_completion_tokens, found.n, found.temperature, found.top_p,
-                found.seed, found.top_k, found.min_p, found.presence_penalty, found.frequency_penalty,
-                found.repetition_penalty)  # fmt: skip
-    options = found.stream_options
-    keys = 2 + 2 * len(found.messages) + len(optional) - optional.count(UNSET) + 2 * (options is not UNSET)
+    options, most = found.stream_options, found.max_completion_tokens
+    optional = (found.stream, found.max_tokens, most, found.n, found.temperature, found.top_p, found.seed, found.top_k,
+                found.min_p, found.presence_penalty, found.frequency_penalty, found.repetition_penalty)  # fmt: skip
+    keys = 2 + 2 * len(found.messages) + len(optional) - optional.count(None) + 2 * (options is not None)
     if len(_KEY.findall(body)) != keys or any(one.role not in _ROLES for one in found.messages):
         return None
     stream = found.stream is True
-    if options is not UNSET and not stream:
+    if options is not None and not stream:
         return None
     messages = tuple([Message(one.role, one.content) for one in found.messages])
-    params = _params(found)
-    demand = demand_of(found.model, messages, params)
-    return demand, messages, params, stream, options is not UNSET and options.include_usage
-
-
-def _params(found: _Body) -> Params:
-    most = found.max_tokens if found.max_completion_tokens is UNSET else found.max_completion_tokens
     top_k = found.top_k
-    return Params(
-        _or_none(most), _or_none(found.temperature), _or_none(found.top_p), _or_none(found.seed), (),
-        1 if found.n is UNSET else found.n,
-        None if top_k is UNSET else max(0, top_k),
-        _or_none(found.min_p),
-        0.0 if found.presence_penalty is UNSET else found.presence_penalty,
-        0.0 if found.frequency_penalty is UNSET else found.frequency_penalty,
-        1.0 if found.repetition_penalty is UNSET else found.repetition_penalty,
+    params = Params(
+        found.max_tokens if most is None else most, found.temperature, found.top_p, found.seed, (), found.n or 1,
+        None if top_k is None else max(0, top_k), found.min_p, found.presence_penalty or 0.0,
+        found.frequency_penalty or 0.0,
+        1.0 if found.repetition_penalty is None else found.repetition_penalty,
     )  # fmt: skip
-
-
-def _or_none(value: T | UnsetType) -> T | None:
-    return None if value is UNSET else value
+    demand = demand_of(found.model, messages, params)
+    return demand, messages, params, stream, options is not None and options.include_usage
