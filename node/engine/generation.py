@@ -345,7 +345,7 @@ class Generation:
             return self._chunk(prefill)
         assert prefill.cache is not None  # noqa: S101  it was just given one
         piece = prefill.ids[prefill.written : prefill.written + count]
-        speed = resident.prefill_speed or FIRST_SPEED
+        speed = resident.reads.late or FIRST_SPEED
         before = extent_of(prefill.cache)
         stretch(prefill.cache, count, len(prefill.ids))
         with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:

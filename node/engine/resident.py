@@ -22,7 +22,7 @@ from node.engine.estimate import Estimator
 from node.engine.found import Found
 from node.engine.ledger import Ledger
 from node.engine.sampling import Defaults, defaults_of, greedy
-from node.engine.schedule import Pace, mean
+from node.engine.schedule import Pace, Speed, mean
 from node.engine.sequence import Row
 from wire.report import ROW_COST, Kv
 from wire.units import MIB
@@ -45,8 +45,8 @@ LOAD_SPEED = 200 * MIB
 @dataclass(slots=True, eq=False)
 class Resident:
     """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits, `pace` what its
-    chunks take, `step_seconds` a decode step of late and `lone_seconds` one of a single row. `plain`: its prompts may
-    be padded (`cache.plain`)."""
+    chunks take, `reads` the speed of its prefills, `writes` that of a row that decodes alone, `step_seconds` a decode
+    step of late. `plain`: its prompts may be padded (`cache.plain`)."""
 
     found: Found
     model: TextModel
@@ -57,9 +57,9 @@ class Resident:
     ledger: Ledger
     estimator: Estimator
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
-    prefill_speed: float = 0.0
+    reads: Speed = field(default_factory=Speed)
+    writes: Speed = field(default_factory=Speed)
     step_seconds: float = 0.0
-    lone_seconds: float = 0.0
     pace: Pace = field(default_factory=Pace)
     load_seconds: float = 0.0
     bytes_per_token: float = 0.0
@@ -75,14 +75,18 @@ class Resident:
 
     def prefilled(self, tokens: int, seconds: float, back: float) -> None:
         """Note how long a chunk took whose tokens looked back at `back` others on the average."""
-        self.prefill_speed = mean(self.prefill_speed, tokens / max(seconds, 1e-6))
+        self.reads.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
     def stepped(self, seconds: float, rows: int) -> None:
         """Note how long a decode step of one batch took, and what it would have taken with one row: the last one is no
         measure of a machine that may be at rest by now."""
         self.step_seconds = mean(self.step_seconds, seconds)
-        self.lone_seconds = mean(self.lone_seconds, seconds / (1 + ROW_COST * (rows - 1)))
+        self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
+
+    def rested(self, now: float) -> float:
+        """Give for how many seconds nobody has used it (monotonic `now`)."""
+        return 0.0 if self.users else now - self.used_at
 
     def bound_waste(self, waste: int) -> None:
         """Let padding waste at most so many bytes at any rate."""
@@ -123,13 +127,15 @@ def load(found: Found) -> Iterator[int | Resident]:
         weights += size
         yield size
     warmth = _warm(model)
-    yield Resident(
+    resident = Resident(
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
         Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
-        prefill_speed=warmth.prefill_speed, step_seconds=warmth.step_seconds,
-        lone_seconds=warmth.step_seconds,
+        step_seconds=warmth.step_seconds,
         pace=Pace(warmth.step_seconds, 1 / warmth.prefill_speed), plain=plain(new_cache(model)),
     )  # fmt: skip
+    resident.reads.learn(warmth.prefill_speed)
+    resident.writes.learn(1 / warmth.step_seconds)
+    yield resident
 
 
 def _parameters(model: TextModel) -> list[mx.array]:

@@ -31,11 +31,33 @@ NEAR = 512
 """Tokens looked back at, from which what a chunk takes tells of looking back, and below which of its own tokens."""
 _MEMORY = 0.3
 """Weight of the newest measurement in the running mean."""
+RECOVERS = 300.0
+"""Seconds of rest after which a machine is expected to be as fast as it ever was."""
 
 
 def mean(before: float, newest: float) -> float:
     """Give the running mean; 0: nothing was measured before."""
     return newest if before == 0 else before + _MEMORY * (newest - before)
+
+
+@dataclass(slots=True)
+class Speed:
+    """Tokens per second, as of late and at their best.
+
+    Who is known as slow is asked nothing, and so would be known as slow for ever, because its owner once cut a film
+    beside an answer. After a rest the best counts again: then it is asked, and measured anew."""
+
+    late: float = 0.0
+    best: float = 0.0
+
+    def learn(self, newest: float) -> None:
+        """Hear of a measurement."""
+        self.late = mean(self.late, newest)
+        self.best = max(self.best, self.late)
+
+    def after(self, rest: float) -> float:
+        """Give what to expect after so many seconds without a measurement."""
+        return self.best if rest >= RECOVERS else self.late
 
 
 @dataclass(slots=True)

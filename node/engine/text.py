@@ -540,11 +540,11 @@ class TextEngine:
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
                 progress=self._shelf.progress(found.name), **self._transients(found.forward),
             )  # fmt: skip
-        kv = resident.kv
+        kv, rested = resident.kv, resident.rested(now)
         return Model(
             found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
-            load_seconds=resident.load_seconds, prefill_speed=resident.prefill_speed,
-            decode_speed=1 / resident.lone_seconds if resident.lone_seconds else 0.0,
+            load_seconds=resident.load_seconds, prefill_speed=resident.reads.after(rested),
+            decode_speed=resident.writes.after(rested),
             bytes_per_token=resident.bytes_per_token or 4.0, features=self._door.features(found),
             groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,

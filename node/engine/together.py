@@ -75,7 +75,7 @@ class Together:
         resident, longest = members[0].resident, _longest(members)
         rows = [one.ids[:-1] + [PAD] * (longest + 1 - len(one.ids)) for one in members]
         cache, count = new_cache(resident.model), len(rows) * longest
-        expected = count / (resident.prefill_speed or FIRST_SPEED)
+        expected = count / (resident.reads.late or FIRST_SPEED)
         with self._forwards.native(Doing.PREFILL, resident.name, 0, expected) as call:
             _write(resident.model, rows, cache)
         resident.prefilled(count, time.monotonic() - call.since, longest / 2)

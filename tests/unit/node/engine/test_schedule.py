@@ -7,9 +7,11 @@ from node.engine.schedule import (
     LEAST,
     LONE,
     PADDING,
+    RECOVERS,
     SHARED,
     STEPS,
     Pace,
+    Speed,
     budget,
     company,
     next_prefill,
@@ -79,3 +81,18 @@ def test_the_first_measurements_far_into_a_prompt_may_be_odd():
     pace.learn(20, 3000, 0.03)
     assert pace.seconds(20, 3000) >= 0.02
     assert pace.far == 0
+
+
+def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
+    speed = Speed()
+    for newest in (40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0):
+        speed.learn(newest)
+    assert speed.after(0.0) == speed.after(RECOVERS - 1) < 8, "as it was of late, as long as that is of late"
+    assert speed.after(RECOVERS) == 40.0
+
+
+def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_while():
+    speed = Speed()
+    for newest in (10.0, 10.0, 100.0, 10.0, 10.0):
+        speed.learn(newest)
+    assert speed.after(RECOVERS) < 40

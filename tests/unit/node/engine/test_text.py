@@ -10,6 +10,7 @@ import pytest
 from node.engine import generation, prefill
 from node.engine.gate import Site
 from node.engine.kinds import Doing
+from node.engine.schedule import RECOVERS
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.frames import (
@@ -434,6 +435,25 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
             resident.stepped(seconds, rows)
         assert driver.engine.report(0.0).models[0].decode_speed == pytest.approx(10.0, rel=0.01)
     assert resident.step_seconds > 0.15
+
+
+def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
+    """Else nobody would ask it again, and nobody would know that its machine is free."""
+    driver.answer(SHORT[0]["prompt"])
+    (resident,) = driver.engine._shelf.residents.values()
+    best = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    for _ in range(30):
+        resident.stepped(9.0, 1)
+        resident.prefilled(10, 9.0, 0)
+    slow = driver.engine.report(resident.used_at + RECOVERS - 1).models[0]
+    assert slow.decode_speed < 0.2 < best.decode_speed
+    assert slow.prefill_speed < 2 < best.prefill_speed
+    rested = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    assert (rested.decode_speed, rested.prefill_speed) == (best.decode_speed, best.prefill_speed)
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 0)
+    assert driver.engine.report(resident.used_at + RECOVERS).models[0].prefill_speed < best.prefill_speed
+    driver.cancel(number)
 
 
 def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
