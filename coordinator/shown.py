@@ -109,6 +109,7 @@ def _engine(engine: EngineState, *, reported: bool) -> dict[str, Any]:
         "state": engine.state if reported else "",
         "cause": engine.cause,
         "restarts": engine.restarts,
+        "rows": engine.rows,
         "recycles": engine.recycles,
         "counts": asdict(engine.counts),
         "cache": {**asdict(engine.cache), "evicted": [one.hex() for one in engine.cache.evicted]},

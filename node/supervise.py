@@ -228,9 +228,9 @@ class Supervisor:
     def state(self) -> EngineState:
         """The state for the report, with the cause of the last death and the number of restarts."""
         report = self._report
-        state = EngineState(
-            self._settings.engine.kind, self._state, self._cause, self._restarts, recycles=self._recycles
-        )
+        engine = self._settings.engine
+        rows = engine.mlx.batch if engine.kind == "mlx" else engine.scripted.batch
+        state = EngineState(engine.kind, self._state, self._cause, self._restarts, recycles=self._recycles, rows=rows)
         if report is None:
             return state
         return replace(

@@ -94,7 +94,8 @@ RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
 class _Table:
     """One model's columns. `fixed` and `slope` give the bytes needed by tokens, `wait` the seconds before a prompt,
     `token` those for each of its tokens, `answer` those for each of its answer's. `read` has what the report says of
-    room, wait, ceiling and an answer's token, before promises and beside nobody."""
+    room, wait, ceiling and an answer's token, before promises and beside nobody; `full` how many decode at once, and
+    the seconds from one usual answer's end to the next where all of them do."""
 
     def __init__(self, count: int) -> None:
         self.room: Column = np.zeros(count)
@@ -105,6 +106,7 @@ class _Table:
         self.answer: Column = np.zeros(count)
         self.fraction: Column = np.zeros(count)
         self.read: list[tuple[float, float, float, float]] = [_NOTHING] * count
+        self.full: list[tuple[int, float]] = [(0, 0.0)] * count
 
     def write(self, row: int, node: NodeView, model: Model) -> None:
         """Take in a report."""
@@ -121,6 +123,9 @@ class _Table:
         self.token[row] = (slower + ROW_WEIGHT * node.engine.running) / model.prefill_speed
         answer = ANSWER_WEIGHT / model.decode_speed if model.decode_speed > 0 else 0.0
         wait = slower * node.engine.queued_tokens / model.prefill_speed
+        most = node.engine.rows
+        usual = model.expected_output / model.decode_speed if model.decode_speed > 0 else 0.0
+        self.full[row] = (most, usual / most) if most else (0, 0.0)
         if not model.loaded:
             read = model.progress or 0.5
             wait += model.load_seconds * (1.0 - read if model.loading else 1.0)
@@ -131,6 +136,9 @@ class _Table:
         room, wait, ceiling, answer = self.read[row]
         self.answer[row] = answer * (1.0 + ROW_COST * requests)
         self.room[row] = room = max(0.0, room - need)
+        most, each = self.full[row]
+        if requests >= most > 0:
+            wait += (requests + 1 - most) * each * (1.0 + ROW_COST * requests)
         self.wait[row] = wait + tokens * float(self.token[row])
         self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
 

@@ -20,7 +20,8 @@ Its time is the expected time to the first token, and what else it costs: by how
 longer, and, with less weight, how long its answer takes beside those that are there, and how long these stand still. A
 node's prompts take turns, the shortest and the oldest, slower beside rows that decode; so a short one does not wait for
 a long one, and the sum of all that are in front of it is not its time (simulated, a household: the median wait falls
-from 10.8 s to 3.9).
+from 10.8 s to 3.9). Where as many requests are as decode at once, so many of them have to end first, and they end one
+by one.
 
 Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
 context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping
@@ -300,10 +301,13 @@ def consider(
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
+    here, most = len(account.requests), node.engine.rows
     answer = output / model.decode_speed if model.decode_speed > 0 else 0.0
-    answer *= 1.0 + ROW_COST * len(account.requests)
+    answer *= 1.0 + ROW_COST * here
+    if here >= most > 0:
+        ttft += (here + 1 - most) * answer / most
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
-                     len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
+                     here, model, weights, known, ahead, reading, answer, delay)  # fmt: skip
 
 
 def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:

@@ -207,6 +207,7 @@ def _honest_engine(engine: EngineState) -> EngineState:
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
+        rows=max(0, engine.rows),
         counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
         cache=_honest_cache(engine.cache),
     )

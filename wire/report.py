@@ -216,7 +216,7 @@ class CacheState(Part, frozen=True, gc=False):
 class EngineState(Part, frozen=True, array_like=True, gc=False):
     """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why. It
     died `restarts` times; `recycles` times it was replaced in good health, because the memory of unloaded models did
-    not come back."""
+    not come back. At most `rows` decode at once and more wait; 0 from a node that does not say."""
 
     kind: str = ""
     state: str = "starting"
@@ -228,6 +228,7 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     counts: Counts = Counts()
     cache: CacheState = CacheState()
     recycles: int = 0
+    rows: int = 0
 
 
 class System(Part, frozen=True, array_like=True, gc=False):

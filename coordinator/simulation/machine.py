@@ -525,6 +525,7 @@ class Machine:
             "modelled", "ready", restarts=self.restarts, running=len(self.decoding), waiting=len(waiting),
             queued_tokens=int(sum(sequence.left for sequence in waiting)), counts=Counts(preemptions=self.preemptions),
             cache=CacheState(self._cached, len(self._cache), evictions=self._evictions, evicted=tuple(self._evicted)),
+            rows=self.spec.batch,
         )  # fmt: skip
         models = tuple(self._model(resident) for resident in self.residents.values())
         return Report(self._sequence, self.memory(reported=True), engine, models, self._acked)

@@ -120,6 +120,12 @@ def gone(pid: int) -> bool:
         return True
 
 
+def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
+    settings = {"engine.mlx.batch": 7, "engine.scripted.batch": 5}
+    assert agent(**settings).supervisor.state.rows == 5
+    assert agent(**settings, **{"engine.kind": "mlx"}).supervisor.state.rows == 7
+
+
 def test_back_off_doubles_from_its_first_to_its_longest():
     delays = [Patience().delay(deaths) for deaths in range(1, 12)]
     assert delays[:4] == [0.2, 0.4, 0.8, 1.6]

@@ -1,5 +1,6 @@
 """Placement by arrays: as placement itself decides, only sooner."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -35,7 +36,7 @@ def a_node(number: int, random: Random, most: int) -> NodeView:
     return NodeView(
         NodeId(f"n{number}"), f"n{number}", random.choice(("ready", "ready", "ready", "asleep")),
         heard_at=NOW - random.choice((0.0, 0.0, 0.5, FRESH_SECONDS + 1)), memory=memory,
-        engine=EngineState("mlx", "ready", queued_tokens=random.choice((0, 0, 5000))),
+        engine=EngineState("mlx", "ready", queued_tokens=random.choice((0, 0, 5000)), rows=random.choice((0, 1, 32))),
         models={model.name: model} if random.random() < 0.9 else {},
     )  # fmt: skip
 
@@ -178,6 +179,21 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
     quick = both(ClusterView(tuple(nodes)), request, Ledger(), warm=warm)[1]
     assert isinstance(quick, Placement)
     assert quick.chosen.name != "5"
+
+
+def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_some():
+    nodes = tuple(replace(node, engine=EngineState("mlx", "ready", rows=2)) for node in equal_nodes())
+    ledger, view = Ledger(), ClusterView(nodes)
+    columns = Columns(ledger)
+    columns.follow(view)
+    for number, node in enumerate((*view.nodes, *view.nodes[:-1])):
+        ledger.claim(node.id, number, number, 0)
+    for _ in range(3):
+        exact, quick = both(view, Demand("tiny", 0, 10), ledger, columns)
+        for result in (exact, quick):
+            assert isinstance(result, Placement)
+            assert result.chosen.node == nodes[-1].id
+    assert [one.node for one in quick.candidates] == [nodes[-1].id], "it led at once"
 
 
 def test_what_a_node_refused_since_its_report_is_not_offered_again():

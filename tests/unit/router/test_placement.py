@@ -373,6 +373,22 @@ def test_many_at_once_are_shared_though_one_node_was_measured_as_faster():
     assert 4 <= taken["other"] < taken["quick"]
 
 
+def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
+    full, free = (node(name, engine=EngineState("x", "ready", rows=rows)) for name, rows in (("full", 4), ("free", 16)))
+    ledger = Ledger()
+    for number in range(10):
+        ledger.claim(NodeId("full" if number < 5 else "free"), number, number, 1)
+    of = {one.name: one for one in decide(full, free, ledger=ledger).candidates}
+    assert of["full"].expected_answer == of["free"].expected_answer > 0
+    waits = 2 * of["full"].expected_answer / 4  # the fifth has to begin and another to end
+    assert of["full"].expected_ttft == pytest.approx(of["free"].expected_ttft + waits)
+    assert {chosen(decide(full, free, ledger=ledger, seed=seed)) for seed in range(9)} == {"free"}
+    ledger.release(0)
+    ledger.release(1)
+    of = {one.name: one for one in decide(full, free, ledger=ledger).candidates}
+    assert of["full"].expected_ttft == of["free"].expected_ttft, "the fourth row is free"
+
+
 def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_beginning():
     ledger, taken = Ledger(), Counter[str]()
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
