@@ -182,18 +182,19 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
 
 
 def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_some():
-    nodes = tuple(replace(node, engine=EngineState("mlx", "ready", rows=2)) for node in equal_nodes())
-    ledger, view = Ledger(), ClusterView(nodes)
+    *full, free = (replace(node, engine=EngineState("mlx", "ready", rows=2)) for node in equal_nodes())
+    free = replace(free, engine=EngineState("mlx", "ready", rows=32))
+    ledger, view = Ledger(), ClusterView((*full, free))
     columns = Columns(ledger)
     columns.follow(view)
-    for number, node in enumerate((*view.nodes, *view.nodes[:-1])):
+    for number, node in enumerate((*full, *full, free, free, free)):
         ledger.claim(node.id, number, number, 0)
     for _ in range(3):
         exact, quick = both(view, Demand("tiny", 0, 10), ledger, columns)
         for result in (exact, quick):
             assert isinstance(result, Placement)
-            assert result.chosen.node == nodes[-1].id
-    assert [one.node for one in quick.candidates] == [nodes[-1].id], "it led at once"
+            assert result.chosen.node == free.id, "it has one more, and room for many"
+    assert [one.node for one in quick.candidates] == [free.id], "it led at once"
 
 
 def test_what_a_node_refused_since_its_report_is_not_offered_again():
