@@ -31,6 +31,8 @@ NEAR = 512
 """Tokens looked back at, from which what a chunk takes tells of looking back, and below which of its own tokens."""
 _MEMORY = 0.3
 """Weight of the newest measurement in the running mean."""
+LEAP = 4.0
+"""By how much one measurement may be faster than those before it."""
 RECOVERS = 300.0
 """Seconds of rest after which a machine is expected to be as fast as it ever was."""
 
@@ -51,8 +53,9 @@ class Speed:
     best: float = 0.0
 
     def learn(self, newest: float) -> None:
-        """Hear of a measurement."""
-        self.late = mean(self.late, newest)
+        """Hear of a measurement. One that is beyond belief, because a clock jumped or something was counted twice, must
+        not be told as the best for ever."""
+        self.late = mean(self.late, min(newest, LEAP * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
     def after(self, rest: float) -> float:

@@ -6,6 +6,7 @@ understood there, to the same request.
 
 A key that stands twice must be refused, and msgspec takes the last. But each key is followed by a colon, so where no
 more colons follow a quote than keys were read, no key stands twice (a text that holds `":` only costs the short cut).
+A null is read as a key that is not there, and so leaves a colon too many.
 """
 
 import re
