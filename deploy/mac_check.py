@@ -60,6 +60,7 @@ ENTRIES = (
     Entry("wired-follows", "The engine's wired limit follows its cap and the leases"),
     Entry("prefill-transients", "What a prefill takes for a moment on Metal, beside the estimate"),
     Entry("memory-returns", "The memory of an unloaded model is back"),
+    Entry("speeds", "What rows, waves of prompts and long prompts cost on Metal"),
     Entry("idle-agent", "CPU and wake-ups of an idle agent"),
     Entry("service", "The service, as launchd runs it"),
     Entry("doctor", "Every check of the doctor on a Mac"),
