@@ -38,10 +38,6 @@ MOMENT = 0.02
 """Seconds in which the reports of a larger cluster are gathered into one picture."""
 
 
-OF_MEMBERS = frozenset({Report, Goodbye, Renew})
-"""What a node says of itself; the rest is about what it was asked for."""
-
-
 class Placing(Protocol):
     """What the registry tells the dispatcher."""
 
@@ -172,15 +168,17 @@ class Registry:
 
     def received(self, node: NodeId, number: int, frame: Frame) -> None:
         """Take a frame that came over a link."""
-        if type(frame) not in OF_MEMBERS:
-            if self.placing is not None:
+        match frame:
+            case Report():
+                self._take_report(node, number, frame)
+            case Goodbye():
+                self._take_goodbye(node, number, frame)
+            case Renew():
+                self._renew(node, frame)
+            case _ if self.placing is not None:
                 self.placing.receive(node, frame)
-        elif isinstance(frame, Report):
-            self._take_report(node, number, frame)
-        elif isinstance(frame, Goodbye):
-            self._take_goodbye(node, number, frame)
-        elif isinstance(frame, Renew):
-            self._renew(node, frame)
+            case _:
+                pass
 
     def _take_report(self, node: NodeId, number: int, report: Report) -> None:
         if self._pool.members[node].link != number:
