@@ -18,14 +18,16 @@ import httpx
 import psutil
 
 from tests.bench import load
-from tests.bench.peers import Peer, mock_nodes, nginx, sglang
-from tests.bench.row import Row, at_most, commit, p99, ratio_of, spread
+from tests.bench.engine import missing, model
+from tests.bench.peers import Peer, mlx_server, mock_nodes, nginx, papers, sglang
+from tests.bench.row import Row, at_most, commit, not_measured, p99, ratio_of, spread
 from tests.support.processes import Pool, pool
 
 STREAMS, TOKENS, STEP_MS = 64, 940, 20
 ROUNDS = 5
 PLAIN_SECONDS, PLAIN_TOKENS = 6, 8
 MANY, MANY_TOKENS, MANY_STEP_MS = 1000, 200, 50
+APART, APART_TOKENS = 16, 60
 ALONE, PAUSE = 100, 0.02
 ASKED, REFUSED_WORD = 20, "elsewhere"
 NGINX, SGLANG = "nginx", "sglang-router"
@@ -68,16 +70,15 @@ def per_request(peer: Peer) -> float:
 def bench_stream(folder: Path) -> list[Row]:
     """Streamed tokens against nginx and sglang-router; and how long a token is under way, against a node's socket."""
     with (
-        pool(folder) as made, mock_nodes(STEP_MS) as ports,
+        pool(folder) as made, mock_nodes(STEP_MS) as ports, mock_nodes(STEP_MS, apart_us=0) as at_once,
         nginx(folder, ports) as plain, sglang(folder, ports) as smart,
     ):  # fmt: skip
         ours = two_nodes(made, f"step_ms={STEP_MS}", "text=clock")
-        direct = Peer(f"http://127.0.0.1:{ports[0]}", ours.process)
         found = [[per_event(peer) for peer in (ours, plain, smart)] for _ in range(ROUNDS + 1)][1:]
-        bare = asyncio.run(load.streams(direct.base, "x", STREAMS, TOKENS))
+        bare = asyncio.run(load.streams(f"http://127.0.0.1:{at_once[0]}", "x", STREAMS, TOKENS))
     mine = [one.transit for one, _, _ in found]
     rows = [
-        _cpu("streamed token", 1.3, [(one.cpu, other.cpu) for one, other, _ in found], NGINX, "events"),
+        _cpu("streamed token", 1.0, [(one.cpu, other.cpu) for one, other, _ in found], NGINX, "events"),
         _cpu("streamed token", 0.6, [(one.cpu, other.cpu) for one, _, other in found], SGLANG, "events"),
     ]
     for name, most, figure in (("p50", 1.0, statistics.median), ("p99", 5.0, p99)):
@@ -88,15 +89,21 @@ def bench_stream(folder: Path) -> list[Row]:
 
 
 def bench_plain(folder: Path) -> list[Row]:
-    """Plain requests against sglang-router: as many as go through, and as many as nodes of 20 ms steps let through."""
+    """Plain requests against sglang-router: as many as go through, and as many as nodes of 20 ms steps let through.
+    Twice: as it is put up, and where it encrypts to its nodes and both show certificates, as our link always does."""
     rows: list[Row] = []
+    shown = papers(folder)
     for step, load_ in ((1, "as many as go through"), (STEP_MS, f"{2 * STREAMS} at a time, steps of {STEP_MS} ms")):
         part = folder / str(step)
         part.mkdir()
-        with pool(part) as made, mock_nodes(step) as ports, sglang(part, ports) as peer:
+        with (
+            pool(part) as made, mock_nodes(step) as ports, sglang(part, ports) as peer,
+            mock_nodes(step, shown) as shut, sglang(part, shut, shown) as same,
+        ):  # fmt: skip
             ours = two_nodes(made, f"step_ms={step}")
-            pairs = [(per_request(ours), per_request(peer)) for _ in range(ROUNDS + 1)][1:]
-        rows.append(_cpu(f"plain request, {load_}", 0.8, pairs, SGLANG, "requests"))
+            found = [[per_request(one) for one in (ours, peer, same)] for _ in range(ROUNDS + 1)][1:]
+        for at, limit, who in ((1, 0.8, SGLANG), (2, 0.6, f"{SGLANG} with mutual TLS")):
+            rows.append(_cpu(f"plain request, {load_}", limit, [(one[0], one[at]) for one in found], who, "requests"))
     return rows
 
 
@@ -104,6 +111,21 @@ def _cpu(name: str, limit: float, pairs: list[tuple[float, float]], peer: str, w
     mine, other, ratio, ratios = ratio_of(pairs)
     words = f"({mine:.1f} against {other:.1f} us of CPU; by round of {what} {spread(ratios)}; {build()})"
     return at_most(name, limit, ratio, words, peer)
+
+
+def bench_apart(folder: Path) -> list[Row]:
+    """Whether peers stand before nodes like real ones: how far apart a server of MLX writes what one step gave its
+    streams, and how far a mock node. A router that wakes up once for all of them has less to do."""
+    name, target = "events of one step, mock node", "no further apart than mlx_lm.server's"
+    if missing():
+        return [not_measured(name, target, missing())]
+    with mock_nodes(STEP_MS) as ports:
+        mock = load.apart(f"http://127.0.0.1:{ports[0]}", "scripted-1", APART, APART_TOKENS, STEP_MS / 4000)
+    with mlx_server(folder, model()) as started:
+        real = load.apart(started.base, str(model()), APART, APART_TOKENS, STEP_MS / 4000)
+    mine, theirs = statistics.median(mock) * 1e6, statistics.median(real) * 1e6
+    figure = f"{mine:.0f} us apart, mlx_lm.server's {theirs:.0f} us (medians; {APART} streams)"
+    return [Row(name, target, figure, mine <= theirs, commit())]
 
 
 # time
@@ -213,6 +235,7 @@ def _ask(client: httpx.Client, word: str) -> Told:
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "stream": bench_stream,
     "plain": bench_plain,
+    "apart": bench_apart,
     "delay": bench_delay,
     "many": bench_many,
     "refusing": bench_refusing,

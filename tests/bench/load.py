@@ -3,11 +3,15 @@
 import asyncio
 import json
 import re
+import selectors
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 
@@ -80,6 +84,29 @@ async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
     await asyncio.gather(*[_stream(base, key, tokens, seen) for _ in range(count)])
     seen.seconds = time.monotonic() - began
     return seen
+
+
+def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[float]:
+    """Run `count` streams side by side; give the seconds between what came on any of them and what came on another
+    next, as far as they are below `most`: the time of a step is not between two events of one."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "stream": True,
+            "max_tokens": tokens}  # fmt: skip
+    parts, times = urlsplit(base), list[float]()
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection((parts.hostname or "", parts.port or 0), 30))
+            connection.sendall(request(base, "none", body))
+            selector.register(connection, selectors.EVENT_READ, connection)
+        while selector.get_map():
+            ready = selector.select(30)
+            if not ready:
+                raise RuntimeError(f"{base} says no more")
+            for key, _ in ready:
+                data = key.data.recv(2**16)
+                times.append(time.monotonic())
+                if not data or b"data: [DONE]" in data:
+                    selector.unregister(key.data)
+    return [later - one for one, later in pairwise(times) if later - one < most]
 
 
 async def _lane(base: str, key: str, count: int, tokens: int, seen: Seen, pause: float) -> None:

@@ -1,14 +1,17 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
-`python -m tests.bench.mock_node STEP_MS` prints its port and serves until its standard input ends. All streams get
-their event of a step in the same instant, as from an engine that decodes them as one batch. With steps of 0 it answers
-at once, and streams nothing.
+`python -m tests.bench.mock_node STEP_MS APART_US [FOLDER]` prints its port and serves until its standard input ends.
+What a step gave goes to its requests one after the other, APART_US from the one to the next, as from a server that has
+a thread or a task for each; 0: all in one instant. With a folder it speaks TLS 1.3 and asks for a certificate, by the
+papers that lie there (`tests.bench.peers`). With steps of 0 it answers at once, and streams nothing.
 """
 
 import asyncio
 import json
+import ssl
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import uvloop
@@ -86,13 +89,21 @@ class Exchange(asyncio.Protocol):
     def chunk(self, data: bytes) -> None:
         self.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
 
-    def step(self, event: bytes) -> None:
-        self.chunk(event)
+    def gave(self, event: bytes) -> bool:
+        """Take a step; False where it gave nothing to send."""
         self.left -= 1
-        if self.left == 0:
-            self.streams.discard(self)
-            self.chunk(LAST)
-            self.transport.write(b"0\r\n\r\n")
+        if self in self.streams:
+            self.chunk(event)
+            if self.left == 0:
+                self.streams.discard(self)
+                self.chunk(LAST)
+                self.transport.write(b"0\r\n\r\n")
+            return True
+        if self.left or self not in self.answers:
+            return False
+        self.answers.remove(self)
+        self.whole(ANSWER)
+        return True
 
 
 def asked_tokens(asked: dict[str, int]) -> int:
@@ -100,9 +111,19 @@ def asked_tokens(asked: dict[str, int]) -> int:
     return asked.get("max_tokens") or asked.get("max_completion_tokens") or 8
 
 
-async def main(step: float) -> None:
+def context(folder: Path) -> ssl.SSLContext:
+    """Give TLS by the papers in a folder, for those who show one of the same authority."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.verify_mode = ssl.CERT_REQUIRED
+    made.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
+    made.load_verify_locations(folder / "authority.pem")
+    return made
+
+
+async def main(step: float, apart: float, tls: ssl.SSLContext | None) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Exchange, "127.0.0.1", 0)
+    server = await loop.create_server(Exchange, "127.0.0.1", 0, ssl=tls)
     print(server.sockets[0].getsockname()[1], flush=True)
     over = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), over.set)
@@ -114,14 +135,16 @@ async def main(step: float) -> None:
         due = max(due + step, loop.time())
         await asyncio.sleep(due - loop.time())
         event = f"data: {EVENT % time.monotonic_ns()}\n\n".encode()
-        for stream in tuple(Exchange.streams):
-            stream.step(event)
-        for exchange in tuple(Exchange.answers):
-            exchange.left -= 1
-            if exchange.left == 0:
-                Exchange.answers.remove(exchange)
-                exchange.whole(ANSWER)
+        given = time.monotonic()
+        for exchange in (*Exchange.streams, *Exchange.answers):
+            if not exchange.gave(event) or not apart:
+                continue
+            await asyncio.sleep(0)  # which lets out what was written
+            while time.monotonic() < given + apart:
+                pass
+            given = time.monotonic()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(float(sys.argv[1]) / 1000))
+    step_ms, apart_us, *shown = sys.argv[1:]
+    uvloop.run(main(float(step_ms) / 1e3, float(apart_us) / 1e6, context(Path(shown[0])) if shown else None))

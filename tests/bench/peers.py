@@ -15,10 +15,14 @@ from pathlib import Path
 
 import psutil
 
+from coordinator.video.ray_tls import RayAuthority
 from tests import models
 from tests.support.processes import ROOT, environment, until
 
 SGLANG = "sglang-router==0.3.2"
+APART = 80
+"""Microseconds from what a mock node gives one request of a step to what it gives the next: mlx_lm.server's threads
+write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a whole step has less to do."""
 NGINX = """
 daemon off; master_process on; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
@@ -60,15 +64,25 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def papers(folder: Path) -> Path:
+    """Give a folder with an authority's certificate, and one with its key that is good for both ends."""
+    made = RayAuthority(folder).papers([])
+    for name, pem in (("authority", made.authority), ("certificate", made.certificate), ("key", made.key)):
+        (folder / f"{name}.pem").write_bytes(pem)
+    return folder
+
+
 @contextmanager
-def mock_nodes(step_ms: float) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing."""
+def mock_nodes(step_ms: float, shown: Path | None = None, apart_us: float = APART) -> Iterator[tuple[int, int]]:
+    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing. With `papers` both
+    ends show theirs."""
     with ExitStack() as stack:
         ports: list[int] = []
         for _ in range(2):
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
+                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms), str(apart_us),
+                 *([] if shown is None else [str(shown)])],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
             )  # fmt: skip
             stack.callback(_end, process)
             assert process.stdout is not None
@@ -95,15 +109,20 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 
 @contextmanager
-def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
-    """Run sglang-router before two nodes, installed on first use into .bench/."""
+def sglang(folder: Path, ports: tuple[int, int], shown: Path | None = None) -> Iterator[Peer]:
+    """Run sglang-router before two nodes, installed on first use into .bench/. With `papers` it shows them there."""
     python = _sglang_python()
     port = free_port()
-    with (folder / "sglang.log").open("wb") as log:
+    scheme, tls = "http", list[str]()
+    if shown is not None:
+        scheme = "https"
+        tls = ["--client-cert-path", str(shown / "certificate.pem"), "--client-key-path", str(shown / "key.pem"),
+               "--ca-cert-paths", str(shown / "authority.pem")]  # fmt: skip
+    with (folder / f"sglang-{port}.log").open("wb") as log:
         process = subprocess.Popen(
             [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-             "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports],
-             "--prometheus-port", str(free_port()), "--log-level", "warn"],
+             "--worker-urls", *[f"{scheme}://127.0.0.1:{p}" for p in ports],
+             "--prometheus-port", str(free_port()), "--log-level", "warn", *tls],
             stdout=log, stderr=log, env=environment(), start_new_session=True,
         )  # fmt: skip
     try:
