@@ -43,6 +43,7 @@ from node.video.raylet import Raylet
 from wire.codec import decode, encode, head_of
 from wire.frames import (
     TAGS,
+    Admitted,
     Answer,
     Ask,
     Cancel,
@@ -384,15 +385,19 @@ class Agent:
     # -- frames from the engine -------------------------------------------------
 
     def from_engine(self, tag: int, encoded: bytes, request: int) -> None:
-        """Forward what the engine says of a request to the link that it came on, and a step to the links it is for."""
-        if TAGS.get(tag) is Deltas:
+        """Forward what the engine says of a request to the link that it came on, and a step to the links it is for.
+        That it was admitted is good to know, but nobody waits for it."""
+        kind = TAGS.get(tag)
+        if kind is Deltas:
             self._forward_step(encoded)
             return
-        ended = TAGS.get(tag) in (Finished, Refusal, Failed)
         for link in tuple(self._links):
             if request in link.requests:
+                if kind is Admitted:
+                    link.accompany(encoded)
+                    continue
                 link.forward(encoded)
-                if ended:
+                if kind in (Finished, Refusal, Failed):
                     self._end(link, request)
 
     def _forward_step(self, encoded: bytes) -> None:

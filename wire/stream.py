@@ -26,6 +26,8 @@ GATHER, AT_ONCE = 0.002, 4
 """Seconds between two writes on one link in a rush, and so many that need not wait for that after a pause: a write and
 the wake-up at the other end cost as much as the rest of a request together, but one that is alone, with its few frames,
 must not wait."""
+PATIENCE = 0.02
+"""Seconds that a frame waits at most for another one to leave with."""
 TCP_RTO_MAX_MS = 44
 LONGEST_RETRY = 1000
 """Milliseconds from one retransmission to the next, where the kernel lets us say (Linux 6.15 and later). Left alone it
@@ -37,15 +39,23 @@ TURN = 8
 
 
 class Outbox:
-    """Writes frames through `write`; goes on with pieces through `defer`, the loop's call_soon.
+    """Writes frames through `write`; goes on with pieces through `defer`, the loop's call_soon. `wait` calls what it is
+    given after PATIENCE.
 
     Frames that are sent within one turn of the loop leave together: one TLS record and one system call for all.
     """
 
-    def __init__(self, write: Callable[[bytes], object], defer: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        defer: Callable[[Callable[[], None]], object],
+        wait: Callable[[Callable[[], None]], object],
+    ) -> None:
         self._write = write
         self._defer = defer
+        self._wait = wait
         self._turn: list[bytes] = []
+        self._leaving = False
         self._bulk: deque[Iterator[bytes]] = deque()
         self._message = 0
         self._paused = False
@@ -59,14 +69,23 @@ class Outbox:
         """Write an encoded frame now, or queue it in pieces when it is long."""
         if len(encoded) <= LONGEST_PLAIN:
             self._turn.append(encoded)
-            if len(self._turn) == 1:
+            if not self._leaving:
+                self._leaving = True
                 self._defer(self.flush)
             return
         self._message += 1
         self._queue(fragments(encoded, self._message))
 
+    def accompany(self, encoded: bytes) -> None:
+        """Write a short encoded frame before the next one that is sent, after PATIENCE at the latest: alone it would
+        wake up the other end, which costs more than all that it says."""
+        self._turn.append(encoded)
+        if len(self._turn) == 1:
+            self._wait(self.flush)
+
     def flush(self) -> None:
         """Write what this turn has gathered."""
+        self._leaving = False
         if self._turn:
             gathered, self._turn = self._turn, []
             self._write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
@@ -88,6 +107,7 @@ class Outbox:
         """Forget what waits; the connection is gone."""
         self._bulk.clear()
         self._turn.clear()
+        self._leaving = False
 
     def _queue(self, pieces: Iterator[bytes]) -> None:
         self._bulk.append(pieces)
@@ -176,6 +196,9 @@ class Endpoint:
         else:
             self._clock.call_at(self._due, then)
 
+    def _patiently(self, then: Callable[[], None]) -> None:
+        self._clock.call_at(self._clock.time() + PATIENCE, then)
+
     def opened(self) -> None:
         """The connection is up."""
 
@@ -198,7 +221,7 @@ class Endpoint:
             if sys.platform == "linux":
                 with suppress(OSError):
                     connection.setsockopt(IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRY)
-        self.outbox = Outbox(self._write, self._soon)
+        self.outbox = Outbox(self._write, self._soon, self._patiently)
         self.opened()
 
     def _write(self, data: bytes) -> None:
@@ -257,6 +280,11 @@ class Endpoint:
         """Send an encoded frame as it is."""
         if self.outbox is not None and self.open:
             self.outbox.forward(encoded)
+
+    def accompany(self, encoded: bytes) -> None:
+        """Send a short encoded frame with the next one, or in a moment."""
+        if self.outbox is not None and self.open:
+            self.outbox.accompany(encoded)
 
     def later(self, frames: Iterator[Frame]) -> None:
         """Send frames that give way to all others."""

@@ -6,7 +6,7 @@ from typing import Any
 from wire import stream
 from wire.codec import Splitter, decode, encode
 from wire.frames import Cancel, Generate, Message, Params, Ping
-from wire.stream import AT_ONCE, GATHER, Endpoint
+from wire.stream import AT_ONCE, GATHER, PATIENCE, Endpoint
 
 
 class Line:
@@ -103,6 +103,44 @@ def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() 
     end.send(Ping(9))
     line.run()
     assert len(line.written) == before + 1, "the rush is over"
+
+
+def test_what_nobody_waits_for_leaves_with_the_next_frame_in_its_place() -> None:
+    line = Line()
+    end = End(line)
+    end.accompany(encode(Ping(1)))
+    line.run(PATIENCE / 2)
+    assert not line.written
+    end.accompany(encode(Ping(2)))
+    end.send(Ping(3))
+    line.run()
+    assert line.written == [encode(Ping(1)) + encode(Ping(2)) + encode(Ping(3))]
+    line.run(PATIENCE)
+    assert len(line.written) == 1, "it left once"
+
+
+def test_what_nobody_waits_for_leaves_in_a_moment_when_nothing_follows() -> None:
+    line = Line()
+    end = End(line)
+    end.accompany(encode(Ping(1)))
+    end.accompany(encode(Ping(2)))
+    line.run(PATIENCE)
+    assert line.written == [encode(Ping(1)) + encode(Ping(2))]
+    end.send(Ping(3))
+    end.close("done")
+    assert line.written[1:] == [encode(Ping(3))]
+    end.accompany(encode(Ping(4)))
+    assert len(line.written) == 2, "the connection is closing"
+
+
+def test_a_long_frame_does_not_overtake_what_waits_to_go_with_it() -> None:
+    line = Line()
+    end = End(line)
+    end.accompany(encode(Ping(1)))
+    end.send(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0))
+    line.run()
+    assert line.written[0] == encode(Ping(1))
+    assert len(line.written) > 1
 
 
 def test_closing_sends_what_was_gathered() -> None:

@@ -51,7 +51,7 @@ def run_all(deferred: list[Callable[[], None]]) -> None:
 def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
-    outbox = Outbox(written.append, deferred.append)
+    outbox = Outbox(written.append, deferred.append, deferred.append)
     outbox.send(long_request())
     outbox.later(Answer(5, b"y" * 10, last=number == 1) for number in range(2))
     outbox.send(Cancel(1))
@@ -62,7 +62,7 @@ def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
 def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> None:
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
-    outbox = Outbox(written.append, deferred.append)
+    outbox = Outbox(written.append, deferred.append, deferred.append)
     outbox.pause()
     outbox.send(long_request())
     outbox.send(Cancel(1))
@@ -76,7 +76,7 @@ def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> N
 def test_frames_of_one_turn_leave_in_one_write_and_in_order() -> None:
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
-    outbox = Outbox(written.append, deferred.append)
+    outbox = Outbox(written.append, deferred.append, deferred.append)
     for number in range(3):
         outbox.send(Cancel(number))
     assert not written
@@ -95,7 +95,7 @@ def test_a_long_answer_is_made_piece_by_piece_and_gives_way_to_the_loop() -> Non
             made.append(number)
             yield Answer(1, b"z" * 1000)
 
-    outbox = Outbox(written.append, deferred.append)
+    outbox = Outbox(written.append, deferred.append, deferred.append)
     outbox.later(answers())
     deferred.pop(0)()
     assert len(made) == TURN
