@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -143,18 +144,21 @@ SCRIPT = """
 wrk.method = "POST"
 wrk.headers["content-type"] = "application/json"
 wrk.headers["authorization"] = "Bearer %s"
-wrk.body = %s
+local bodies = {%s}
+request = function() return wrk.format(nil, nil, nil, bodies[math.random(#bodies)]) end
 """
 
 
-def rush(base: str, key: str, lanes: int, seconds: int, tokens: int) -> int:
+def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int]) -> int:
     """Run plain requests in `lanes` connections for some seconds with wrk, which is fast enough not to be what is
-    measured; give how many were answered. RuntimeError when one failed, or where wrk is not installed."""
+    measured, each of one of these lengths; give how many were answered. RuntimeError when one failed, or where wrk is
+    not installed."""
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
-    body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": tokens}
+    messages = [{"role": "user", "content": "hello there"}]
+    bodies = [{"model": "scripted-1", "messages": messages, "max_tokens": length} for length in tokens]
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
-        script.write(SCRIPT % (key, json.dumps(json.dumps(body))))
+        script.write(SCRIPT % (key, ", ".join(json.dumps(json.dumps(body)) for body in bodies)))
         script.flush()
         command = ["wrk", "-t1", f"-c{lanes}", f"-d{seconds}", "-s", script.name, base + "/v1/chat/completions"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,10 +1,10 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
 `python -m tests.bench.mock_node STEP_MS APART_US [FOLDER]` prints its port and serves until its standard input ends.
-What a step gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from a
-server that has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another machine,
-and leaves this one's cores alone. With a folder it speaks TLS 1.3 and asks for a certificate, by the
-papers that lie there (`tests.bench.peers`). With steps of 0 it answers at once, and streams nothing.
+What a step gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from
+a server that has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another
+machine, and leaves this one's cores alone. With a folder it speaks TLS 1.3 and asks for a certificate, by the papers
+that lie there (`tests.bench.peers`). With steps of 0 it answers at once, and streams nothing.
 """
 
 import asyncio

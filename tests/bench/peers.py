@@ -22,8 +22,8 @@ from tests.support.processes import ROOT, environment, until
 SGLANG = "sglang-router==0.3.2"
 APART = 50
 """Microseconds that a mock node waits at least between what it gives two requests of a step: with waking up it is 80.
-mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a whole
-step has less to do, so a node that writes all in one instant would flatter it."""
+mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a
+whole step has less to do: a node that writes all in one instant would flatter it."""
 NGINX = """
 daemon off; master_process on; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
