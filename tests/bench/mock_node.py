@@ -1,19 +1,16 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
-`python -m tests.bench.mock_node STEP_MS APART_US [FOLDER]` prints its port and serves until its standard input ends.
-What a step gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from
-a server that has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another
-machine, and leaves this one's cores alone. With a folder it speaks TLS 1.3 and asks for a certificate, by the papers
-that lie there (`tests.bench.peers`). With steps of 0 it answers at once, and streams nothing.
+`python -m tests.bench.mock_node STEP_MS APART_US` prints its port and serves until its standard input ends. What a step
+gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from a server that
+has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another machine, and leaves
+this one's cores alone. With steps of 0 it answers at once, and streams nothing.
 """
 
 import asyncio
 import ctypes
 import json
-import ssl
 import sys
 import time
-from pathlib import Path
 from typing import ClassVar
 
 import uvloop
@@ -114,19 +111,9 @@ def asked_tokens(asked: dict[str, int]) -> int:
     return asked.get("max_tokens") or asked.get("max_completion_tokens") or 8
 
 
-def context(folder: Path) -> ssl.SSLContext:
-    """Give TLS by the papers in a folder, for those who show one of the same authority."""
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.verify_mode = ssl.CERT_REQUIRED
-    made.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
-    made.load_verify_locations(folder / "authority.pem")
-    return made
-
-
-async def main(step: float, apart: float, tls: ssl.SSLContext | None) -> None:
+async def main(step: float, apart: float) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Exchange, "127.0.0.1", 0, ssl=tls)
+    server = await loop.create_server(Exchange, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     over = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), over.set)
@@ -154,6 +141,5 @@ def sleep_exactly() -> None:
 
 
 if __name__ == "__main__":
-    step_ms, apart_us, *shown = sys.argv[1:]
     sleep_exactly()
-    uvloop.run(main(float(step_ms) / 1e3, float(apart_us) / 1e6, context(Path(shown[0])) if shown else None))
+    uvloop.run(main(float(sys.argv[1]) / 1e3, float(sys.argv[2]) / 1e6))

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from coordinator.video.ray_tls import RayAuthority
 from tests import models
 from tests.support.processes import ROOT, environment, until
 
@@ -25,7 +24,7 @@ APART = 50
 mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a
 whole step has less to do: a node that writes all in one instant would flatter it."""
 NGINX = """
-daemon off; master_process on; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
+daemon off; master_process on; worker_processes 1; pid {folder}/nginx-{port}.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
 http {{
   access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
@@ -65,24 +64,14 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def papers(folder: Path) -> Path:
-    """Give a folder with an authority's certificate, and one with its key that is good for both ends."""
-    made = RayAuthority(folder).papers([])
-    for name, pem in (("authority", made.authority), ("certificate", made.certificate), ("key", made.key)):
-        (folder / f"{name}.pem").write_bytes(pem)
-    return folder
-
-
 @contextmanager
-def mock_nodes(step_ms: float, shown: Path | None = None, apart_us: float = APART) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing. With `papers` both
-    ends show theirs."""
+def mock_nodes(step_ms: float, apart_us: float = APART) -> Iterator[tuple[int, int]]:
+    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing."""
     with ExitStack() as stack:
         ports: list[int] = []
         for _ in range(2):
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms), str(apart_us),
-                 *([] if shown is None else [str(shown)])],
+                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms), str(apart_us)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
             )  # fmt: skip
             stack.callback(_end, process)
@@ -98,7 +87,7 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
     if not os.path.exists(program):
         raise RuntimeError("nginx is not installed (Debian: apt-get install nginx-light)")
     port = free_port()
-    config = folder / "nginx.conf"
+    config = folder / f"nginx-{port}.conf"
     config.write_text(NGINX.format(folder=folder, one=ports[0], two=ports[1], port=port))
     process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)], env=environment())
     try:
@@ -110,20 +99,15 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 
 @contextmanager
-def sglang(folder: Path, ports: tuple[int, int], shown: Path | None = None) -> Iterator[Peer]:
-    """Run sglang-router before two nodes, installed on first use into .bench/. With `papers` it shows them there."""
+def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
+    """Run sglang-router before two nodes, installed on first use into .bench/."""
     python = _sglang_python()
     port = free_port()
-    scheme, tls = "http", list[str]()
-    if shown is not None:
-        scheme = "https"
-        tls = ["--client-cert-path", str(shown / "certificate.pem"), "--client-key-path", str(shown / "key.pem"),
-               "--ca-cert-paths", str(shown / "authority.pem")]  # fmt: skip
-    with (folder / f"sglang-{port}.log").open("wb") as log:
+    with (folder / "sglang.log").open("wb") as log:
         process = subprocess.Popen(
             [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-             "--worker-urls", *[f"{scheme}://127.0.0.1:{p}" for p in ports],
-             "--prometheus-port", str(free_port()), "--log-level", "warn", *tls],
+             "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports],
+             "--prometheus-port", str(free_port()), "--log-level", "warn"],
             stdout=log, stderr=log, env=environment(), start_new_session=True,
         )  # fmt: skip
     try:
