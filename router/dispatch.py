@@ -72,6 +72,9 @@ all Macs can do: Jain's index over five keys 0.96 instead of 0.46; with 5 or 10 
 HOG = 2
 """So many times its equal part of the work must a key ask for to be refused while others wait, and for the line to
 decide who goes to a busy node."""
+HOG_BACKLOG = 5.0
+"""As BACKLOG, for such a key itself, so that others who come find the nodes not filled by it. Simulated with one among
+five, four seeds: Jain's index 0.97 instead of 0.95, and 0.93 instead of 0.89 in the worst."""
 FAILING = "failing"
 """The state that placement sees of a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
@@ -634,17 +637,21 @@ class Dispatcher:
 
     def _crowded(self, ticket: Ticket, chosen: Candidate) -> bool:
         """Whether a request would wait on the node for more than BACKLOG seconds; or whether so much is in front of it
-        at all, while some key asks for far more than its part: then the line, which is fair, has to choose. An answer
-        that was begun waits for no turn."""
+        at all, while some key asks for far more than its part: then the line, which is fair, has to choose. For a
+        request of that key much less is enough. An answer that was begun waits for no turn."""
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
-        if chosen.ahead / model.prefill_speed <= BACKLOG:
+        seconds = chosen.ahead / model.prefill_speed
+        if seconds <= HOG_BACKLOG:
             return False
+        asked = self._asked()
+        much = HOG * sum(asked.values()) / max(1, len(asked))
+        if seconds <= BACKLOG:
+            return asked.get(ticket.job.key, 0) > much
         if chosen.expected_ttft - chosen.reading / model.prefill_speed > BACKLOG:
             return True
-        asked = self._asked()
-        return max(asked.values()) * len(asked) > HOG * sum(asked.values())
+        return max(asked.values(), default=0) > much
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
         """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
