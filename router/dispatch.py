@@ -30,6 +30,7 @@ from msgspec.structs import replace
 if TYPE_CHECKING:
     from router.columns import Columns
 from router.affinity import Affinity, Chain, chain_of
+from router.asked import Asked
 from router.breaker import Breakers
 from router.endings import Endings
 from router.history import History
@@ -69,12 +70,9 @@ BACKLOG = 20.0
 """Seconds of prompts in front of a request on the best node from which it waits in line instead: the line is fair, a
 node's own is not, and who waits here can still go where room is sooner. Simulated with one key that asks for more than
 all Macs can do: Jain's index over five keys 0.96 instead of 0.46; with 5 or 10 seconds fast nodes idle now and then."""
-HOG = 2
-"""So many times its equal part of the work must a key ask for to be refused while others wait, and for the line to
-decide who goes to a busy node."""
 HOG_BACKLOG = 5.0
-"""As BACKLOG, for such a key itself, so that others who come find the nodes not filled by it. Simulated with one among
-five, four seeds: Jain's index 0.97 instead of 0.95, and 0.93 instead of 0.89 in the worst."""
+"""As BACKLOG, for a key that asks for far more than its part, so that others who come find the nodes not filled by it.
+Simulated with one among five, four seeds: Jain's index 0.97 instead of 0.95, and 0.93 instead of 0.89 in the worst."""
 FAILING = "failing"
 """The state that placement sees of a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
@@ -129,6 +127,7 @@ class Dispatcher:
         self._corrections: dict[NodeId, Correction] = {}
         self._live: dict[int, Ticket] = {}
         self._open: dict[int, Ticket] = {}
+        self._asked = Asked()
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -360,6 +359,7 @@ class Dispatcher:
             self._let_in(ticket, charged)
             self._place(ticket)
         self._open[ticket.number] = ticket
+        self._asked.add(job.key, job.demand.prompt_bytes)
         self._quiet.clear()
         self._arm()
         return ticket
@@ -375,7 +375,8 @@ class Dispatcher:
         if ticket.outcome is None:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
-        self._open.pop(ticket.number, None)
+        if self._open.pop(ticket.number, None) is not None:
+            self._asked.drop(ticket.job.key, ticket.job.demand.prompt_bytes)
         if not self._open:
             self._quiet.set()
 
@@ -588,15 +589,7 @@ class Dispatcher:
         """Whether a key asks for far more than its part of the work while others have to wait for theirs."""
         if self.queue.depth(ticket.job.key) == len(self.queue):
             return False
-        asked = self._asked()
-        return asked.get(ticket.job.key, 0) * len(asked) > HOG * sum(asked.values())
-
-    def _asked(self) -> dict[str, int]:
-        """Sum up what each key asks for, in bytes of prompts that are here."""
-        asked: dict[str, int] = {}
-        for other in self._open.values():
-            asked[other.job.key] = asked.get(other.job.key, 0) + other.demand.prompt_bytes
-        return asked
+        return self._asked.much(ticket.job.key)
 
     def _wake_soon(self, node: NodeId) -> None:
         """Try those in line on this node before anything else comes in; several changes make one try."""
@@ -645,13 +638,11 @@ class Dispatcher:
         seconds = chosen.ahead / model.prefill_speed
         if seconds <= HOG_BACKLOG:
             return False
-        asked = self._asked()
-        much = HOG * sum(asked.values()) / max(1, len(asked))
         if seconds <= BACKLOG:
-            return asked.get(ticket.job.key, 0) > much
+            return self._asked.much(ticket.job.key)
         if chosen.expected_ttft - chosen.reading / model.prefill_speed > BACKLOG:
             return True
-        return max(asked.values(), default=0) > much
+        return self._asked.unequal()
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
         """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
