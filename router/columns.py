@@ -50,8 +50,9 @@ LOOKS = 8
 _SHORT, _LONG, _ANSWER = 256, 4096, 64
 """Prompts and answer between which a need is taken as a straight line, in tokens."""
 
-_STEP, _KNOWN, _FRACTION = 1e4, 5e3, 1e3
-"""Weights of what decides, each above all that comes after it: a step of time, what was read, the fraction free."""
+_MARK, _STEP, _KNOWN, _FRACTION = 1e10, 1e4, 5e3, 1e3
+"""Weights of what decides, each above all that comes after it: room for one more such request, a step of time, what
+was read, the fraction free. A row without room for one is therefore behind all that have it."""
 _NOTHING = (0.0, 0.0, 1.0, 0.0)
 
 Column = NDArray[np.float64]
@@ -71,10 +72,13 @@ class Rows:
 
 def rank_balanced(rows: Rows) -> Column:
     """Rank as `placement.Balanced`: the smallest number leads."""
-    marks = np.minimum(rows.room / rows.need, FULL_MARKS).astype(np.int8)
-    rank: Column = (rows.time * (1 / TTFT_STEP)).astype(np.int32).astype(np.float64)
+    marks = rows.room / rows.need
+    np.floor(np.minimum(marks, FULL_MARKS, out=marks), out=marks)
+    marks *= _MARK
+    rank = rows.time * (1 / TTFT_STEP)
+    np.floor(rank, out=rank)
     rank *= _STEP
-    rank -= marks * 1e10
+    rank -= marks
     rank -= rows.fraction
     rank += rows.noise
     return rank
@@ -190,22 +194,18 @@ class Columns:
         time = table.token * tokens
         time += table.wait
         time += table.answer * output
-        fits = table.room >= need
         known = {self._index[node]: share for node, share in warm.items() if node in self._index}
         for row, share in known.items():
             time[row] -= share * tokens * table.token[row]
-            if share >= WARM:
+            if share >= WARM and table.room[row] >= need[row]:
                 need[row] = 1.0
         start = int(draw() * len(nodes))
         rank = ranks(Rows(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
         for row, share in known.items():
             rank[row] -= share * _KNOWN
-        rank[~fits] = np.inf
         seen: list[Candidate] = []
-        for _ in range(LOOKS):
+        for _ in range(min(LOOKS, len(nodes))):
             row = int(rank.argmin())
-            if rank[row] == np.inf:
-                return None
             candidate = consider(nodes[row], request, self._ledger, now, corrections, trials, warm)
             seen.append(candidate)
             if not candidate.why:
