@@ -135,14 +135,14 @@ class _Table:
             wait += model.load_seconds * (1.0 - read if model.loading else 1.0)
         self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
 
-    def promise(self, row: int, need: int, tokens: int, requests: int) -> None:
-        """Take off what was promised since the report, in bytes and prompt tokens; so many requests are there."""
+    def promise(self, row: int, need: int, tokens: int, taken: int) -> None:
+        """Take off what was promised since the report, in bytes and prompt tokens; so many rows are taken."""
         room, wait, ceiling, answer = self.read[row]
-        self.answer[row] = answer * (1.0 + ROW_COST * requests)
+        self.answer[row] = answer * (1.0 + ROW_COST * taken)
         self.room[row] = room = max(0.0, room - need)
         most, each = self.full[row]
-        if requests >= most > 0:
-            wait += (requests + 1 - most) * each * (1.0 + ROW_COST * requests)
+        if taken >= most > 0:
+            wait += (taken + 1 - most) * each * (1.0 + ROW_COST * taken)
         self.wait[row] = wait + tokens * float(self.token[row])
         self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
 
@@ -246,7 +246,7 @@ class Columns:
 
     def _promise(self, table: _Table, row: int, node: NodeId) -> None:
         ledger = self._ledger
-        table.promise(row, ledger.unacknowledged(node), ledger.unacknowledged_tokens(node), ledger.in_flight(node))
+        table.promise(row, ledger.unacknowledged(node), ledger.unacknowledged_tokens(node), ledger.rows(node))
 
     def _write(self, table: _Table, name: str, row: int, node: NodeView) -> None:
         model = node.models.get(name)

@@ -49,13 +49,14 @@ from router.placement import (
     place,
 )
 from router.queue import AdmissionQueue
-from router.quotas import Quotas
+from router.quotas import Quotas, work
 from router.reservations import Ledger
 from router.resume import STOPS, Fall, fall_of, is_fault, patience, survives
 from router.settings import RouterSettings
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from router.usage import Usage
 from router.view import ClusterView, NodeView, seen_as
+from wire.fairness import Owner
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
@@ -66,13 +67,10 @@ LARGE = 32
 """Nodes above which arrays find the best one sooner."""
 MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
-BACKLOG = 20.0
-"""Seconds of prompts in front of a request on the best node from which it waits in line instead: the line is fair, a
-node's own is not, and who waits here can still go where room is sooner. Simulated with one key that asks for more than
-all Macs can do: Jain's index over five keys 0.96 instead of 0.46; with 5 or 10 seconds fast nodes idle now and then."""
-HOG_BACKLOG = 5.0
-"""As BACKLOG, for a key that asks for far more than its part, so that others who come find the nodes not filled by it.
-Simulated with one among five, four seeds: Jain's index 0.97 instead of 0.95, and 0.93 instead of 0.89 in the worst."""
+BACKLOG = 5.0
+"""Seconds of prompts in front of a request on the best node from which it waits in line, and is refused at the end, if
+its key asks for far more than its part. Nodes are fair between owners, but their memory is promised to who comes first:
+without this such a key fills it, and others find none (simulated)."""
 FAILING = "failing"
 """The state that placement sees of a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
@@ -359,7 +357,7 @@ class Dispatcher:
             self._let_in(ticket, charged)
             self._place(ticket)
         self._open[ticket.number] = ticket
-        self._asked.add(job.key, job.demand.prompt_bytes)
+        self._asked.add(job.key, work(job.demand))
         self._quiet.clear()
         self._arm()
         return ticket
@@ -376,7 +374,7 @@ class Dispatcher:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
         if self._open.pop(ticket.number, None) is not None:
-            self._asked.drop(ticket.job.key, ticket.job.demand.prompt_bytes)
+            self._asked.drop(ticket.job.key, work(ticket.job.demand))
         if not self._open:
             self._quiet.set()
 
@@ -459,7 +457,8 @@ class Dispatcher:
         """Ask nodes in turn until one link takes the request; else it waits in line or ends."""
         result = self._decide(ticket, self.view)
         while isinstance(result, Placement) and ticket.in_a_row < MOST_IN_A_ROW:
-            if self._crowded(ticket, result.chosen) and self._wait(ticket, result, instead=True):
+            if self._crowded(ticket, result.chosen):
+                self._wait(ticket, result)
                 return
             if self._start(ticket, result.chosen, result.chosen.need):
                 if len(self.queue):
@@ -517,9 +516,11 @@ class Dispatcher:
             ticket.fingerprint = chosen.model.fingerprint
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
-                         job.ids)  # fmt: skip
+                         job.ids, Owner(job.key, self.quotas.limits(job.key).weight))  # fmt: skip
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
-        self.ledger.claim(chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds)
+        self.ledger.claim(
+            chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
+        )
         if known:
             self.ledger.read(request)
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
@@ -559,37 +560,25 @@ class Dispatcher:
 
     # the line
 
-    def _wait(self, ticket: Ticket, result: Placement | NoPlacement, *, instead: bool = False) -> bool:
-        """Put it in line, or end it. Where it could be on a node `instead`, False says to send it there after all: the
-        line has no place for it, and it takes nothing from anybody."""
+    def _wait(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
+        """Put it in line, or end it."""
         now = self._clock()
         ticket.in_a_row = 0
         if ticket.deadline is None:
             ticket.deadline = now + self._settings.queue_seconds
-        cost = ticket.demand.prompt_tokens or ticket.demand.prompt_bytes // 4
-        cost += (ticket.demand.max_tokens or 256) * ticket.demand.choices
         limits = self.quotas.limits(ticket.job.key)
-        entry = self.queue.offer(ticket, ticket.job.key, cost, now, ticket.deadline, len(self.view.nodes),
-                                 weight=limits.weight, share=limits.waiting,
+        entry = self.queue.offer(ticket, ticket.job.key, work(ticket.demand), now, ticket.deadline,
+                                 len(self.view.nodes), weight=limits.weight, share=limits.waiting,
                                  begun=ticket.fallen is not None)  # fmt: skip
         if isinstance(entry, Refused):
-            if instead and (entry.code is Code.QUEUE_FULL or not self._hogs(ticket)):
-                return False
             numbers = result.refused.numbers if isinstance(result, NoPlacement) else None
             self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
-            return True
+            return
         ticket.entry, ticket.queued_at = entry, now
         ticket.mark(now, "queued")
         self.counters.queue_entries += 1
-        if ticket.fallen is not None:
+        if ticket.fallen is not None and isinstance(result, NoPlacement):
             self._keep(ticket, result)
-        return True
-
-    def _hogs(self, ticket: Ticket) -> bool:
-        """Whether a key asks for far more than its part of the work while others have to wait for theirs."""
-        if self.queue.depth(ticket.job.key) == len(self.queue):
-            return False
-        return self._asked.much(ticket.job.key)
 
     def _wake_soon(self, node: NodeId) -> None:
         """Try those in line on this node before anything else comes in; several changes make one try."""
@@ -629,20 +618,12 @@ class Dispatcher:
         return True
 
     def _crowded(self, ticket: Ticket, chosen: Candidate) -> bool:
-        """Whether a request would wait on the node for more than BACKLOG seconds; or whether so much is in front of it
-        at all, while some key asks for far more than its part: then the line, which is fair, has to choose. For a
-        request of that key much less is enough. An answer that was begun waits for no turn."""
+        """Whether a request has to wait in line for a node that has room for it: much is to be read there before, and
+        its key asks for far more than its part. An answer that was begun waits for no turn."""
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
-        seconds = chosen.ahead / model.prefill_speed
-        if seconds <= HOG_BACKLOG:
-            return False
-        if seconds <= BACKLOG:
-            return self._asked.much(ticket.job.key)
-        if chosen.expected_ttft - chosen.reading / model.prefill_speed > BACKLOG:
-            return True
-        return self._asked.unequal()
+        return chosen.ahead > BACKLOG * model.prefill_speed and self._asked.much(ticket.job.key)
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
         """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
@@ -684,9 +665,8 @@ class Dispatcher:
             result = self._decide(ticket, self.view)
             waited = f" (waited {now - ticket.arrived:.0f} s in the queue)"
             if isinstance(result, Placement):
-                hog = self._crowded(ticket, result.chosen) and self._hogs(ticket)
-                if hog or not self._start(ticket, result.chosen, result.chosen.need):
-                    text = f"others wait for {result.chosen.name}, too: send it again{waited}"
+                if self._crowded(ticket, result.chosen) or not self._start(ticket, result.chosen, result.chosen.need):
+                    text = f"others need {result.chosen.name}, too: send it again{waited}"
                     self._deny(ticket, Refused(Code.DEADLINE, text, None, 1.0))
                 continue
             refused = result.refused

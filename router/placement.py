@@ -301,13 +301,13 @@ def consider(
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
-    here, most = len(account.requests), node.engine.rows
+    taken, most = account.rows, node.engine.rows
     answer = output / model.decode_speed if model.decode_speed > 0 else 0.0
-    answer *= 1.0 + ROW_COST * here
-    if here >= most > 0:
-        ttft += (here + 1 - most) * answer / most
+    answer *= 1.0 + ROW_COST * taken
+    if taken + request.choices > most > 0:
+        ttft += (taken + request.choices - most) * answer / most
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
-                     here, model, weights, known, ahead, reading, answer, delay)  # fmt: skip
+                     len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
 
 
 def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:

@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 
 from wire.refusals import Code, Refused
 
-QUANTUM = 1024
-"""Tokens that a key of weight 1 earns in its turn: a common request."""
+QUANTUM = 256
+"""Tokens that a key of weight 1 earns in its turn: with normal priority, whose weight is 4, a common request."""
 MOST_OVERTAKES = 8
 PATIENCE = 5.0
 """Seconds in line after which room is kept for a request."""

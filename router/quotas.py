@@ -153,8 +153,16 @@ def not_allowed(model: str, limits: KeyLimits) -> Refused:
 
 def estimate(demand: Demand) -> int:
     """Give the tokens that a request may take: its prompt, and for each choice what it may write."""
-    prompt = demand.prompt_tokens if demand.prompt_tokens is not None else demand.prompt_bytes // BYTES_PER_TOKEN
-    return prompt + demand.choices * (demand.max_tokens or ANSWER)
+    return _prompt(demand) + demand.choices * (demand.max_tokens or ANSWER)
+
+
+def work(demand: Demand) -> int:
+    """Give the tokens that a request probably takes, to be weighed beside others: few answers use all they may."""
+    return _prompt(demand) + demand.choices * min(demand.max_tokens or ANSWER, ANSWER)
+
+
+def _prompt(demand: Demand) -> int:
+    return demand.prompt_tokens if demand.prompt_tokens is not None else demand.prompt_bytes // BYTES_PER_TOKEN
 
 
 def _kept(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:

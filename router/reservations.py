@@ -37,6 +37,7 @@ class _Promise(msgspec.Struct, gc=False):
     need: int
     tokens: int
     weights: int = 0
+    rows: int = 1
     admitted: bool = False
     settled: bool = False
 
@@ -50,11 +51,12 @@ class Unread(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Account:
-    """What is open on one node: bytes and prompt tokens that its report does not contain, all requests on it, and the
-    prompts of those of which no token was heard yet, with the sum of their tokens."""
+    """What is open on one node: bytes and prompt tokens that its report does not contain, all requests on it and the
+    rows that they decode in, and the prompts of those of which no token was heard yet, with the sum of their tokens."""
 
     need: int = 0
     tokens: int = 0
+    rows: int = 0
     requests: set[int] = field(default_factory=set[int])
     promised: set[int] = field(default_factory=set[int])
     unread: dict[int, Unread] = field(default_factory=dict[int, Unread])
@@ -85,19 +87,21 @@ class Ledger:
         return touched
 
     def claim(
-        self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0, seconds: float = 0.0
-    ) -> None:
-        """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill, which take `seconds`, on a node.
-        LedgerError when the request already holds some."""
+        self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0, seconds: float = 0.0,
+        rows: int = 1,
+    ) -> None:  # fmt: skip
+        """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill, which take `seconds`, on a node,
+        and a row for each choice. LedgerError when the request already holds some."""
         if request in self._promises:
             raise LedgerError(f"request {request} claims twice")
-        self._promises[request] = _Promise(node, seq, need, tokens, weights)
+        self._promises[request] = _Promise(node, seq, need, tokens, weights, rows)
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = Account()
         self._touched.add(node)
         account.need += need
         account.tokens += tokens
+        account.rows += rows
         account.requests.add(request)
         account.unread[request] = Unread(tokens, seconds)
         account.unread_tokens += tokens
@@ -145,6 +149,7 @@ class Ledger:
         if not promise.settled:
             self._settle(account, request, promise)
         account.requests.discard(request)
+        account.rows -= promise.rows
         account.has_read(request)
         return True
 
@@ -202,6 +207,10 @@ class Ledger:
     def in_flight(self, node: NodeId) -> int:
         """Give how many of this router's requests are on a node."""
         return len(self._accounts.get(node, _EMPTY).requests)
+
+    def rows(self, node: NodeId) -> int:
+        """Give how many rows they decode in, or will."""
+        return self._accounts.get(node, _EMPTY).rows
 
     def promised(self) -> set[int]:
         """Give the requests that hold a promise."""

@@ -10,6 +10,7 @@ the epoch is its upper half), `seq` grows with every Generate so that a report c
 
 from enum import IntEnum
 
+from wire.fairness import Owner
 from wire.measures import GateMeasures
 from wire.refusals import Refused
 from wire.report import (
@@ -293,7 +294,9 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     not said again; usage counts them.
 
     `text` or `ids` instead of messages: a prompt as it is, without the chat template, in words or in the model's own
-    token ids. Its answer is content alone: no thoughts and no calls are read in it."""
+    token ids. Its answer is content alone: no thoughts and no calls are read in it.
+
+    `owner`: whose turn it takes where several wait for rows."""
 
     request: int
     seq: int
@@ -309,6 +312,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     resume: tuple[tuple[int, ...], ...] = ()
     text: str = ""
     ids: tuple[int, ...] = ()
+    owner: Owner = Owner()
 
     def known(self, choice: int) -> tuple[int, ...]:
         """Give the ids of a choice that were heard already."""

@@ -11,7 +11,7 @@ of a forward beyond the model's one number, chunks, preflight on a second thread
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from coordinator.simulation.hardware import BASE, CHIPS, cap_of, prefill_speed, 
 from coordinator.simulation.requests import Turn
 from coordinator.simulation.rows import Row, Rows
 from coordinator.simulation.scenario import ModelSpec, NodeSpec
+from wire.fairness import Owner, Waiting, in_turn
 from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.refusals import Code, Refused
 from wire.report import CacheState, Counts, EngineState, Memory, Model
@@ -67,6 +68,7 @@ class Sequence:
     """One admitted request. `left` prompt tokens to write, `known` were decoded before it came, or came back, here."""
 
     request: int
+    owner: Owner
     turn: Turn
     resident: Resident
     row: Row
@@ -165,7 +167,7 @@ class Machine:
             return
         heard: tuple[tuple[int, ...], ...] = getattr(frame, "resume", ())
         known = len(heard[0]) if heard else 0
-        sequence = self._admit(frame.request, turn, resident, max(promised, turn.prompt + known + 1), known)
+        sequence = self._admit(frame, turn, resident, max(promised, turn.prompt + known + 1), known)
         self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 
     def _refused(self, resident: Resident, prompt: int, output: int) -> Refused | None:
@@ -181,7 +183,7 @@ class Machine:
         answer = judge(self.memory(), need)
         return None if isinstance(answer, Fits) else answer
 
-    def _admit(self, request: int, turn: Turn, resident: Resident, promised: int, known: int) -> Sequence:
+    def _admit(self, frame: Generate, turn: Turn, resident: Resident, promised: int, known: int) -> Sequence:
         kept = self._cache.get(turn.session) if turn.session else None
         cached = 0
         if kept is not None and kept[0] == resident.spec.name:
@@ -191,7 +193,9 @@ class Machine:
         resident.rows.add(row)
         self._age += 1
         left = turn.prompt + known - cached
-        sequence = Sequence(request, turn, resident, row, self._age, float(left), cached, known, known)
+        sequence = Sequence(
+            frame.request, frame.owner, turn, resident, row, self._age, float(left), cached, known, known
+        )
         resident.used = self._loop.time()
         self._line.append(sequence)
         if not resident.loaded:
@@ -400,14 +404,15 @@ class Machine:
         return self._begin()
 
     def _begin(self) -> bool:
-        """Begin the first in line whose model is here, if there is a place in the batch."""
-        if len(self.prefills) + len(self.decoding) >= self.spec.batch:
+        """Begin whose turn it is in line, of those whose model is here, if there is a place in the batch."""
+        if not self._line or len(self.prefills) + len(self.decoding) >= self.spec.batch:
             return False
-        for sequence in self._line:
-            if sequence.resident.loaded:
-                self._line.remove(sequence)
-                self.prefills.append(sequence)
-                return True
+        able = [sequence for sequence in self._line if sequence.resident.loaded]
+        taken = Counter(one.owner.name for one in [*self.prefills, *self.decoding])
+        for place in in_turn([Waiting(one.owner, 1, one.known > 0) for one in able], taken):
+            self._line.remove(able[place])
+            self.prefills.append(able[place])
+            return True
         return False
 
     # models
@@ -467,7 +472,13 @@ class Machine:
         if isinstance(answer, Fits):
             sequence.resident.rows.extend(sequence.row, more)
         else:
-            self._give_way(max([*self.decoding, *self.prefills], key=lambda one: one.age), answer)
+            self._give_way(self._gives_way(), answer)
+
+    def _gives_way(self) -> Sequence:
+        """Choose, of who has not begun, or else of all, the newest of the owner with most rows for its weight."""
+        among = [one for one in self._line if not one.known] or [*self.decoding, *self.prefills]
+        rows = Counter(one.owner.name for one in [*self.decoding, *self.prefills, *self._line])
+        return max(among, key=lambda one: (one.owner.load(rows[one.owner.name]), one.age))
 
     def _give_way(self, newest: Sequence, refused: Refused) -> None:
         alone = len(self.decoding) + len(self.prefills) + len(self._preempted) == 1

@@ -9,9 +9,11 @@ Rules
 - The gate is asked before every prefill forward, before every join (which copies a batch) and before a row grows over
   its promise. A chunk is made smaller before it is refused.
 - What does not fit waits as long as somebody else may end, and keeps newcomers out meanwhile (`wanted`). When all wait
-  for each other, or a row has to grow, the newest request gives way: refused if nothing of it was heard (the router
-  places it anew), else preempted: its memory is given back, and it is written anew from its ids once there is room.
-  Alone and still without room it fails, with the numbers.
+  for each other the newest request gives way; when a row has to grow, one that waits for its turn, else the newest, of
+  the owner who has most. It is refused if nothing of it was heard (the router places it anew), else preempted: its
+  memory is given back, and it is written anew from its ids once there is room. Alone and still without room it fails,
+  with the numbers.
+- Rows are given out fairly between owners (`wire.fairness`).
 - Short prompts that wait are read in one forward, asked of the gate as a whole (`together`). What could not be used of
   it, for want of room or for a fault, is read again one by one.
 - After every forward the engine looks whether the forecast held. Over its cap, that request gives way at once.
@@ -22,7 +24,8 @@ Rules
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -44,6 +47,7 @@ from node.engine.reuse import Reuse
 from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
+from wire.fairness import Waiting, in_turn
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
 from wire.refusals import Code, Refused
 
@@ -201,17 +205,30 @@ class Generation:
     # prefill
 
     def _choices(self, now: float) -> list[Prefill]:
-        """List the prefills that may go on: those begun, and of the others the first, while the batch has room; who
-        needs much room is not passed over for ever. Those that wait for memory may not yet."""
+        """List the prefills that may go on: those begun, and of the others those whose turn it is, while the batch has
+        room; who needs much room is not passed over for ever. Those that wait for memory may not yet."""
         found = [one for one in self._prefills if one.cache is not None]
         room = self._batch - self._rows() - sum(len(one.rows) for one in found)
-        for one in self._prefills:
-            if one.cache is None:
+        if room > 0 and len(found) < len(self._prefills):
+            for one in self._unbegun():
                 room -= len(one.rows)
                 if room < 0:
                     break
                 found.append(one)
         return [one for one in found if one.retry_at <= now]
+
+    def _unbegun(self) -> Iterator[Prefill]:
+        """Give the prefills that hold nothing yet in the order in which they get rows."""
+        taken = Counter(
+            row.sequence.request.owner.name
+            for one in self._residents().values() for batch in one.batches.values() for row in batch.rows()
+        )  # fmt: skip
+        for one in self._prefills:
+            if one.cache is not None:
+                taken[one.owner.name] += len(one.rows)
+        unbegun = [one for one in self._prefills if one.cache is None]
+        for place in in_turn([Waiting(one.owner, len(one.rows), one.answered) for one in unbegun], taken):
+            yield unbegun[place]
 
     def _lingers(self, waiting: list[Prefill]) -> float:
         """Say until when prompts wait for company: where nobody decodes meanwhile, and several were here lately."""
@@ -501,7 +518,7 @@ class Generation:
                 self._extend(resident, row, max(1, min(GROWTH, shape.prompt + shape.limit - commitment.promised)))
 
     def _extend(self, resident: Resident, row: Row, more: int) -> None:
-        """Promise `more` tokens to a row. Until they fit, the newest request gives way, which may be its own."""
+        """Promise `more` tokens to a row. Until they fit, others give way, or its own request does."""
         while row.commitment.joined and not row.reason:
             length = row.commitment.promised + more
             step = resident.estimator.step(self._rows(), length)
@@ -510,7 +527,7 @@ class Generation:
                 resident.ledger.extend(row.commitment, more)
                 return
             message = f"the answer outgrew what was expected: {refused.message}"
-            self._give_way(self._newest() or row.sequence, replace(refused, message=message))
+            self._give_way(self._least_loss() or row.sequence, replace(refused, message=message))
 
     def _token(self, token: Token[Row], now: float) -> None:
         """Take one token into its row's text."""
@@ -583,6 +600,23 @@ class Generation:
         """Give the newest of the requests that hold memory."""
         holding = (one for one in self._live.values() if any(row.commitment.written for row in one.writing()))
         return max(holding, key=_age, default=None)
+
+    def _least_loss(self) -> Sequence | None:
+        """Give a request whose promise others may have: one that waits, of which nothing would be lost, or else one
+        that holds memory; of these the newest of the owner who has most for his weight."""
+        live = [one for one in self._live.values() if one not in self._preempted]
+        rows, waiting, holding = Counter[str](), list[Sequence](), list[Sequence]()
+        for one in live:
+            rows[one.request.owner.name] += sum(1 for _ in one.writing())
+            holds = any(row.commitment.written for row in one.writing())
+            (holding if holds else waiting).append(one)
+        waiting = [one for one in waiting if not one.delivered]
+
+        def loss(one: Sequence) -> tuple[float, float, int]:
+            owner = one.request.owner
+            return owner.load(rows[owner.name]), *_age(one)
+
+        return max(waiting or holding, key=loss, default=None)
 
     def _give_way(self, sequence: Sequence, refused: Refused) -> None:
         """Give a request's memory back: it is placed anew by whoever sent it, or comes back here by itself."""

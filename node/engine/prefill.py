@@ -12,6 +12,7 @@ from node.engine.resident import Resident
 from node.engine.reuse import Past
 from node.engine.sampling import processors_of, sampler_of
 from node.engine.sequence import Row, Sequence
+from wire.fairness import Owner
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,16 @@ class Prefill:
     retry_at: float = 0.0
     past: Past | None = None
     alone: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        """Whose it is."""
+        return self.sequence.request.owner
+
+    @property
+    def answered(self) -> bool:
+        """Whether tokens of its answer were heard, from here or from another node."""
+        return bool(self.sequence.joined or self.sequence.request.resume)
 
     @property
     def left(self) -> int:

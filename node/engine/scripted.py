@@ -14,7 +14,7 @@ A prefill takes no time and gives no token; the first token comes with the row's
 what was promised for it and then asks for GROWTH tokens more; where the gate says no, that request ends.
 """
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from node.engine.preflight import Shape
 from node.engine.stops import Stops
 from node.memory.reading import Reading, Recent
 from node.settings import NodeSettings, ScriptedSettings
+from wire.fairness import Waiting, in_turn
 from wire.frames import (
     Admitted,
     Cancel,
@@ -121,7 +122,7 @@ class Scripted:
         self._weights = parse_size(settings.weights)
         self._ledger = Ledger(Kv(settings.kv_per_token))
         self._recent = Recent()
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._rows = 0
         self._deadline = 0.0
@@ -157,14 +158,16 @@ class Scripted:
             frames = self._decode(now)
             missed = now - self._deadline > LATE
             self._deadline = (now if missed else self._deadline) + self._step
-        if self._next_fits():
-            frames += self._prefill(self._waiting.popleft(), now)
+        following = self._next()
+        if following is not None:
+            self._waiting.remove(following)
+            frames += self._prefill(following, now)
         self._observe(now)
         return frames
 
     def due(self, now: float) -> float | None:
         """Say when the next step is due, or when the recent height falls; None when nothing will change by itself."""
-        if self._next_fits():
+        if self._next() is not None:
             return now
         if self._running:
             return self._deadline
@@ -309,8 +312,14 @@ class Scripted:
 
     # prefill and decode
 
-    def _next_fits(self) -> bool:
-        return bool(self._waiting) and self._rows + len(self._waiting[0].rows) <= self._settings.batch
+    def _next(self) -> Sequence | None:
+        """Give the request whose turn it is, if the batch has room for it."""
+        if not self._waiting or self._rows >= self._settings.batch:
+            return None
+        taken = Counter(one.request.owner.name for one in self._running for _ in one.writing())
+        waiting = [Waiting(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
+        following = self._waiting[next(in_turn(waiting, taken))]
+        return following if self._rows + len(following.rows) <= self._settings.batch else None
 
     def _prefill(self, sequence: Sequence, now: float) -> list[Frame]:
         """Write the prompt, then join the decode batch; each asks the gate, and a no takes back all of it."""

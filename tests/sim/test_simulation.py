@@ -3,7 +3,7 @@
 import math
 import os
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
@@ -15,6 +15,7 @@ from coordinator.simulation.scenario import Scenario, read
 from tests.sim.simulation import STORIES, told
 
 NOWHERE = Path("nowhere")
+SCENARIOS = Path(__file__).parent / "scenarios"
 CHAT = """
 [[models]]
 name = "chat"
@@ -133,6 +134,14 @@ def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
     assert figures.jain >= 0.8, "0.52 where nodes take all that their memory holds"
     assert all(fate.served for fate in waited["ada"])
     assert not all(fate.served for fate in waited["greedy"])
+
+
+def test_a_key_with_many_short_requests_keeps_nobody_waiting_for_all_of_them():
+    _, pool = played((SCENARIOS / "chatty.toml").read_text().replace("seconds = 600", "seconds = 200"))
+    others = [fate for fate in pool.fates.values() if fate.turn.key != "greedy"]
+    assert all(fate.served for fate in others)
+    waits = [(fate.first or math.inf) - fate.arrived for fate in others]
+    assert median(waits) < 15, "a minute where nodes serve first who came first"
 
 
 def test_a_lease_is_refused_where_it_would_not_fit():

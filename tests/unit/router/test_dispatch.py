@@ -12,6 +12,7 @@ from router.settings import RouterSettings
 from router.ticket import CANCELLED, SLOW, Failure, Job, StreamTicket, Ticket, WholeTicket
 from router.view import ClusterView, NodeView, view_of
 from tests.support.loopback_cluster import a_memory, a_model
+from wire.fairness import Owner
 from wire.frames import (
     Admitted,
     Cancel,
@@ -372,47 +373,67 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
 
 
-async def test_behind_a_long_backlog_nobody_waits_on_the_node(one: Cluster):
-    ahead = [one.submit(prompt_tokens=3900) for _ in range(6)]  # at 1,000 tokens a second
-    late, short = one.submit(prompt_tokens=3950), one.submit(prompt_tokens=100)
-    assert {ticket.node for ticket in ahead} == {A}
-    assert late.entry is not None, "there is room, but 23 seconds of prompts are in front of it"
-    assert short.node == A, "prompts take turns, and it is the shortest"
-    one.dispatcher.close(ahead[0])
-    await turn()
-    assert late.node == A
-
-
-async def test_behind_a_long_backlog_the_line_decides_while_some_key_asks_for_much(one: Cluster):
-    for _ in range(6):
-        one.submit(prompt_tokens=3900, key="greedy")
-    short = {key: one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob", "carol")}
-    assert [short[key].node for key in ("ada", "bob")] == [A, A], "one of two keys never asks for much"
-    assert short["carol"].entry is not None, "six of eight prompts are one's of three"
-    assert one.submit(prompt_tokens=100, key="greedy").entry is not None
+async def test_one_of_two_keys_goes_to_a_node_whatever_is_in_front_of_it_there(one: Cluster):
+    ahead = [one.submit(prompt_tokens=3900, key="greedy") for _ in range(6)]  # at 1,000 tokens a second
+    late = one.submit(prompt_tokens=3950, key="greedy")
+    other = one.submit(prompt_tokens=100, key="ada")
+    assert {ticket.node for ticket in (*ahead, late, other)} == {A}, "the node is fair to both"
 
 
 async def test_who_asks_for_far_more_than_others_waits_in_line_where_others_need_not(one: Cluster):
     others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
     greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(10)]
-    assert [ticket.node for ticket in greedy] == 5 * [A] + 5 * [None], "five of seven are one's of three, 8 s in front"
+    assert [ticket.node for ticket in greedy] == 4 * [A] + 6 * [None], "four of six are one's of three, 6 s in front"
     others += [one.submit(prompt_tokens=3000, key=key) for key in ("ada", "bob")]
     assert all(ticket.node == A for ticket in others), "with 8 and 11 seconds in front of them"
-    for ticket in greedy[:5]:
+    for ticket in greedy[:4]:
         one.dispatcher.close(ticket)
     await turn()
-    assert all(ticket.node == A for ticket in greedy[5:]), "five of nine are not much"
+    assert all(ticket.node == A for ticket in greedy[4:]), "six of ten are not much"
 
 
-async def test_who_waited_behind_a_backlog_until_the_deadline_is_sent_all_the_same(one: Cluster):
-    for _ in range(6):
-        one.submit(prompt_tokens=3900)
-    late = one.submit(prompt_tokens=3950)
-    assert late.entry is not None
+async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unless_they_are_gone(one: Cluster):
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
+    *_, early, late = greedy
+    assert [early.entry is None, late.entry is None] == [False, False]
     one.now += 31
     one.report()
     one.dispatcher._expire(one.now)
-    assert late.node == A
+    assert isinstance(early.outcome, Refused)
+    assert early.outcome.code is Code.DEADLINE
+    assert "others need" in early.outcome.message
+    for ticket in (*others, *greedy[:5]):
+        one.dispatcher.close(ticket)
+    assert one.submit(prompt_tokens=1500, key="greedy").node == A, "nobody else is here"
+
+
+async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the_line_is_full(one: Cluster):
+    for key in ("ada", "bob"):
+        one.submit(prompt_tokens=100, key=key)
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(40)]
+    waiting = [ticket for ticket in greedy if ticket.entry is not None]
+    over = [ticket.outcome for ticket in greedy if ticket.outcome is not None]
+    assert waiting
+    assert over
+    for outcome in over:
+        assert isinstance(outcome, Refused)
+        assert outcome.code is Code.OVER_SHARE
+        assert outcome.retry_after
+    assert one.submit(prompt_tokens=4000, key="ada").node == A, "there is room for others"
+
+
+async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
+    one.submit(key="ada")
+    ((_, frame),) = one.generates()
+    assert frame.owner == Owner("ada", 4)
+
+
+async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
+    ticket = one.submit(choices=3)
+    assert one.dispatcher.ledger.rows(A) == 3
+    one.dispatcher.close(ticket)
+    assert one.dispatcher.ledger.rows(A) == 0
 
 
 async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):

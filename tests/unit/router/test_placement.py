@@ -389,6 +389,17 @@ def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
     assert of["full"].expected_ttft == of["free"].expected_ttft, "the fourth row is free"
 
 
+def test_each_answer_of_a_request_takes_a_row():
+    full, free = (node(name, engine=EngineState("x", "ready", rows=8)) for name in ("full", "free"))
+    ledger = Ledger()
+    ledger.claim(NodeId("full"), 1, 1, 1, rows=6)
+    ledger.claim(NodeId("free"), 2, 2, 1)
+    of = {one.name: one for one in decide(full, free, ask=Demand("tiny", 0, 100, choices=4), ledger=ledger).candidates}
+    waits = 2 * of["full"].expected_answer / 8
+    assert of["full"].expected_ttft == pytest.approx(of["free"].expected_ttft + waits), "two of the four have no row"
+    assert of["full"].in_flight == of["free"].in_flight == 1
+
+
 def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_beginning():
     ledger, taken = Ledger(), Counter[str]()
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]

@@ -8,11 +8,13 @@ from coordinator.simulation.machine import Machine
 from coordinator.simulation.requests import Turn
 from coordinator.simulation.rows import Row, Rows
 from coordinator.simulation.scenario import ModelSpec, NodeSpec
+from wire.fairness import Owner
 from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, Params, Refusal
 from wire.report import Kv
 from wire.units import GIB, MIB
 from wire.verdict import Fits, join_bytes, judge, request_need
 
+ADA, BOB = Owner("ada"), Owner("bob")
 lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
 
 
@@ -35,9 +37,9 @@ class Mac:
         node = NodeSpec(**{"name": "mini", "chip": "M4", "memory": "24GiB", "loaded": ("chat",)} | spec)  # pyright: ignore
         self.machine = Machine("mini", node, (model,), self.loop, say=self.said.append, turn_of=self.turns.__getitem__)
 
-    def ask(self, number: int, prompt: int, output: int = 10) -> None:
+    def ask(self, number: int, prompt: int, output: int = 10, owner: Owner = ADA) -> None:
         self.turns[f"r{number}"] = Turn(f"r{number}", "k", "chat", prompt, output, prompt * 4, None, 0.0)
-        self.machine.take(Generate(number, number, f"r{number}", "chat", (), Params(), 0))
+        self.machine.take(Generate(number, number, f"r{number}", "chat", (), Params(), 0, owner=owner))
 
     def run(self, seconds: float) -> None:
         async def wait() -> None:
@@ -118,3 +120,13 @@ def test_a_model_is_read_in_before_the_first_token_and_its_weights_are_counted_m
     mac.run(10)
     assert mac.kinds()[-1] == "Finished"
     mac.loop.close()
+
+
+def test_rows_are_shared_between_owners():
+    mac = Mac(batch=2)
+    for number in range(1, 7):
+        mac.ask(number, 200)
+    mac.ask(7, 200, owner=BOB)
+    mac.run(600)
+    ends = [frame.request for frame in mac.said if isinstance(frame, Finished)]
+    assert ends.index(7) <= 3, "four of hers had no row when his request came"

@@ -14,6 +14,7 @@ from node.engine.footprint import give_back
 from node.engine.gate import Site
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
+from wire.fairness import Owner
 from wire.frames import Failed, Finished, Limits, Params, Refusal
 from wire.refusals import Code, Refused
 from wire.report import Counts, Group
@@ -145,6 +146,24 @@ def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_b
         assert driver.ids[number, 0] == expected
     driver.cancel(stays)
     assert driver.engine.report(time.monotonic()).memory.reserved == 0
+
+
+def test_who_waits_for_a_row_gives_way_before_any_answer_does_and_first_of_who_has_most():
+    driver = Driver(models.path("llama"), batch=2, chunk=512, chunk_floor=64, prefix_cache="off")
+    driver.answer(SHORT[0]["prompt"])
+    running = [driver.ask("hello", endless(200), expected=16, owner=Owner(name)) for name in ("ada", "dia")]
+    greedy = [driver.ask("hello", endless(1500), expected=1500, owner=Owner("greedy")) for _ in range(3)]
+    bob = driver.ask("hello", endless(1500), expected=1500, owner=Owner("bob"))
+    driver.until(lambda: all(driver.ids[number, 0] for number in running))
+    squeeze(driver, 0)
+    driver.until(lambda: any(driver.ended(number) for number in (*running, *greedy, bob)))
+    ends = {number: end for number in (*running, *greedy, bob) if (end := driver.ended(number)) is not None}
+    assert list(ends) == [greedy[-1]], "the newest of who has most"
+    assert isinstance(ends[greedy[-1]], Refusal), "nothing of it is lost"
+    driver.take(ROOMY)
+    for number in running:
+        assert isinstance(driver.end(number), Finished)
+    assert counts(driver).preemptions == 0
 
 
 def test_who_is_alone_and_outgrows_the_machine_ends_with_the_numbers(driver: Driver):

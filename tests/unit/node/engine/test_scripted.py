@@ -13,6 +13,7 @@ from node.engine.scripted import GROWTH, REMEMBERED, Scripted
 from node.settings import ScriptedSettings
 from wire import verdict
 from wire.codec import encode
+from wire.fairness import Owner
 from wire.frames import (
     Admitted,
     Cancel,
@@ -509,3 +510,21 @@ def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
         end, undisturbed = second.finished(again), whole.finished(number)
         assert (end.reasons, end.completion_tokens) == (undisturbed.reasons, undisturbed.completion_tokens)
         assert second.report().memory.reserved == 0
+
+
+def test_rows_are_given_fairly_to_those_who_wait_for_them():
+    bench = Bench(batch=2)
+    greedy = [bench.ask(owner=Owner("greedy")) for _ in range(8)]
+    ada = bench.ask(owner=Owner("ada"))
+    while not isinstance(bench.last(ada), Finished):
+        assert bench.turn()
+    assert sum(isinstance(bench.last(number), Finished) for number in greedy) <= 3, "six of them wait for her"
+
+
+def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
+    bench = Bench(batch=1)
+    before = [bench.ask() for _ in range(4)]
+    begun = bench.ask(resume=((0, 1),))
+    while not isinstance(bench.last(begun), Finished):
+        assert bench.turn()
+    assert sum(isinstance(bench.last(number), Finished) for number in before) <= 1

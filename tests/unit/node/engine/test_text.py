@@ -13,6 +13,7 @@ from node.engine.kinds import Doing
 from node.engine.schedule import RECOVERS
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
+from wire.fairness import Owner
 from wire.frames import (
     Ban,
     Channel,
@@ -179,6 +180,26 @@ def test_an_idle_model_is_not_evicted_for_what_does_not_fit_either_way(driver: D
     end = driver.end(driver.ask("word " * 9000))
     assert isinstance(end, Refusal)
     assert driver.engine.report(0.0).models[0].loaded
+
+
+def test_rows_are_given_fairly_to_those_who_wait_for_them():
+    driver = Driver(models.path("llama"), batch=2)
+    short = Params(temperature=0.0, max_tokens=4)
+    greedy = [driver.ask("Hello!", short, owner=Owner("greedy")) for _ in range(8)]
+    ada = driver.ask("Hello!", short, owner=Owner("ada"))
+    driver.end(ada)
+    assert sum(driver.ended(number) is not None for number in greedy) <= 3, "six of them wait until she has a row"
+    for number in greedy:
+        assert isinstance(driver.end(number), Finished)
+
+
+def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
+    driver = Driver(models.path("llama"), batch=1)
+    short = Params(temperature=0.0, max_tokens=4)
+    before = [driver.ask("Hello!", short, owner=Owner("ada")) for _ in range(4)]
+    begun = driver.ask("Hello!", short, owner=Owner("ada"), resume=((5,),))
+    driver.end(begun)
+    assert sum(driver.ended(number) is not None for number in before) <= 1
 
 
 def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch):
