@@ -343,7 +343,8 @@ class Dispatcher:
         """Take a request: place it now, put it in line, or end it with the refusal. Always `close` the ticket."""
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
-        ticket = kind(job, self._count, self._clock())
+        owner = Owner(job.key, self.quotas.limits(job.key).weight)
+        ticket = kind(job, owner, self._count, self._clock())
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
         if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
@@ -357,7 +358,7 @@ class Dispatcher:
             self._let_in(ticket, charged)
             self._place(ticket)
         self._open[ticket.number] = ticket
-        self._asked.add(job.key, work(job.demand))
+        self._asked.add(ticket.owner, work(job.demand))
         self._quiet.clear()
         self._arm()
         return ticket
@@ -516,7 +517,7 @@ class Dispatcher:
             ticket.fingerprint = chosen.model.fingerprint
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
-                         job.ids, Owner(job.key, self.quotas.limits(job.key).weight))  # fmt: skip
+                         job.ids, ticket.owner)  # fmt: skip
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
         self.ledger.claim(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
@@ -566,9 +567,9 @@ class Dispatcher:
         ticket.in_a_row = 0
         if ticket.deadline is None:
             ticket.deadline = now + self._settings.queue_seconds
-        limits = self.quotas.limits(ticket.job.key)
         entry = self.queue.offer(ticket, ticket.job.key, work(ticket.demand), now, ticket.deadline,
-                                 len(self.view.nodes), weight=limits.weight, share=limits.waiting,
+                                 len(self.view.nodes), weight=ticket.owner.weight,
+                                 share=self.quotas.limits(ticket.job.key).waiting,
                                  begun=ticket.fallen is not None)  # fmt: skip
         if isinstance(entry, Refused):
             numbers = result.refused.numbers if isinstance(result, NoPlacement) else None

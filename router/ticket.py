@@ -15,6 +15,7 @@ from router.affinity import NOWHERE, Chain
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
 from router.resume import MOST_KNOWN
+from wire.fairness import Owner
 from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Refused
@@ -76,12 +77,13 @@ class Ticket:
     __slots__ = (
         "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
         "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
-        "node_name", "number", "opened", "outcome", "params", "queued_at", "read", "refused", "request", "sink",
-        "steps", "waiter", "warm",
+        "node_name", "number", "opened", "outcome", "owner", "params", "queued_at", "read", "refused", "request",
+        "sink", "steps", "waiter", "warm",
     )  # fmt: skip
 
-    def __init__(self, job: Job, number: int, now: float) -> None:
+    def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
         self.job = job
+        self.owner = owner
         self.number = number
         self.demand = job.demand
         self.arrived = now
@@ -206,8 +208,8 @@ class StreamTicket(Ticket):
 
     __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
 
-    def __init__(self, job: Job, number: int, now: float) -> None:
-        super().__init__(job, number, now)
+    def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
+        super().__init__(job, owner, number, now)
         self.pending: list[Delta] = []
         self.blocked = True
         self.nudged = False
@@ -264,8 +266,8 @@ class WholeTicket(Ticket):
 
     __slots__ = ("_calls", "_logprobs", "_texts")
 
-    def __init__(self, job: Job, number: int, now: float) -> None:
-        super().__init__(job, number, now)
+    def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
+        super().__init__(job, owner, number, now)
         self._empty()
 
     def add(self, delta: Delta) -> bool:

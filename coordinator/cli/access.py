@@ -98,7 +98,7 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--waiting", type=click.IntRange(0),
                      help="Most requests in line; by default a quarter of all, more while nobody else waits."),
         click.option("--priority", type=click.Choice(["low", "normal", "high"]), default="normal", show_default=True,
-                     help="Its part of the queue beside others: 1, 4 or 16."),
+                     help="Its part of the queue, and of what Macs write at once, beside others: 1, 4 or 16."),
     )):  # fmt: skip
         command = option(command)
     return command

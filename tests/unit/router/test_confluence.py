@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from router import confluence
 from router.placement import Demand
 from router.ticket import Failure, Job, StreamTicket, WholeTicket
+from wire.fairness import Owner
 from wire.frames import Delta, Finished, Logprob, Params
 
 BROKEN = Failure("node_lost", "gone")
@@ -18,7 +19,7 @@ def a_job(stream: bool, n: int = 2) -> Job:
 
 
 def streams(count: int) -> list[StreamTicket]:
-    return [StreamTicket(a_job(True), number, 0.0) for number in range(count)]
+    return [StreamTicket(a_job(True), Owner(), number, 0.0) for number in range(count)]
 
 
 def say(ticket: StreamTicket | WholeTicket, choice: int, text: str) -> None:
@@ -34,7 +35,7 @@ def end(number: int, *reasons: str, stops: tuple[str, ...] = ()) -> Finished:
 def test_choices_are_counted_through_and_nothing_is_lost_or_mixed(said: list[tuple[int, int, str]]):
     tickets = streams(3)
     joined = confluence.Stream(tickets)
-    wholes = [WholeTicket(a_job(False), number, 0.0) for number in range(3)]
+    wholes = [WholeTicket(a_job(False), Owner(), number, 0.0) for number in range(3)]
     whole = confluence.Whole(wholes)
     expected: dict[int, str] = {}
     found: dict[int, str] = {}
@@ -107,7 +108,7 @@ def test_being_read_or_blocked_or_open_is_said_to_all():
 
 
 async def test_a_whole_answer_is_waited_for():
-    tickets = [WholeTicket(a_job(False), number, 0.0) for number in range(2)]
+    tickets = [WholeTicket(a_job(False), Owner(), number, 0.0) for number in range(2)]
     joined = confluence.Whole(tickets)
     waiting = asyncio.create_task(joined.outcome_of())
     await asyncio.sleep(0)

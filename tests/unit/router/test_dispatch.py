@@ -208,7 +208,7 @@ async def test_tools_and_template_go_to_the_engine(one: Cluster):
 async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int, str], logprobs: tuple[Logprob, ...]):
     job = Job(Demand("tiny"), "k", "r", (), Params(logprobs=True), 0, stream=False)
     delta = Delta(1, 0, (1,), (piece,), logprobs)
-    whole, stream = WholeTicket(job, 1, 0.0), StreamTicket(job, 1, 0.0)
+    whole, stream = WholeTicket(job, Owner(), 1, 0.0), StreamTicket(job, Owner(), 1, 0.0)
     whole.add(delta)
     stream.add(delta)
     assert 1000 < whole.held <= 2000

@@ -10,6 +10,7 @@ from router.events import EventStream, Message, Pump
 from router.placement import Demand
 from router.stepper import Stepper
 from router.ticket import SLOW, Failure, Job, StreamTicket
+from wire.fairness import Owner
 from wire.frames import Delta, Finished, Params
 
 FINISHED = Finished(1, ("stop",), 1, 1)
@@ -35,7 +36,7 @@ class Transport:
 
 
 def a_ticket() -> StreamTicket:
-    return StreamTicket(Job(Demand("m"), "k", "r", (), Params(), 0, stream=True), 1, 0.0)
+    return StreamTicket(Job(Demand("m"), "k", "r", (), Params(), 0, stream=True), Owner(), 1, 0.0)
 
 
 def pumped(transport: Transport) -> tuple[StreamTicket, EventStream]:

@@ -9,6 +9,7 @@ from router.dialects.chat_answer import DONE, ChatChunks, completion
 from router.dialects.chat_parts import LONGEST_TOKEN, MOST_CALLS
 from router.placement import Demand
 from router.ticket import Answer, Job, WholeTicket
+from wire.fairness import Owner
 from wire.frames import Channel, Delta, Finished, Logprob, Params
 
 FINISHED = Finished(1, ("stop", "length"), 7, 9, 3)
@@ -237,7 +238,7 @@ deltas = st.lists(
 @given(deltas, st.booleans())
 def test_streamed_and_whole_answers_say_the_same(said: list[Delta], logprobs: bool):
     job = a_job(2, logprobs=logprobs, top_logprobs=1)
-    ticket, maker = WholeTicket(job, 1, 0.0), ChatChunks(job)
+    ticket, maker = WholeTicket(job, Owner(), 1, 0.0), ChatChunks(job)
     for delta in said:
         ticket.add(delta)
     whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.answer(), FINISHED)), strict=True)
