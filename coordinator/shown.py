@@ -123,6 +123,7 @@ def _model(model: Model) -> dict[str, Any]:
         **standing(model),
         "weights": model.weights,
         "context": model.context,
+        **speeds(model),
         "measured": measured(model),
     }
 
@@ -135,6 +136,12 @@ def standing(model: Model) -> dict[str, Any]:
     if model.loading:
         return {"model": "loading", "cause": "", "progress": model.progress}
     return {"model": "failed" if model.cause else "known", "cause": model.cause, "progress": 0.0}
+
+
+def speeds(model: Model) -> dict[str, float]:
+    """Give the tokens per second of a prompt, and of an answer that nobody else is beside, that placement counts with:
+    as of late, or what is taken for such a machine before anything was measured."""
+    return {"prefill_speed": round(model.prefill_speed, 1), "decode_speed": round(model.decode_speed, 1)}
 
 
 def measured(model: Model) -> dict[str, object] | None:

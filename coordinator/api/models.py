@@ -10,7 +10,7 @@ from coordinator.api.problems import ProblemError
 from coordinator.api.route import Route
 from coordinator.loads import Done, Loads
 from coordinator.registry import Registry
-from coordinator.shown import measured, standing
+from coordinator.shown import measured, speeds, standing
 from router.problems import Problem, failed, invalid
 from router.problems import from_refused as problem_of
 from router.ticket import Failure
@@ -54,7 +54,7 @@ class ModelRoutes:
                     model.name, {"name": model.name, "nodes": [], "weights": model.weights, "context": model.context}
                 )
                 place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
-                row["nodes"].append({**place, "measured": measured(model)})
+                row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
         return [found[name] for name in sorted(found)]
 
     async def models(self) -> dict[str, Any]:

@@ -33,8 +33,15 @@ def _print_models(answer: dict[str, Any]) -> None:
         for node in model["nodes"]:
             if node["cause"]:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
-            if node.get("measured"):
-                click.echo(f"{model['name']} on {node['name']}: {_measured(node['measured'])}")
+            told = [_speeds(node)] if node["model"] == "loaded" else []
+            told += [_measured(node["measured"])] if node.get("measured") else []
+            if told:
+                click.echo(f"{model['name']} on {node['name']}: {'; '.join(told)}")
+
+
+def _speeds(node: dict[str, Any]) -> str:
+    """Write how fast a node reads and answers."""
+    return f"reads {node['prefill_speed']:,.0f} tokens/s, writes {node['decode_speed']:,.0f} to one reader"
 
 
 def _measured(found: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -617,6 +618,8 @@ def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
     assert version["nodes"] == {"one": version["version"]}
     (model,) = cluster_pool.cli("models")["models"]
     assert [(node["name"], node["model"]) for node in model["nodes"]] == [("one", "loaded")]
+    shown = cluster_pool.run("models", "--state", str(cluster_pool.state)).stdout
+    assert re.search(r"scripted-1 on one: reads [\d,]+ tokens/s, writes [\d,]+ to one reader", shown)
     assert len(cluster_pool.cli("chat", "hello", "--max-tokens", "4")["choices"][0]["message"]["content"].split()) == 4
     spoken = cluster_pool.run("chat", "hello", "--max-tokens", "4", "--state", str(cluster_pool.state))
     assert len(spoken.stdout.split()) == 4

@@ -183,6 +183,8 @@ async def test_the_list_says_how_every_node_stands_to_a_model(port: Port):
         "has": ("loaded", "", "ready"), "loads": ("loading", "", "ready"), "knows": ("known", "", "ready"),
         "broken": ("failed", "truncated", "ready"),
     }  # fmt: skip
+    speeds = {(one["prefill_speed"], one["decode_speed"]) for one in rows[BIG]["nodes"]}
+    assert speeds == {(round(big().prefill_speed, 1), round(big().decode_speed, 1))}
     inspected = (await port.get(f"/api/v1/nodes/{broken.node}"))["node"]["models"]
     assert [(one["name"], one["model"], one["cause"]) for one in inspected] == [
         ("gone", "failed", "no template"), (BIG, "failed", "truncated"),

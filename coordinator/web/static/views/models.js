@@ -9,6 +9,7 @@ function Place({ model, place }) {
     ${place.model === "loaded" ? html`<button disabled=${busy} onClick=${() => act("unload")}>Unload</button>` : place.model === "loading" ? null
       : html`<button disabled=${busy} onClick=${() => act("load")}>Load</button>`}</div>
     ${place.model === "loading" || (busy && place.model !== "loaded") ? html`<progress max="1" value=${place.progress} aria-label=${`Loading ${model.name} on ${place.name}`}></progress>` : null}
+    ${place.model === "loaded" ? html`<p class="small quiet">reads ${count(Math.round(place.prefill_speed))} tokens a second, writes ${count(Math.round(place.decode_speed))} to one reader</p>` : null}
     ${measured ? html`<p class="small quiet">measured: up to ${count(measured.max_context)} tokens in one chat, ${measured.max_batch} chats at once, ${size(measured.kv_per_token)} for a token</p>` : null}
     <${Wrong} text=${error} /></li>`;
 }
