@@ -7,31 +7,36 @@ HOG = 2
 be refused there while others have something open. Of two keys of one priority none ever does: one household, one long
 prompt. One of low priority does beside one of normal from two fifths of the work."""
 
+_NOTHING = 0, 0
+
 
 class Asked:
     """The work of all requests that are here, in tokens by key. A key's part of it is by its weight beside others."""
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-        self._weights: dict[str, int] = {}
+        self._tokens: dict[str, tuple[int, int]] = {}
+        """By key, with its weight."""
         self._whole = self._parts = 0
 
     def add(self, owner: Owner, tokens: int) -> None:
         """A request came."""
         name, weight = owner.name, owner.weight
-        self._tokens[name] = self._tokens.get(name, 0) + tokens
+        here, before = self._tokens.get(name, _NOTHING)
+        self._tokens[name] = here + tokens, weight
         self._whole += tokens
-        self._parts += weight - self._weights.get(name, 0)
-        self._weights[name] = weight
+        self._parts += weight - before
 
-    def drop(self, name: str, tokens: int) -> None:
+    def drop(self, owner: Owner, tokens: int) -> None:
         """It is gone: with as many as it came with."""
+        here, weight = self._tokens[owner.name]
         self._whole -= tokens
-        self._tokens[name] -= tokens
-        if not self._tokens[name]:
-            del self._tokens[name]
-            self._parts -= self._weights.pop(name)
+        if here > tokens:
+            self._tokens[owner.name] = here - tokens, weight
+        else:
+            del self._tokens[owner.name]
+            self._parts -= weight
 
     def much(self, name: str) -> bool:
         """Whether a key asks for far more than its part."""
-        return self._tokens.get(name, 0) * self._parts > HOG * self._whole * self._weights.get(name, 1)
+        here, weight = self._tokens.get(name, _NOTHING)
+        return here * self._parts > HOG * self._whole * weight

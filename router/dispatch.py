@@ -358,7 +358,8 @@ class Dispatcher:
             self._let_in(ticket, charged)
             self._place(ticket)
         self._open[ticket.number] = ticket
-        self._asked.add(ticket.owner, work(job.demand))
+        ticket.asked = asked = work(job.demand)
+        self._asked.add(owner, asked)
         self._quiet.clear()
         self._arm()
         return ticket
@@ -375,7 +376,7 @@ class Dispatcher:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
         if self._open.pop(ticket.number, None) is not None:
-            self._asked.drop(ticket.job.key, work(ticket.job.demand))
+            self._asked.drop(ticket.owner, ticket.asked)
         if not self._open:
             self._quiet.set()
 

@@ -75,7 +75,7 @@ class Ticket:
     """Base of both kinds: where the request is, what it has met, how it ended."""
 
     __slots__ = (
-        "arrived", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
+        "arrived", "asked", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
         "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
         "node_name", "number", "opened", "outcome", "owner", "params", "queued_at", "read", "refused", "request",
         "sink", "steps", "waiter", "warm",
@@ -121,6 +121,7 @@ class Ticket:
         self.begun = False
         self.held = 0
         self.charged: int | None = None
+        self.asked = 0
         self.steps: list[tuple[float, str, str]] = []
 
     def mark(self, now: float, what: str, node: str = "") -> None:

@@ -124,7 +124,7 @@ class Scripted:
         self._recent = Recent()
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._rows = 0
+        self._rows = self._wanted = 0
         self._deadline = 0.0
         self._acked = self._enforced = self._sheds = self._forwards = self._steps = self._roomed = 0
         self._cancelled: dict[int, None] = {}
@@ -160,7 +160,7 @@ class Scripted:
             self._deadline = (now if missed else self._deadline) + self._step
         following = self._next()
         if following is not None:
-            self._waiting.remove(following)
+            self._leave(following)
             frames += self._prefill(following, now)
         self._observe(now)
         return frames
@@ -225,6 +225,7 @@ class Scripted:
             sequence.begun = now
             return [Admitted(number, prompt), self._finished(sequence, now)]
         self._waiting.append(sequence)
+        self._wanted += len(sequence.rows)
         return [Admitted(number, prompt)]
 
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
@@ -293,7 +294,7 @@ class Scripted:
             self._running.remove(sequence)
             self._rows -= sum(1 for _ in sequence.writing())
         elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+            self._leave(sequence)
 
     def _enforce(self, order: Enforce, now: float) -> list[Frame]:
         """End the newest request that runs, where the agent says so: nothing here could be given back otherwise."""
@@ -312,10 +313,16 @@ class Scripted:
 
     # prefill and decode
 
+    def _leave(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._wanted -= len(sequence.rows)
+
     def _next(self) -> Sequence | None:
         """Give the request whose turn it is, if the batch has room for it."""
         if not self._waiting or self._rows >= self._settings.batch:
             return None
+        if self._rows + self._wanted <= self._settings.batch:  # there is room for all
+            return self._waiting[0]
         taken = Counter(one.request.owner.name for one in self._running for _ in one.writing())
         waiting = [Waiting(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
         following = self._waiting[next(in_turn(waiting, taken))]
