@@ -2,7 +2,7 @@
 
 Theory. The line before placement is fair between API keys; but what has left it waits on its node until rows are free.
 First come, first served there lets one key with a hundred short requests keep every other waiting until all of them
-have been answered (simulated: 160 s to the first token of a chat beside such a key, 4 s with what follows). So a free
+have been answered (simulated: 140 s to the first token of a chat beside such a key, 4 s with what follows). So a free
 row goes to the owner who has fewest for his weight, and of his requests to the first. Who is alone notices nothing:
 nothing is kept free for others.
 
