@@ -33,7 +33,7 @@ def _print_models(answer: dict[str, Any]) -> None:
         for node in model["nodes"]:
             if node["cause"]:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
-            told = [_speeds(node)] if node["model"] == "loaded" else []
+            told = [_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
             told += [_measured(node["measured"])] if node.get("measured") else []
             if told:
                 click.echo(f"{model['name']} on {node['name']}: {'; '.join(told)}")

@@ -84,6 +84,18 @@ def test_models_says_how_every_node_stands_to_each(server: Server):
     assert "studio, mini (loading, 43%), air (not loaded) lost, old (cannot load)" in text
     assert "old cannot load a/b: truncated" in text
     assert "4.0 GiB" in text
+    assert "reads" not in text, "a coordinator of before says no speeds"
+
+
+def test_models_says_how_fast_a_node_is(server: Server):
+    nodes = [
+        row("studio") | {"prefill_speed": 1234.5, "decode_speed": 61.2},
+        row("air", "known") | {"prefill_speed": 300.0, "decode_speed": 20.0},
+    ]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    text = server.run("models").output
+    assert "a/b on studio: reads 1,234 tokens/s, writes 61 to one reader\n" in text
+    assert "a/b on air" not in text, "nothing is loaded there"
 
 
 def test_load_says_where_and_how_long(server: Server):
