@@ -236,6 +236,8 @@ class Ledger:
             open_ = {number: promise for number, promise in mine.items() if not promise.settled}
             if account.requests != mine.keys() or account.promised != open_.keys():
                 raise LedgerError(f"{node}: account and promises differ")
+            if account.rows != sum(promise.rows for promise in mine.values()):
+                raise LedgerError(f"{node}: {account.rows} rows on account, promises differ")
             if not account.unread.keys() <= mine.keys():
                 raise LedgerError(f"{node}: unread prompts of requests that are not there")
             if account.unread_tokens != sum(prompt.tokens for prompt in account.unread.values()):

@@ -65,7 +65,7 @@ class AllOrders(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from([A, B]), need=st.integers(0, 10**12), tokens=st.integers(0, 10**6))
     def claim(self, node, need, tokens):
-        self.ledger.claim(node, self.next, self.next, need, tokens, seconds=tokens / 100)
+        self.ledger.claim(node, self.next, self.next, need, tokens, seconds=tokens / 100, rows=1 + need % 3)
         self.open[self.next] = node
         self.next += 1
 
@@ -109,6 +109,7 @@ class AllOrders(RuleBasedStateMachine):
         self.ledger.check()
         assert self.ledger.empty
         assert self.ledger.unacknowledged(A) == self.ledger.unacknowledged(B) == 0
+        assert self.ledger.rows(A) == self.ledger.rows(B) == 0
 
 
 AllOrders.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
