@@ -319,7 +319,7 @@ class LinkServer:
     def take(self, connection: Connection, frame: Frame) -> None:
         """Take a node's frame: answers are delivered here, the rest is the owner's."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
-        if isinstance(frame, Answer):
+        if type(frame) is Answer:
             queue = self._asks.get(frame.ask)
             if queue is not None:
                 queue.put_nowait(frame)

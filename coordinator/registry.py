@@ -168,17 +168,15 @@ class Registry:
 
     def received(self, node: NodeId, number: int, frame: Frame) -> None:
         """Take a frame that came over a link."""
-        match frame:
-            case Report():
-                self._take_report(node, number, frame)
-            case Goodbye():
-                self._take_goodbye(node, number, frame)
-            case Renew():
-                self._renew(node, frame)
-            case _ if self.placing is not None:
-                self.placing.receive(node, frame)
-            case _:
-                pass
+        kind = type(frame)
+        if kind is Report:
+            self._take_report(node, number, frame)
+        elif kind is Goodbye:
+            self._take_goodbye(node, number, frame)
+        elif kind is Renew:
+            self._renew(node, frame)
+        elif self.placing is not None:
+            self.placing.receive(node, frame)
 
     def _take_report(self, node: NodeId, number: int, report: Report) -> None:
         if self._pool.members[node].link != number:

@@ -79,7 +79,7 @@ LINKED = frozenset({READY, SUSPECT, DRAINING})
 SWEEP_SECONDS = 0.25
 ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
 """Final on one node, not in the cluster: another may be larger."""
-ABOUT_ONE = Admitted, Finished, Refusal, Failed
+ABOUT_ONE = Finished, Admitted, Refusal, Failed
 """What a node says of one request."""
 STOPPING = "the coordinator is stopping: send it again"
 
@@ -187,7 +187,7 @@ class Dispatcher:
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Take a frame about requests or orders from a node; what is about none that is open there is ignored."""
-        if isinstance(frame, Deltas):
+        if type(frame) is Deltas:
             self._deltas(node, frame)
             return
         if not isinstance(frame, ABOUT_ONE):
@@ -195,9 +195,9 @@ class Dispatcher:
         ticket = self._live.get(frame.request)
         if ticket is None or ticket.node != node:
             self.orders.receive(node, frame)
-        elif isinstance(frame, Admitted):
+        elif type(frame) is Admitted:
             self._admitted(ticket, frame)
-        elif isinstance(frame, Finished):
+        elif type(frame) is Finished:
             self._finished(ticket, frame)
         elif isinstance(frame, Refusal):
             self._refused(ticket, node, frame)
@@ -343,7 +343,8 @@ class Dispatcher:
         """Take a request: place it now, put it in line, or end it with the refusal. Always `close` the ticket."""
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
-        owner = Owner(job.key, self.quotas.limits(job.key).weight)
+        limits = self.quotas.limits(job.key)
+        owner = Owner(job.key, limits.weight)
         ticket = kind(job, owner, self._count, self._clock())
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
@@ -355,7 +356,9 @@ class Dispatcher:
         elif isinstance(charged := self.quotas.take(job.key, job.demand, ticket.arrived), Refused):
             self._end(ticket, charged)
         else:
-            self._let_in(ticket, charged)
+            ticket.charged = charged
+            if limits.labels:
+                ticket.demand = replace(ticket.demand, labels=frozenset(limits.labels))
             self._place(ticket)
         self._open[ticket.number] = ticket
         ticket.asked = asked = work(job.demand)
@@ -363,12 +366,6 @@ class Dispatcher:
         self._quiet.clear()
         self._arm()
         return ticket
-
-    def _let_in(self, ticket: Ticket, charged: int) -> None:
-        ticket.charged = charged
-        labels = self.quotas.limits(ticket.job.key).labels
-        if labels:
-            ticket.demand = replace(ticket.demand, labels=frozenset(labels))
 
     def close(self, ticket: Ticket) -> None:
         """Let go of a ticket; if it has not ended, its client is gone and the node is told."""

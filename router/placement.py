@@ -209,10 +209,10 @@ class Balanced:
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
         """Rank by marks, time, requests in flight for its speed, share of the prompt known there, share of headroom."""
-        room = candidate.headroom or 0
-        full = candidate.need <= 0 or candidate.warm >= WARM
-        marks = FULL_MARKS if full else min(room // candidate.need, FULL_MARKS)
-        memory = candidate.memory
+        room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
+        marks = FULL_MARKS
+        if candidate.warm < WARM and room < FULL_MARKS * need:
+            marks = room // need
         fraction = room / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
         speed = candidate.model.decode_speed if candidate.model else 0.0
@@ -254,7 +254,8 @@ def place(
         return _refuse(view, request, seen, trials)
     if len(feasible) == 1:
         return Placement(feasible[0], seen)
-    return Placement(min(feasible, key=lambda one: (*policy.score(one, request), draw())), seen)
+    ranks = [(*policy.score(one, request), draw()) for one in feasible]
+    return Placement(feasible[ranks.index(min(ranks))], seen)
 
 
 def consider(
@@ -282,31 +283,35 @@ def consider(
     withheld = ledger.unacknowledged(node.id, trials.waiting)
     if corrections and node.id in corrections:
         withheld += _withheld(node, ledger, corrections[node.id])
-    verdict = judge(node.memory, need, unacknowledged=withheld, node=node.name)
     why, code = _unfit(node, model, request, now, trials)
-    if isinstance(verdict, Fits):
-        room = verdict.spare + need
+    memory, room = node.memory, node.room  # `judge` would say the same: the reading is the same until the next report
+    if room is not None and memory.guard and need <= room - withheld:
+        room -= withheld
     else:
-        room = verdict.numbers.headroom if verdict.numbers is not None else None
-        if not why:
-            why, code = verdict.message, verdict.code
-    account, speed = ledger.account(node.id), model.prefill_speed
+        verdict = judge(memory, need, unacknowledged=withheld, node=node.name)
+        if isinstance(verdict, Fits):
+            room = verdict.spare + need
+        else:
+            room = verdict.numbers.headroom if verdict.numbers is not None else None
+            if not why:
+                why, code = verdict.message, verdict.code
+    account, speed, engine = ledger.account(node.id), model.prefill_speed, node.engine
     known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
     reading = (round(tokens * (1.0 - known)) if known else tokens) + request.written
-    ahead = node.engine.queued_tokens + account.tokens
+    ahead = engine.queued_tokens + account.tokens
     ttft, delay = turns(account, ahead, reading, speed)
-    if node.engine.running:
+    if engine.running:
         ttft *= BESIDE_ROWS
-        delay += ROW_WEIGHT * node.engine.running * reading / speed
+        delay += ROW_WEIGHT * engine.running * reading / speed
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
-    taken, most = account.rows, node.engine.rows
+    taken, most = account.rows, engine.rows
     answer = output / model.decode_speed if model.decode_speed > 0 else 0.0
     answer *= 1.0 + ROW_COST * taken
     if taken + request.choices > most > 0:
         ttft += (taken + request.choices - most) * answer / most
-    return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, node.memory, tokens, output, ttft,
+    return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, memory, tokens, output, ttft,
                      len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
 from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, Sharing, System
+from wire.verdict import headroom, occupied
 from wire.video import LeaseState, VideoPackage, VideoState
 
 FRESH_SECONDS = 3.0
@@ -47,7 +49,7 @@ _LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _RATIOS = (0.25, 64.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NodeView:
     """One node. `heard_at` is when its newest report came (monotonic seconds), `epoch` counts its links."""
 
@@ -67,6 +69,12 @@ class NodeView:
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
     sharing: Sharing = field(default_factory=Sharing)
+
+    @cached_property
+    def room(self) -> int | None:
+        """Its headroom in bytes, by its report alone; None where its memory cannot be read."""
+        memory = self.memory
+        return headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
 
     @property
     def life(self) -> int:

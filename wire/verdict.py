@@ -3,8 +3,8 @@
 Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, what a forward
 takes for a moment and the reading of a prompt, the need of a request, the load test of a model, the level that the
 enforcer acts on. The engine's gate, its preflight, its decode join, model loading, the video lease and the router's
-placement all call `judge` on the same fields, so what the router says "fits" the node's gate agrees with on the same
-reading (a property test holds the two together).
+placement judge the same fields by it, so what the router says "fits" the node's gate agrees with on the same reading (a
+property test holds the two together, also where placement keeps the headroom of a report).
 Does not cover: readings (`node/memory`), where a cap comes from (`node/memory/cap`), what to do at a level.
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
@@ -152,7 +152,8 @@ def row_bytes(kv: Kv, tokens: int) -> int:
     if tokens <= 0:
         return 0
     held = tokens + kv.step - 1
-    return kv.fixed + kv.per_token * held + kv.window_per_token * min(held, kv.window)
+    row = kv.fixed + kv.per_token * held
+    return row + kv.window_per_token * min(held, kv.window) if kv.window_per_token else row
 
 
 def waste_under(cap: int) -> int:
@@ -179,6 +180,8 @@ def join_bytes(groups: Iterable[Group], length: int, kv: Kv) -> int:
 
 def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None, int]:
     """Give the batch where a new row adds least (None: its own), and what it adds."""
+    if not groups:
+        return None, row_bytes(kv, length)
     best, least = None, 0
     for group in groups:
         if joinable(group, length, kv):
@@ -222,8 +225,8 @@ def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choi
 def _highest(model: Model, prompt: int, length: int, choices: int, best: Group | None) -> int:
     """Give the highest forward, once the first row has joined its `best` batch and the rest stand by themselves."""
     transient, highest = model.forward, model.transient
-    chunk = min(prompt, transient.floor)
-    if chunk:
+    if transient.floor and prompt:
+        chunk = min(prompt, transient.floor)
         end = min(chunk, tail(transient))
         highest = max(
             highest,
