@@ -168,12 +168,11 @@ class Registry:
 
     def received(self, node: NodeId, number: int, frame: Frame) -> None:
         """Take a frame that came over a link."""
-        kind = type(frame)
-        if kind is Report:
+        if type(frame) is Report:
             self._take_report(node, number, frame)
-        elif kind is Goodbye:
+        elif type(frame) is Goodbye:
             self._take_goodbye(node, number, frame)
-        elif kind is Renew:
+        elif type(frame) is Renew:
             self._renew(node, frame)
         elif self.placing is not None:
             self.placing.receive(node, frame)

@@ -195,9 +195,9 @@ class Dispatcher:
         ticket = self._live.get(frame.request)
         if ticket is None or ticket.node != node:
             self.orders.receive(node, frame)
-        elif type(frame) is Admitted:
+        elif isinstance(frame, Admitted):
             self._admitted(ticket, frame)
-        elif type(frame) is Finished:
+        elif isinstance(frame, Finished):
             self._finished(ticket, frame)
         elif isinstance(frame, Refusal):
             self._refused(ticket, node, frame)
