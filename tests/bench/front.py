@@ -73,7 +73,7 @@ def bench_stream(folder: Path) -> list[Row]:
     is what nginx takes before nodes that write a step to all in one instant, too: none does, but it wakes up once
     for all of them then, as we do."""
     with (
-        pool(folder) as made, mock_nodes(STEP_MS) as ports, mock_nodes(STEP_MS, 0) as at_once,
+        pool(folder) as made, mock_nodes(STEP_MS) as ports, mock_nodes(STEP_MS, 0, keeps=True) as at_once,
         nginx(folder, ports) as plain, sglang(folder, ports) as smart, nginx(folder, at_once) as spared,
     ):  # fmt: skip
         ours = two_nodes(made, f"step_ms={STEP_MS}", "text=clock")
@@ -95,7 +95,9 @@ def bench_stream(folder: Path) -> list[Row]:
 
 
 def bench_plain(folder: Path) -> list[Row]:
-    """Plain requests against sglang-router: as many as go through, and as many as nodes of 20 ms steps let through."""
+    """Plain requests against sglang-router: as many as go through, and as many as nodes of 20 ms steps let through.
+    The first rows are before nodes that close a connection after each answer, as mlx_lm.server does; the others before
+    nodes that keep them, which costs a peer half as much. Ours has one connection to a node in any case."""
     rows: list[Row] = []
     for step, load_ in (
         (1, "as many as go through"),
@@ -103,10 +105,16 @@ def bench_plain(folder: Path) -> list[Row]:
     ):
         part = folder / str(step)
         part.mkdir()
-        with pool(part) as made, mock_nodes(step) as ports, sglang(part, ports) as peer:
+        with (
+            pool(part) as made, mock_nodes(step) as ports, mock_nodes(step, keeps=True) as kept,
+            sglang(part, ports) as peer, sglang(part, kept) as spared,
+        ):  # fmt: skip
             ours = two_nodes(made, f"step_ms={step}")
-            pairs = [(per_request(ours), per_request(peer)) for _ in range(ROUNDS + 1)][1:]
-        rows.append(_cpu(f"plain request, {load_}", 0.6, pairs, SGLANG, "requests"))
+            found = [[per_request(one) for one in (ours, peer, spared)] for _ in range(ROUNDS + 1)][1:]
+        name = f"plain request, {load_}"
+        rows.append(_cpu(name, 0.6, [(one[0], one[1]) for one in found], SGLANG, "requests"))
+        rows.append(_cpu(f"{name}, before nodes that keep connections", 0.8, [(one[0], one[2]) for one in found],
+                         SGLANG, "requests"))  # fmt: skip
     return rows
 
 
@@ -118,17 +126,23 @@ def _cpu(name: str, limit: float, pairs: list[tuple[float, float]], peer: str, w
 
 def bench_apart(folder: Path) -> list[Row]:
     """Whether peers stand before nodes like real ones: how far apart a server of MLX writes what one step gave its
-    streams, and how far a mock node. A router that wakes up once for all of them has less to do."""
-    name, target = "events of one step, mock node", "no further apart than mlx_lm.server's"
+    streams, and how far a mock node; and whether it keeps connections. A router that wakes up once for all streams of a
+    step, or has not to connect for each request, has less to do."""
+    events, kept = "events of one step, mock node", "plain answer, mock node"
+    target = "no further apart than mlx_lm.server's"
     if missing():
-        return [not_measured(name, target, missing())]
-    with mock_nodes(STEP_MS) as ports:
-        mock = load.apart(f"http://127.0.0.1:{ports[0]}", "scripted-1", APART, APART_TOKENS, STEP_MS / 4000)
-    with mlx_server(folder, model()) as started:
-        real = load.apart(started.base, str(model()), APART, APART_TOKENS, STEP_MS / 4000)
-    mine, theirs = statistics.median(mock) * 1e6, statistics.median(real) * 1e6
-    figure = f"{mine:.0f} us apart, mlx_lm.server's {theirs:.0f} us (medians; {APART} streams)"
-    return [Row(name, target, figure, mine <= theirs, commit())]
+        return [not_measured(name, target, missing()) for name in (events, kept)]
+    with mock_nodes(STEP_MS) as ports, mlx_server(folder, model()) as real:
+        (mock, its), (server, theirs) = [
+            (load.apart(base, name, APART, APART_TOKENS, STEP_MS / 4000), load.manners(base, name))
+            for base, name in ((f"http://127.0.0.1:{ports[0]}", "scripted-1"), (real.base, str(model())))
+        ]
+    ours, others = statistics.median(mock) * 1e6, statistics.median(server) * 1e6
+    figure = f"{ours:.0f} us apart, mlx_lm.server's {others:.0f} us (medians; {APART} streams)"
+    return [
+        Row(events, target, figure, ours <= others, commit()),
+        Row(kept, "as mlx_lm.server's", f"{its}; mlx_lm.server {theirs}", its == theirs, commit()),
+    ]
 
 
 # time
@@ -137,7 +151,7 @@ def bench_apart(folder: Path) -> list[Row]:
 def bench_delay(folder: Path) -> list[Row]:
     """What a request alone waits for beside its node, against sglang-router. Ours is what the client waited without the
     time from sending to the node to the node's last word; told, too, is all but what the engine itself took."""
-    with pool(folder) as made, mock_nodes(0) as ports, sglang(folder, ports) as peer:
+    with pool(folder) as made, mock_nodes(0, keeps=True) as ports, sglang(folder, ports) as peer:
         ours = two_nodes(made, "step_ms=0")
         direct = Peer(f"http://127.0.0.1:{ports[0]}", peer.process)
         pairs, whole = list[tuple[float, float]](), list[float]()

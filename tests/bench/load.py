@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from urllib.parse import urlsplit
 
+LINGERS = 2.0
+"""Seconds after an answer in which a server closes its connection, or keeps it."""
+
 
 @dataclass(slots=True)
 class Seen:
@@ -108,6 +111,23 @@ def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[f
                 if not data or b"data: [DONE]" in data:
                     selector.unregister(key.data)
     return [later - one for one, later in pairwise(times) if later - one < most]
+
+
+def manners(base: str, model: str) -> str:
+    """Say which HTTP a server of models answers a plain request in, and whether it closes the connection then."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 2}
+    parts = urlsplit(base)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), 30) as connection:
+        connection.sendall(request(base, "none", body))
+        answer = connection.recv(2**16)
+        version = answer.partition(b" ")[0].decode()
+        connection.settimeout(LINGERS)
+        try:
+            while answer:
+                answer = connection.recv(2**16)
+        except TimeoutError:
+            return f"{version}, keeps the connection"
+    return f"{version}, closes the connection"
 
 
 async def _lane(base: str, key: str, count: int, tokens: int, seen: Seen, pause: float) -> None:

@@ -1,9 +1,12 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
-`python -m tests.bench.mock_node STEP_MS APART_US` prints its port and serves until its standard input ends. What a step
-gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from a server that
-has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another machine, and leaves
-this one's cores alone. With steps of 0 it answers at once, and streams nothing.
+`python -m tests.bench.mock_node STEP_MS APART_US KEEPS` prints its port and serves until its standard input ends. What
+a step gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from a
+server that has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another
+machine, and leaves this one's cores alone. With steps of 0 it answers at once, and streams nothing.
+
+It speaks HTTP/1.0 as mlx_lm.server does, which closes a connection after each answer; with KEEPS of 1 it speaks
+HTTP/1.1 and keeps them.
 """
 
 import asyncio
@@ -16,10 +19,8 @@ from typing import ClassVar
 import uvloop
 
 SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of linux/prctl.h, nanoseconds
-HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
-)
+STREAM = b"HTTP/1.%d 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n%s\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n"
 EVENT = (
     '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"scripted-1","choices":[{"index":0,'
     '"delta":{"content":"%d "},"finish_reason":null}]}'
@@ -37,11 +38,12 @@ LAST = (
 
 
 class Exchange(asyncio.Protocol):
-    """One keep-alive connection."""
+    """One connection."""
 
     streams: ClassVar["set[Exchange]"] = set()
     answers: ClassVar["list[Exchange]"] = []
     at_once: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -76,18 +78,23 @@ class Exchange(asyncio.Protocol):
             self.answers.append(self)
             return
         self.left = asked_tokens(asked)
-        self.transport.write(HEAD)
+        self.transport.write(STREAM % (self.keeps, CHUNKED if self.keeps else b""))
         self.streams.add(self)
 
     def whole(self, body: bytes) -> None:
         if self.transport.is_closing():
             return
-        self.transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-        )
+        head = b"HTTP/1.%d 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(head % (self.keeps, len(body)) + body)
+        self.over()
+
+    def over(self) -> None:
+        """An answer has ended."""
+        if not self.keeps:
+            self.transport.close()
 
     def chunk(self, data: bytes) -> None:
-        self.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self.keeps else data)
 
     def gave(self, event: bytes) -> bool:
         """Take a step; False where it gave nothing to send."""
@@ -97,7 +104,9 @@ class Exchange(asyncio.Protocol):
             if self.left == 0:
                 self.streams.discard(self)
                 self.chunk(LAST)
-                self.transport.write(b"0\r\n\r\n")
+                if self.keeps:
+                    self.transport.write(b"0\r\n\r\n")
+                self.over()
             return True
         if self.left or self not in self.answers:
             return False
@@ -142,4 +151,5 @@ def sleep_exactly() -> None:
 
 if __name__ == "__main__":
     sleep_exactly()
+    Exchange.keeps = sys.argv[3] == "1"
     uvloop.run(main(float(sys.argv[1]) / 1e3, float(sys.argv[2]) / 1e6))

@@ -65,13 +65,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def mock_nodes(step_ms: float, apart_us: float = APART) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing."""
+def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) -> Iterator[tuple[int, int]]:
+    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing. With `keeps` they
+    keep connections between two requests, which mlx_lm.server does not."""
     with ExitStack() as stack:
         ports: list[int] = []
         for _ in range(2):
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms), str(apart_us)],
+                [sys.executable, "-m", "tests.bench.mock_node", str(step_ms), str(apart_us), str(int(keeps))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
             )  # fmt: skip
             stack.callback(_end, process)
@@ -103,7 +104,7 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
     """Run sglang-router before two nodes, installed on first use into .bench/."""
     python = _sglang_python()
     port = free_port()
-    with (folder / "sglang.log").open("wb") as log:
+    with (folder / f"sglang-{port}.log").open("wb") as log:
         process = subprocess.Popen(
             [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
              "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports],
