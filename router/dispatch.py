@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from router.columns import Columns
+from router import relief
 from router.affinity import Affinity, Chain, chain_of
 from router.asked import Asked
 from router.breaker import Breakers
@@ -38,6 +39,7 @@ from router.loads import Choice, choose
 from router.metrics import Counters
 from router.orders import Orders
 from router.placement import (
+    FIRST,
     POLICIES,
     Candidate,
     Correction,
@@ -46,6 +48,7 @@ from router.placement import (
     Placement,
     Policy,
     away,
+    consider,
     place,
 )
 from router.queue import AdmissionQueue
@@ -313,16 +316,21 @@ class Dispatcher:
     def _moved(self, ticket: Ticket, silent: float | None = None) -> bool:
         """Go on with a request elsewhere, if another node has room for it, and only then let go of its node. Where that
         has only been `silent` for some seconds, it must be worth it."""
+        nothing = ticket.heard and not ticket.written and not ticket.begun
+        if not (nothing or ticket.resumable) or not survives(Fall.NODE, ticket.losses + 1, 0):
+            return False
+        others = ClusterView(tuple(one for one in self.view.nodes if one.id != ticket.node))
+        if not self._moved_to(others, ticket, lambda there: silent is None or silent >= patience(there.expected_ttft)):
+            return False
+        ticket.losses += 1
+        return True
+
+    def _moved_to(self, others: ClusterView, ticket: Ticket, worth: Callable[[Candidate], bool]) -> bool:
+        """Send a request to the best of other nodes if it is worth that, and then let go of its own."""
         where = ticket.request, ticket.node, ticket.node_name
-        node, nothing = where[1], ticket.heard and not ticket.written and not ticket.begun
-        if node is None or not (nothing or ticket.resumable) or not survives(Fall.NODE, ticket.losses + 1, 0):
-            return False
-        asked = replace(ticket.demand, written=ticket.written)
-        others = ClusterView(tuple(one for one in self.view.nodes if one.id != node))
+        node, asked = where[1], replace(ticket.demand, written=ticket.written)
         result = self._judged(ticket, others, asked)
-        if not isinstance(result, Placement):
-            return False
-        if silent is not None and silent < patience(result.chosen.expected_ttft):
+        if node is None or not isinstance(result, Placement) or not worth(result.chosen):
             return False
         ticket.in_a_row = 0
         if not self._start(ticket, result.chosen, result.chosen.need):
@@ -331,7 +339,6 @@ class Dispatcher:
         ticket.demand = asked
         self._kept(ticket, result)
         ticket.mark(self._clock(), "moved away", where[2])
-        ticket.losses += 1
         self.counters.moves += 1
         self._free(node, where[0])
         self._send(node, Cancel(where[0]))
@@ -794,6 +801,7 @@ class Dispatcher:
         now = self._clock()
         self._expire(now)
         self._leave_silent(now)
+        self._relieve(now)
         for ticket in list(self._open.values()):
             ticket.bound()
             if isinstance(ticket, StreamTicket):
@@ -810,6 +818,18 @@ class Dispatcher:
                     self._moved(ticket, now - heard_at)
         for node in self._silent.keys() - silent:
             del self._silent[node]
+
+    def _relieve(self, now: float) -> None:
+        """Give nodes that have their hands free what waits elsewhere. Those in line go before."""
+        view = self._seen(self.view, now)
+        free = tuple(node for node in view.nodes if relief.free(node, self.ledger))
+        if not free or len(free) == len(view.nodes) or len(self.queue) or self._closing:
+            return
+        busy = {node.id: node for node in view.nodes if node not in free}
+        for ticket in relief.waiting(self._live.values(), busy, now):
+            here = consider(busy[ticket.node], ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
+            if not self._moved_to(ClusterView(free), ticket, lambda there, here=here: relief.worth(here, there)):
+                return
 
     def _look_after(self, ticket: StreamTicket) -> None:
         if ticket.takes != ticket.seen_takes:

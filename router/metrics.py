@@ -68,7 +68,7 @@ class Counters:
     resumes: int = 0
     """Answers that were begun and went on on another node."""
     moves: int = 0
-    """Requests taken off a node that drains or fell silent."""
+    """Requests taken off a node that drains or fell silent, or that others had their hands free for."""
     slow_clients: int = 0
     queue_entries: int = 0
     queue_seconds: float = 0.0

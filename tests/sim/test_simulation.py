@@ -144,6 +144,13 @@ def test_a_key_with_many_short_requests_keeps_nobody_waiting_for_all_of_them():
     assert median(waits) < 15, "a minute where nodes serve first who came first"
 
 
+def test_a_machine_that_joins_takes_its_part_of_a_batch():
+    _, pool = played((SCENARIOS / "joining.toml").read_text())
+    batch = [fate for fate in pool.fates.values() if fate.turn.key == "batch"]
+    assert all(fate.served for fate in batch)
+    assert max(fate.ended or math.inf for fate in batch) < 350, "485 s where it gets only what comes after it"
+
+
 def test_a_lease_is_refused_where_it_would_not_fit():
     text = EQUALS + '\n[[events]]\nat = 1\nnode = "mini-1"\ndoes = "lease"\nsize = "15GiB"\n'
     log: list[str] = []

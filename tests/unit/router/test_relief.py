@@ -1,0 +1,144 @@
+"""A node that has its hands free takes over what waits elsewhere."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router import relief
+from router.ticket import Ticket
+from tests.unit.router.test_dispatch import A, B, Cluster
+from wire.frames import Cancel, Generate
+from wire.identity import NodeId
+from wire.refusals import Code
+from wire.report import EngineState
+
+ROWS = 2
+
+
+@pytest.fixture
+async def joining() -> AsyncIterator[Cluster]:
+    """A node with two rows that alone has taken ten requests for 10 seconds; the first two of them speak. Another one
+    comes in."""
+    cluster = Cluster(A, B)
+    cluster.engine = EngineState("x", "ready", rows=ROWS)
+    cluster.state[B] = "lost"
+    cluster.report()
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+def batch(cluster: Cluster, count: int = 10) -> list[Ticket]:
+    tickets: list[Ticket] = []
+    for number in range(count):
+        tickets.append(cluster.submit())
+        if number < ROWS:
+            cluster.speak()
+    cluster.now += 2 * relief.SOONER
+    cluster.report()
+    assert {ticket.node for ticket in tickets} == {A}
+    return tickets
+
+
+def comes(cluster: Cluster, node: NodeId = B) -> None:
+    """A node is ready, and the dispatcher looks around."""
+    cluster.state[node] = "ready"
+    cluster.report()
+    cluster.dispatcher._sweep()
+
+
+def on(cluster: Cluster, tickets: list[Ticket], node: NodeId) -> list[int]:
+    return [number for number, ticket in enumerate(tickets) if ticket.node == node]
+
+
+async def test_who_has_waited_longest_for_a_first_word_goes_over_to_a_node_that_comes_in(joining: Cluster):
+    tickets = batch(joining)
+    before = {ticket.number: ticket.request for ticket in tickets}
+    comes(joining)
+    moved = on(joining, tickets, B)
+    assert moved == list(range(ROWS, ROWS + len(moved)))
+    assert ROWS <= len(moved) < len(tickets) - ROWS, "a part of them, not all"
+    told = [frame.request for node, frame in joining.sent if isinstance(frame, Cancel) and node == A]
+    assert told == [before[tickets[number].number] for number in moved], "its node lets go of each"
+    assert [frame.resume for node, frame in joining.generates() if node == B] == [()] * len(moved)
+    assert all(tickets[number].losses == 0 for number in moved), "that was no loss"
+    assert joining.dispatcher.counters.moves == len(moved)
+
+
+async def test_what_was_taken_over_stays_there_and_what_is_left_stays_where_it_is(joining: Cluster):
+    tickets = batch(joining)
+    comes(joining)
+    moved = on(joining, tickets, B)
+    for _ in range(3):
+        joining.now += 2 * relief.SOONER
+        joining.report()
+        joining.dispatcher._sweep()
+        assert on(joining, tickets, B) == moved, "it has prompts to read itself"
+
+
+async def test_a_request_is_taken_over_once(joining: Cluster):
+    tickets = batch(joining)
+    comes(joining)
+    moved = on(joining, tickets, B)
+    for number in on(joining, tickets, A):
+        joining.dispatcher.close(tickets[number])
+    joining.now += 10 * relief.SOONER
+    joining.engine = EngineState("x", "ready", rows=1)
+    comes(joining, A)
+    assert on(joining, tickets, B) == moved
+
+
+async def test_nobody_is_moved_to_gain_little(joining: Cluster):
+    tickets = batch(joining, ROWS + 1)
+    comes(joining)
+    assert on(joining, tickets, B) == []
+
+
+@pytest.mark.parametrize("engine", [
+    EngineState("x", "ready", rows=ROWS, waiting=1), EngineState("x", "ready", rows=ROWS, queued_tokens=1),
+    EngineState("x", "starting", rows=ROWS),
+])  # fmt: skip
+async def test_a_node_that_has_something_to_read_takes_over_nothing(joining: Cluster, engine: EngineState):
+    tickets = batch(joining)
+    joining.engine = engine
+    comes(joining)
+    assert on(joining, tickets, B) == []
+
+
+async def test_a_node_without_a_free_row_takes_over_nothing(joining: Cluster):
+    tickets = batch(joining)
+    joining.state[A] = "suspect"
+    joining.state[B] = "ready"
+    joining.report()
+    for _ in range(ROWS):
+        assert joining.submit().node == B
+        joining.speak()
+    joining.state[A] = "ready"
+    joining.report()
+    joining.dispatcher._sweep()
+    assert on(joining, tickets, B) == []
+
+
+async def test_those_in_line_go_first(joining: Cluster):
+    tickets = batch(joining)
+    in_line = joining.submit(prompt_tokens=3000, choices=64)
+    assert in_line.entry is not None
+    comes(joining)
+    assert on(joining, tickets, B) == []
+    joining.dispatcher.close(in_line)
+    joining.dispatcher._sweep()
+    assert on(joining, tickets, B) != []
+
+
+async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining: Cluster):
+    tickets = batch(joining)
+    comes(joining)
+    moved = on(joining, tickets, B)
+    node, frame = joining.generates()[-1]
+    assert node == B and isinstance(frame, Generate)
+    joining.refuse(Code.NO_ROOM)
+    assert tickets[moved[-1]].node == A, "it goes back, to wait there"
+    joining.now += 2 * relief.SOONER
+    joining.report()
+    joining.dispatcher._sweep()
+    assert tickets[moved[-1]].node == A
