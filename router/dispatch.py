@@ -826,8 +826,8 @@ class Dispatcher:
         if not free or len(free) == len(view.nodes) or len(self.queue) or self._closing:
             return
         busy = {node.id: node for node in view.nodes if node not in free}
-        for ticket in relief.waiting(self._live.values(), busy, now):
-            here = consider(busy[ticket.node], ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
+        for ticket, node in relief.waiting(self._live.values(), busy, now):
+            here = consider(node, ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
             if not self._moved_to(ClusterView(free), ticket, lambda there, here=here: relief.worth(here, there)):
                 return
 

@@ -9,7 +9,7 @@ done after 4.5 minutes instead of 8; the slowest hundredth of a lab waits 105 s 
 instead of 107.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from router.placement import BESIDE_ROWS, Candidate
 from router.reservations import Ledger
@@ -33,13 +33,16 @@ def free(node: NodeView, ledger: Ledger) -> bool:
     return not engine.rows or account.rows < engine.rows
 
 
-def waiting(tickets: Iterable[Ticket], busy: Collection[NodeId], now: float) -> list[Ticket]:
+def waiting(
+    tickets: Iterable[Ticket], busy: Mapping[NodeId, NodeView], now: float
+) -> list[tuple[Ticket, NodeView]]:  # fmt: skip
     """List those that wait on a busy node for their first word and were sent nowhere before, the oldest first."""
     found = [
-        one for one in tickets
-        if one.first_at is None and one.attempts == 1 and one.node in busy and now - one.arrived > SOONER
+        (one, busy[where]) for one in tickets
+        if (where := one.node) is not None and where in busy
+        and one.first_at is None and one.attempts == 1 and now - one.arrived > SOONER
     ]  # fmt: skip
-    return sorted(found, key=lambda one: one.number)[:MOST]
+    return sorted(found, key=lambda one: one[0].number)[:MOST]
 
 
 def worth(here: Candidate, there: Candidate) -> bool:
