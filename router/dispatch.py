@@ -821,15 +821,19 @@ class Dispatcher:
 
     def _relieve(self, now: float) -> None:
         """Give nodes that have their hands free what waits elsewhere. Those in line go before."""
-        view = self._seen(self.view, now)
-        free = tuple(node for node in view.nodes if relief.free(node, self.ledger))
-        if not free or len(free) == len(view.nodes) or len(self.queue) or self._closing:
+        waiting = [] if len(self.queue) or self._closing else relief.waiting(self._live.values(), now)
+        if not waiting:
             return
-        busy = {node.id: node for node in view.nodes if node not in free}
-        for ticket, node in relief.waiting(self._live.values(), busy, now):
+        view, judged = self._seen(self.view, now), 0
+        nodes, helpers = {node.id: node for node in view.nodes}, relief.helpers(view, self.ledger)
+        for ticket in waiting:
+            node, others = ticket.node and nodes.get(ticket.node), helpers.get(ticket.demand.model)
+            if not node or others is None or others.node(node.id) is not None:
+                continue
             here = consider(node, ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
-            if not self._moved_to(ClusterView(free), ticket, lambda there, here=here: relief.worth(here, there)):
-                return
+            if relief.behind(here) > relief.SOONER and judged < relief.MOST:
+                self._moved_to(others, ticket, lambda there, here=here: relief.worth(here, there))
+                judged += 1
 
     def _look_after(self, ticket: StreamTicket) -> None:
         if ticket.takes != ticket.seen_takes:

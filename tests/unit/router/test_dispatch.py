@@ -34,7 +34,7 @@ from wire.frames import (
 )
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
-from wire.report import EngineState, Memory
+from wire.report import EngineState, Memory, Model
 from wire.units import GIB, MIB
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -52,7 +52,7 @@ class Cluster:
         self.state: dict[NodeId, str] = {}
         self.acked = 0
         self.count = 0
-        self.models = (a_model(),)
+        self.models: tuple[Model, ...] = (a_model(),)
         self.engine = EngineState("x", "ready")
         self.labels: dict[NodeId, frozenset[str]] = {}
         self.dispatcher = Dispatcher(self._send, RouterSettings(**settings), numbers=self._numbers,  # pyright: ignore

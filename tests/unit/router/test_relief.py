@@ -1,14 +1,17 @@
 """A node that has its hands free takes over what waits elsewhere."""
 
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
 
 from router import relief
-from router.ticket import Ticket
+from router.placement import Demand
+from router.ticket import Job, Ticket
+from router.view import NodeView
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.test_dispatch import A, B, Cluster
-from wire.frames import Cancel
+from wire.frames import Cancel, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Code
 from wire.report import EngineState
@@ -142,3 +145,29 @@ async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining
     joining.report()
     joining.dispatcher._sweep()
     assert tickets[moved[-1]].node == A
+
+
+class Uneven(Cluster):
+    """The second node has the first model only."""
+
+    def _view(self, node: NodeId) -> NodeView:
+        view = super()._view(node)
+        return view if node == A else dataclasses.replace(view, models={"tiny": view.models["tiny"]})
+
+
+async def test_who_waits_for_a_model_that_is_nowhere_else_holds_up_nobody():
+    cluster = Uneven(A, B)
+    cluster.models = (a_model(), a_model("rare"))
+    cluster.engine = EngineState("x", "ready", rows=ROWS)
+    cluster.state[B] = "lost"
+    cluster.report()
+    rare = [
+        cluster.dispatcher.submit(Job(Demand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), Params(), 0, True))
+        for n in range(relief.MOST)
+    ]  # fmt: skip
+    tickets = batch(cluster)
+    comes(cluster)
+    assert on(cluster, rare, B) == []
+    assert on(cluster, tickets, B) != []
+    cluster.dispatcher.shutdown()
+    cluster.settled()
