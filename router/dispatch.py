@@ -71,9 +71,12 @@ LARGE = 32
 MOST_IN_A_ROW = 4
 """Nodes asked at once for one request before it waits in line."""
 BACKLOG = 5.0
-"""Seconds of prompts in front of a request on the best node from which it waits in line, and is refused at the end, if
-its key asks for far more than its part. Nodes are fair between owners, but their memory is promised to who comes first:
-without this such a key fills it, and others find none (simulated)."""
+"""Seconds of prompts in front of a request on the best node from which it waits in line if its key asks for far more
+than its part. Nodes are fair between owners, but their memory is promised to who comes first: without this such a key
+fills it, and others find none (simulated)."""
+SPARE = 0.5
+"""Share of a node's memory for prompts and answers that is kept for others then: at its deadline such a request is sent
+if that stays free, else refused."""
 FAILING = "failing"
 """The state that placement sees of a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
@@ -631,6 +634,12 @@ class Dispatcher:
             return False
         return chosen.ahead > BACKLOG * model.prefill_speed and self._asked.much(ticket.job.key)
 
+    def _scarce(self, chosen: Candidate) -> bool:
+        """Whether a request takes of the last half of what its node has for prompts and answers."""
+        node = self.view.node(chosen.node)
+        loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
+        return (chosen.headroom or 0) - chosen.need < SPARE * (chosen.most - loaded)
+
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
         """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
         loaded there, or only after others were given back."""
@@ -671,8 +680,10 @@ class Dispatcher:
             result = self._decide(ticket, self.view)
             waited = f" (waited {now - ticket.arrived:.0f} s in the queue)"
             if isinstance(result, Placement):
-                if self._crowded(ticket, result.chosen) or not self._start(ticket, result.chosen, result.chosen.need):
-                    text = f"others need {result.chosen.name}, too: send it again{waited}"
+                chosen = result.chosen
+                kept = self._crowded(ticket, chosen) and self._scarce(chosen)
+                if kept or not self._start(ticket, chosen, chosen.need):
+                    text = f"others need {chosen.name}, too: send it again{waited}"
                     self._deny(ticket, Refused(Code.DEADLINE, text, None, 1.0))
                 continue
             refused = result.refused

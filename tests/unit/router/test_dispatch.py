@@ -408,6 +408,18 @@ async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unle
     assert one.submit(prompt_tokens=1500, key="greedy").node == A, "nobody else is here"
 
 
+async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_stays_free(one: Cluster):
+    one.memory[A] = a_memory(20 * GIB)
+    one.report()
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
+    assert greedy[-1].entry is not None
+    one.now += 31
+    one.report()
+    one.dispatcher._expire(one.now)
+    assert {ticket.node for ticket in (*others, *greedy)} == {A}
+
+
 async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the_line_is_full(one: Cluster):
     for key in ("ada", "bob"):
         one.submit(prompt_tokens=100, key=key)
