@@ -1,10 +1,10 @@
 """A modelled Mac: it hears the frames of the link and answers with the same, in virtual time.
 
 What is modelled, after the real engine: whole prompts and expected answers are promised before they begin; prefills
-take turns (the shortest, the oldest) and leave decode its share; all rows decode in one step, slower with each row and
-with what their caches hold; an answer that outgrows its promise asks for GROWTH tokens at a time, and where there is no
-room the newest request gives way; models are loaded one by one, idle ones given back for them; chats that ended stay in
-a prefix cache, which is given up before anything is refused. Every yes and no is `wire.verdict`'s.
+take turns (the shortest; the oldest, or fairly) and leave decode its share; all rows decode in one step, slower with
+each row and with what their caches hold; an answer that outgrows its promise asks for GROWTH tokens at a time, and
+where there is no room the newest request gives way; models are loaded one by one, idle ones given back for them; chats
+that ended stay in a prefix cache, which is given up before anything is refused. Every yes and no is `wire.verdict`'s.
 
 What is not: single tokens (between two events all rates are constant, so everything is a straight line), the transient
 of a forward beyond the model's one number, chunks, preflight on a second thread, other programs on the Mac.
@@ -21,7 +21,7 @@ from coordinator.simulation.hardware import BASE, CHIPS, cap_of, prefill_speed, 
 from coordinator.simulation.requests import Turn
 from coordinator.simulation.rows import Row, Rows
 from coordinator.simulation.scenario import ModelSpec, NodeSpec
-from wire.fairness import Owner, Waiting, in_turn
+from wire.fairness import Owner, Reading, Waiting, in_turn
 from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.refusals import Code, Refused
 from wire.report import CacheState, Counts, EngineState, Memory, Model
@@ -114,6 +114,7 @@ class Machine:
         known = [model for model in models if not spec.models or model.name in spec.models]
         self.residents = {model.name: self._resident(model, loads and model.name in spec.loaded) for model in known}
         self.prefills: list[Sequence] = []
+        self._reading = Reading()
         self.decoding: list[Sequence] = []
         self._line: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []
@@ -327,6 +328,7 @@ class Machine:
         for sequence, rate in prefill.items():
             done = min(sequence.left, rate * seconds)
             sequence.left -= done
+            self._reading.has_read(sequence.owner, done)
             sequence.row.prompt += int(done)
 
     def _speeds(self) -> tuple[float, dict[Sequence, float]]:
@@ -335,7 +337,8 @@ class Machine:
         if not self.prefills:
             return (1 / step if step else 0.0), {}
         share = PREFILL_STEPS / (1 + PREFILL_STEPS) if step else 1.0
-        picked = {min(self.prefills, key=lambda one: one.left), min(self.prefills, key=lambda one: one.age)}
+        aged = sorted(self.prefills, key=lambda one: one.age)
+        picked = {min(self.prefills, key=lambda one: one.left), aged[self._reading.next([one.owner for one in aged])]}
         rates = {one: one.resident.speed * share / len(picked) for one in sorted(picked, key=lambda one: one.age)}
         return (1 / (step * (1 + PREFILL_STEPS)) if step else 0.0), rates
 

@@ -47,7 +47,7 @@ from node.engine.reuse import Reuse
 from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
-from wire.fairness import Waiting, in_turn
+from wire.fairness import Reading, Waiting, in_turn
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
 from wire.refusals import Code, Refused
 
@@ -111,6 +111,7 @@ class Generation:
         """The mark of the last decode step, while nothing but it has taken or given back memory since, else 0; and
         whether its caches grew."""
         self._turn = 0
+        self._reading = Reading()
         self._crowded = -math.inf
         """When there last were several."""
         self._out = Out()
@@ -193,10 +194,14 @@ class Generation:
         waiting = self._choices(now)
         if waiting and now >= self._lingers(waiting):
             self._turn += 1
-            first = waiting[next_prefill([(one.left, one.sequence.arrived) for one in waiting], self._turn)]
+            shown = [(one.left, one.sequence.arrived, one.owner) for one in waiting]
+            first = waiting[next_prefill(shown, self._turn, self._reading)]
             members = self._company(first, waiting)
+            lefts = [one.left for one in members]
             if len(members) < 2 or not self._advance_together(members):
                 self._advance(first)
+            for one, left in zip(members, lefts, strict=True):
+                self._reading.has_read(one.owner, max(0, left - one.left))
 
     def still(self) -> None:
         """Wait for the steps launched before, so that what follows is measured by itself."""

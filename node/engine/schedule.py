@@ -1,7 +1,8 @@
 """Which prompt is written next, and how much of it: pure, and all there is of scheduling.
 
-Prefills take turns, the shortest, then the oldest: a huge prompt holds nobody back and is never starved. A chunk is
-sized by time, from what chunks have cost (`Pace`).
+Prefills take turns, the shortest, then the oldest: a huge prompt holds nobody back and is never starved. Where an owner
+has many, the second turn goes by owners (`wire.fairness.Reading`). A chunk is sized by time, from what chunks have cost
+(`Pace`).
 
 - Alone it may take LONE seconds, so that a cancel is heard soon.
 - While others decode it may take STEPS of their step, so that the gap between two of their tokens stays below three
@@ -15,6 +16,8 @@ sized by time, from what chunks have cost (`Pace`).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from wire.fairness import Owner, Reading
 
 STEPS = 1.6
 """1 + 1.6 leaves room below 3 for noise."""
@@ -92,9 +95,12 @@ class Pace:
             self.far = mean(self.far, max(0.0, rest - self.each) / back)
 
 
-def next_prefill(waiting: Sequence[tuple[int, float]], turn: int) -> int:
-    """Choose among prefills, each `(tokens left, when it arrived)`; `turn` counts the choices."""
-    return min(range(len(waiting)), key=lambda place: waiting[place][turn % 2 == 0])
+def next_prefill(waiting: Sequence[tuple[int, float, Owner]], turn: int, reading: Reading) -> int:
+    """Choose among prefills, each `(tokens left, when it arrived, whose it is)`; `turn` counts the choices."""
+    if turn % 2:
+        return min(range(len(waiting)), key=lambda place: waiting[place][0])
+    aged = sorted(range(len(waiting)), key=lambda place: waiting[place][1])
+    return aged[reading.next([waiting[place][2] for place in aged])]
 
 
 def budget(step: float, whole: float) -> float:

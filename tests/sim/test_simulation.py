@@ -144,6 +144,12 @@ def test_a_key_with_many_short_requests_keeps_nobody_waiting_for_all_of_them():
     assert median(waits) < 15, "a minute where nodes serve first who came first"
 
 
+def test_an_agent_does_not_wait_until_the_prompts_of_a_batch_are_read():
+    _, pool = played((SCENARIOS / "agent.toml").read_text())
+    waits = [(fate.first or math.inf) - fate.arrived for fate in pool.fates.values() if fate.turn.key == "agent"]
+    assert median(waits) < 150, "320 s where the oldest prompt goes first"
+
+
 def test_a_machine_that_joins_takes_its_part_of_a_batch():
     _, pool = played((SCENARIOS / "joining.toml").read_text())
     batch = [fate for fate in pool.fates.values() if fate.turn.key == "batch"]

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.fairness import Owner, Waiting, in_turn
+from wire.fairness import CROWD, Owner, Reading, Waiting, in_turn
 
 ADA, BOB = Owner("ada"), Owner("bob")
 WAITING = st.lists(
@@ -61,3 +61,52 @@ def test_nobody_is_more_than_a_row_ahead_while_both_wait(owners: list[Owner]):
         left[name] -= 1
         if all(left[owner.name] for owner in (ADA, BOB)):
             assert abs(had["ada"] - had["bob"]) <= 1
+
+
+def read(reading: Reading, waiting: list[Owner], turns: int, tokens: int = 100) -> Counter[str]:
+    """Read so many turns of endless prompts, and give who had them."""
+    had = Counter[str]()
+    for _ in range(turns):
+        owner = waiting[reading.next(waiting)]
+        reading.has_read(owner, tokens)
+        had[owner.name] += 1
+    return had
+
+
+def test_where_nobody_has_a_crowd_the_oldest_prompt_is_read():
+    assert read(Reading(), [ADA] * CROWD + [BOB], 8) == {"ada": 8}
+
+
+def test_beside_a_crowd_everybody_has_as_much_read():
+    assert read(Reading(), [ADA] * (CROWD + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
+
+
+def test_what_is_read_in_other_turns_counts_too():
+    reading, waiting = Reading(), [ADA] * (CROWD + 1) + [BOB]
+    reading.next(waiting)
+    reading.has_read(ADA, 400)
+    assert read(reading, waiting, 4) == {"bob": 4}
+
+
+def test_of_weight_four_one_has_four_times_as_much_read():
+    assert read(Reading(), [ADA] * (CROWD + 1) + [Owner("heavy", 4)], 10) == {"ada": 2, "heavy": 8}
+
+
+def test_who_was_away_saves_nothing_up():
+    reading, crowd = Reading(), [ADA] * (CROWD + 1)
+    read(reading, [*crowd, BOB], 4)
+    read(reading, crowd, 50)
+    assert read(reading, [*crowd, BOB], 8) == {"ada": 4, "bob": 4}
+
+
+@given(st.lists(st.sampled_from([ADA, BOB, Owner("heavy", 4)]), min_size=1, max_size=24), st.data())
+def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(owners: list[Owner], data: st.DataObject):
+    reading, had = Reading(), Counter[str]()
+    for _ in range(60):
+        owner = owners[reading.next(owners)]
+        reading.has_read(owner, data.draw(st.integers(1, 100)))
+        had[owner.name] += 1
+    if max(Counter(one.name for one in owners).values()) > CROWD:
+        assert set(had) == {one.name for one in owners}
+    else:
+        assert set(had) == {owners[0].name}

@@ -17,15 +17,29 @@ from node.engine.schedule import (
     next_prefill,
     shared_budget,
 )
+from wire.fairness import CROWD, Owner, Reading
+
+ADA, BOB = Owner("ada"), Owner("bob")
 
 
 def test_the_shortest_and_the_oldest_take_turns():
-    waiting = [(60_000, 1.0), (20, 2.0), (10, 3.0)]
-    assert [next_prefill(waiting, turn) for turn in range(4)] == [0, 2, 0, 2]
+    waiting = [(20, 2.0, ADA), (60_000, 1.0, ADA), (10, 3.0, ADA)]
+    assert [next_prefill(waiting, turn, Reading()) for turn in range(4)] == [1, 2, 1, 2]
 
 
 def test_of_equals_the_first_goes_first():
-    assert next_prefill([(10, 1.0), (10, 2.0)], 1) == 0
+    assert next_prefill([(10, 1.0, ADA), (10, 2.0, ADA)], 1, Reading()) == 0
+
+
+def test_beside_a_crowd_the_second_turn_goes_by_owners():
+    reading = Reading()
+    waiting = [(5000, float(number), ADA) for number in range(CROWD + 1)] + [(6000, 99.0, BOB)]
+    taken = list[int]()
+    for turn in range(0, 20, 2):
+        place = next_prefill(waiting, turn, reading)
+        reading.has_read(waiting[place][2], 100)
+        taken.append(place)
+    assert taken == [0, CROWD + 1] * 5
 
 
 def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
