@@ -838,8 +838,9 @@ class Dispatcher:
         view, judged = self._seen(self.view, now), 0
         nodes, helpers = {node.id: node for node in view.nodes}, relief.helpers(view, self.ledger)
         for ticket in waiting:
-            node, others = ticket.node and nodes.get(ticket.node), helpers.get(ticket.demand.model)
-            if not node or others is None or others.node(node.id) is not None:
+            node = None if ticket.node is None else nodes.get(ticket.node)
+            others = helpers.get(ticket.demand.model)
+            if node is None or others is None or others.node(node.id) is not None:
                 continue
             here = consider(node, ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
             if relief.behind(here) > relief.SOONER and judged < relief.MOST:
