@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router import relief
-from router.placement import Demand
+from router.placement import Candidate, Demand
 from router.ticket import Job, Ticket
 from router.view import NodeView
 from tests.support.loopback_cluster import a_model
@@ -96,6 +96,13 @@ async def test_nobody_is_moved_to_gain_little(joining: Cluster):
     tickets = batch(joining, ROWS + 1)
     comes(joining)
     assert on(joining, tickets, B) == []
+
+
+def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gained():
+    here = Candidate(A, "a", "ready", expected_ttft=11.6, reading=1000, model=a_model())  # 1.6 of them its own
+    assert relief.behind(here) == pytest.approx(10)
+    assert relief.worth(here, Candidate(B, "b", "ready", expected_ttft=1.6))
+    assert not relief.worth(here, Candidate(B, "b", "ready", expected_ttft=1.7))
 
 
 @pytest.mark.parametrize("engine", [
