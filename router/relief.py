@@ -3,10 +3,9 @@ when another one joins, wakes up, or has done sooner than was expected; this let
 
 A node has its hands free when it has read every prompt that it was given and has a row for one more. Then what waits on
 other nodes and of which no word was heard may begin anew there, the oldest first, each once. It must be worth it, for
-what was read of its prompt is lost: as the last one where it is it would wait for others TIMES as long as for all where
-it goes, and SOONER more. Simulated: a batch of 70 of which a second Mac finds half waiting is
-done after 4.5 minutes instead of 8; the slowest hundredth of a lab waits 105 s instead of 116, of a household 104
-instead of 107.
+what was read of its prompt is lost: where it is it would wait TIMES as long as where it goes, and SOONER more
+(simulated: a batch of 70 of which a second Mac finds half waiting is done after 4.5 minutes instead of 8; the waits of
+a household and of a lab, where nobody joins, stay as they are).
 """
 
 from collections.abc import Iterable

@@ -6,6 +6,7 @@ reader keeps up; `takes` tells the dispatcher's sweep whether it does.
 """
 
 import asyncio
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -279,7 +280,10 @@ class WholeTicket(Ticket):
         for channel, text in delta.pieces:
             if channel in _TEXTS:
                 self.held += len(text)
-                self._texts.setdefault((choice, channel), []).append(text)
+                written = self._texts.get((choice, channel))
+                if written is None:
+                    written = self._texts[choice, channel] = io.StringIO()
+                written.write(text)
             elif channel == Channel.TOOL_CALL:
                 self.held += len(text) + DELTA_BYTES
                 self._calls.setdefault(choice, []).append(text)
@@ -290,7 +294,7 @@ class WholeTicket(Ticket):
 
     def answer(self) -> Answer:
         """Give all that was said."""
-        return Answer({where: "".join(texts) for where, texts in self._texts.items()}, self._calls, self._logprobs)
+        return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs)
 
     def discard(self) -> None:
         """Forget what was said."""
@@ -298,7 +302,7 @@ class WholeTicket(Ticket):
         self._empty()
 
     def _empty(self) -> None:
-        self._texts: dict[tuple[int, int], list[str]] = {}
+        self._texts: dict[tuple[int, int], io.StringIO] = {}
         self._calls: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[Logprob]] = {}
         self.held = 0
