@@ -199,7 +199,7 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
         return number, number
 
     dispatcher = Dispatcher(
-        registry.links.send, options.settings.router, clock=asyncio.get_running_loop().time, numbers=numbers,
+        registry.links.send, options.settings.router, clock=time.monotonic, numbers=numbers,
         quotas=Quotas(ring.limits),
     )  # fmt: skip
     dispatcher.on_trouble = _log_trouble
