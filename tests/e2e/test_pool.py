@@ -701,7 +701,7 @@ def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool)
     assert [step["what"] for step in story["steps"]] == ["sent", "first token"]
     assert story["steps"][0]["node"] == answer.headers["x-macpool-node"]
     milliseconds = [1000 * step["at"] for step in story["steps"]]
-    assert milliseconds != [float(round(one)) for one in milliseconds], "finer than the loop's clock"
+    assert any(abs(one - round(one)) > 0.01 for one in milliseconds), "finer than the loop's clock"
     (decision,) = told["decisions"]
     assert {one["name"] for one in decision["candidates"]} == {"studio", "macbook"}
     shown = cluster_pool.run("explain", "why-there", "--state", str(cluster_pool.state)).stdout
