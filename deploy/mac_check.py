@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from deploy import mac_engine, mac_machine, mac_network, mac_pool
+from deploy import apple_layouts, mac_engine, mac_machine, mac_network, mac_pool, mac_wired
 from deploy.outcome import Outcome, ToolError, ask, judged, skipped
 
 REPORT = Path("mac-check-report.md")
@@ -24,24 +24,26 @@ NO_MAC = "this check needs a Mac: it runs on macOS on Apple silicon"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing to look at; `run` is None where a person must."""
+    """One thing to look at; `run` is None where a person must. A `risky` one runs only where it is named."""
 
     id: str
     title: str
     run: Callable[[], Outcome] | None = None
+    risky: bool = False
 
     @property
-    def how(self) -> Literal["automatic", "manual"]:
+    def how(self) -> Literal["automatic", "manual", "by name only"]:
         """Whether the script can do it alone."""
-        return "automatic" if self.run else "manual"
+        return "by name only" if self.risky else "automatic" if self.run else "manual"
 
 
 ENTRIES = (
     Entry("footprint", "Footprint of a process that holds 1 GiB", mac_machine.footprint),
     Entry("total-memory", "RAM", mac_machine.total_memory),
     Entry("wired-limit", "Metal's wired limit, when somebody set it", mac_machine.wired_limit),
-    Entry("metal-share", "Metal's wired limit, when nobody set it", mac_machine.metal_share),
+    Entry("metal-share", "Metal's limit, as it is assumed before an engine reports it", mac_machine.metal_share),
     Entry("reclaimable", "Memory that the system can free", mac_machine.reclaimable),
+    Entry("layouts", "Our definitions beside the headers of this Mac", apple_layouts.layouts),
     Entry("chip", "Name of the chip", mac_machine.chip),
     Entry("machine-id", "Identity of the machine", mac_machine.identity),
     Entry("notsent-lowat", "TCP_NOTSENT_LOWAT on a link", mac_network.notsent_lowat),
@@ -57,8 +59,11 @@ ENTRIES = (
     Entry("worker-group", "The processes of a video worker's group, and when one began"),
     Entry("video-worker", "A clip of Wan2.2, its peak and its wired limit"),
     Entry("pressure-level", "The system's own word for its memory pressure"),
-    Entry("wired-follows", "The engine's wired limit follows its cap and the leases"),
+    Entry("wired-weights", "What the engine keeps wired"),
+    Entry("wired-panic", "Two streams and a churn of buffers, unwired and wired", mac_wired.both_ways, risky=True),
     Entry("prefill-transients", "What a prefill takes for a moment on Metal, beside the estimate"),
+    Entry("soft-end", "An engine that is terminated gives its memory back", mac_engine.soft_end),
+    Entry("wired-after-end", "What stays wired after the end of a large engine"),
     Entry("memory-returns", "The memory of an unloaded model is back"),
     Entry("speeds", "What rows, waves of prompts and long prompts cost on Metal"),
     Entry("idle-agent", "CPU and wake-ups of an idle agent"),
@@ -71,10 +76,12 @@ ENTRIES = (
 )
 
 
-def run(entry: Entry) -> Outcome:
+def run(entry: Entry, *, named: bool = False) -> Outcome:
     """Run one entry; whatever goes wrong in it is its own failure and ends no other."""
     if entry.run is None:
         return skipped(f"by hand: docs/macos-checklist.md, {entry.id}")
+    if entry.risky and not named:
+        return skipped(f"it can panic this Mac, so it runs only by name: python -m deploy.mac_check {entry.id}")
     try:
         return entry.run()
     except (ToolError, OSError, ValueError) as error:
@@ -123,7 +130,7 @@ def main() -> int:
     outcomes: list[tuple[Entry, Outcome]] = []
     for entry in ENTRIES:
         if not options.entries or entry.id in options.entries:
-            outcomes.append((entry, run(entry)))
+            outcomes.append((entry, run(entry, named=entry.id in options.entries)))
             print(f"{outcomes[-1][1].status:<5} {entry.id:<14} {outcomes[-1][1].text}", flush=True)
     options.report.write_text(report(outcomes))
     failed = sum(outcome.status == "fail" for _, outcome in outcomes)

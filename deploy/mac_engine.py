@@ -1,15 +1,23 @@
 """Entries of the Mac check about the engine: the embedded model on Metal, and what its footprint does meanwhile."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.outcome import ROOT, Outcome, ToolError, judged, skipped
-from wire.units import MIB
+from wire.units import MIB, show_size
+
+if TYPE_CHECKING:
+    from node.engine.kinds import Engine
+    from wire.frames import Frame
 
 MODEL = ROOT / "node" / "models" / "macpool-tiny"
 SECONDS = 180.0
@@ -30,12 +38,73 @@ def engine_answers() -> Outcome:
     )
 
 
+def soft_end() -> Outcome:
+    """Send SIGTERM to an engine process that writes an answer: it must give its memory back and end by itself."""
+    from node.engine.child import LEAVE_SECONDS, settings_message
+    from node.memory.sensor import open_machine
+    from node.settings import ModelSettings, NodeSettings
+    from wire.codec import Splitter, decode, encode
+    from wire.frames import Deltas, Generate, Limits, Message, Params
+    from wire.units import GIB
+
+    if find_spec("mlx") is None:
+        return skipped("needs MLX: install the extra `node`")
+    settings = NodeSettings(models=ModelSettings(hub=False, profile="off"))
+    wired = open_machine(settings).wired
+    before = wired()
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "node.engine.child", "--socket", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+        theirs.close()
+        try:
+            ours.settimeout(SECONDS)
+            request = Generate(1, 1, "r", MODEL.name, (Message("user", "Hello!"),), Params(max_tokens=10_000), 0)
+            ours.sendall(settings_message(settings) + encode(Limits(8 * GIB, 8 * GIB, 0, "static")) + encode(request))
+            splitter, writes = Splitter(), False
+            while not writes and (piece := ours.recv(65536)):
+                writes = any(isinstance(decode(tag, body), Deltas) for tag, body in splitter.feed(piece))
+            child.terminate()
+            began = time.monotonic()
+            code = child.wait(2 * LEAVE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return judged(good=False, text=f"the engine did not write or did not end: {error}")
+        finally:
+            child.kill()
+            child.wait()
+        took, after = time.monotonic() - began, wired()
+        errors.seek(0)
+        unloaded = b"model unloaded" in errors.read()
+    return judged(
+        code == 0 and unloaded and took < LEAVE_SECONDS,
+        f"ended with {code} after {took * 1000:.0f} ms, model given back: {unloaded}; wired before "
+        f"{show_size(before)}, after {show_size(after)}",
+    )
+
+
 def _ask_the_engine() -> dict[str, float]:
     command = [sys.executable, "-m", "deploy.mac_engine"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
     if done.returncode:
         raise ToolError(f"the engine ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
+    """Hand a frame to an engine as its threads would, and return what it answers at once."""
+    from node.engine.unread import Unread
+
+    said: list[Frame] = []
+    works = [work] if (work := engine.prepare(frame)) is not None else []
+    while works:
+        for one in engine.take(works.pop(), time.monotonic()):
+            if isinstance(one, Unread):
+                works.append(one.read())
+            else:
+                said.append(one)
+    return said
 
 
 def main() -> None:
@@ -57,9 +126,7 @@ def main() -> None:
         request = Generate(
             number, number, "r", MODEL.name, (Message("user", one["prompt"]),), Params(temperature=0.0), 0
         )
-        work = engine.prepare(request)
-        if work is not None:
-            engine.take(work, time.monotonic())
+        hand_in(engine, request)
     open_, tokens, begun = set(texts), 0, time.monotonic()
     while open_ and time.monotonic() - begun < SECONDS / 2:
         for frame in engine.step(time.monotonic()):

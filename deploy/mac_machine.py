@@ -1,5 +1,6 @@
 """Entries of the Mac check about memory and the machine: our readings beside those of the system's own tools."""
 
+import platform
 import subprocess
 import sys
 from collections.abc import Generator
@@ -17,6 +18,8 @@ ALLOCATE = (
 )  # fmt: skip
 """A child that writes 1 GiB of memory, says so, and holds it until its input ends."""
 ACTIVE_SHARE = 0.5
+METAL_APART = 0.03
+"""Share by which our assumption of Metal's limit may differ from the device's figure."""
 METAL = (
     "import mlx.core as mx; "
     "print((mx.device_info if hasattr(mx, 'device_info') else mx.metal.device_info)()"
@@ -73,19 +76,20 @@ def wired_limit() -> Outcome:
 
 
 def metal_share() -> Outcome:
-    """Compare our assumption of Metal's default limit with recommendedMaxWorkingSetSize, by MLX in a child."""
+    """Compare Metal's limit as a node would assume it with recommendedMaxWorkingSetSize, by MLX in a child."""
     system = System()
-    if system.wired_limit() is not None:
-        return skipped("iogpu.wired_limit_mb is set; the default shows after `sudo sysctl iogpu.wired_limit_mb=0`")
     try:
-        theirs = int(ask(sys.executable, "-c", METAL))
+        reported = int(ask(sys.executable, "-c", METAL))
     except ToolError as error:
         return skipped(f"MLX gives no answer, install the extra `node`: {error}")
-    total = system.total_memory() or 0
-    assumed = default_metal(total)
-    share = f"{theirs / max(total, 1):.1%}"
-    says = f"Metal {show_size(theirs)} = {share} of {show_size(total)}, assumed {show_size(default_metal(total))}"
-    return judged(assumed <= theirs, says)
+    return compare_metal(reported, system.total_memory() or 0, system.wired_limit(), f"macOS {platform.mac_ver()[0]}")
+
+
+def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
+    """Judge the device's figure by the limit that a person set, or by the guess for this RAM; all in bytes."""
+    assumed, source = (default_metal(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
+    says = f"Metal {show_size(reported)} = {reported / max(total, 1):.1%} of {show_size(total)}"
+    return judged(near(reported, assumed, METAL_APART), f"{says}, assumed {show_size(assumed)} ({source})")
 
 
 def reclaimable() -> Outcome:

@@ -8,7 +8,7 @@ as soon as the goodbye is on its way, and after ANSWER_SECONDS in any case: a po
 import ctypes
 import threading
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_uint32, c_void_p
+from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_ssize_t, c_uint32, c_void_p
 
 IOKIT = "/System/Library/Frameworks/IOKit.framework/IOKit"
 CORE = "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
@@ -32,7 +32,7 @@ class PowerNotice:
         """Register, and listen; False where the frameworks are missing or do not let us."""
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)
-            _declare(iokit, core)
+            declare(iokit, core)
         except (OSError, AttributeError):
             return False
         self._core = core
@@ -58,12 +58,12 @@ class PowerNotice:
 
         def heard(_: int | None, __: int, message: int, argument: int | None) -> None:
             if message == CAN_SLEEP:
-                iokit.IOAllowPowerChange(root, argument)
+                iokit.IOAllowPowerChange(root, argument or 0)
             elif message == WILL_SLEEP:
                 said = threading.Event()
                 on_sleep(said.set)
                 said.wait(ANSWER_SECONDS)
-                iokit.IOAllowPowerChange(root, argument)
+                iokit.IOAllowPowerChange(root, argument or 0)
             elif message == POWERED_ON:
                 on_wake()
 
@@ -81,13 +81,13 @@ class PowerNotice:
         self._ended.set()
 
 
-def _declare(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
+def declare(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
     """Say what the calls take and give: pointers would be cut to 32 bits otherwise."""
     register = iokit.IORegisterForSystemPower
     register.argtypes, register.restype = [c_void_p, POINTER(c_void_p), _CALLBACK, POINTER(c_uint32)], c_uint32
     iokit.IODeregisterForSystemPower.argtypes = [POINTER(c_uint32)]
     iokit.IODeregisterForSystemPower.restype = c_int
-    iokit.IOAllowPowerChange.argtypes, iokit.IOAllowPowerChange.restype = [c_uint32, c_void_p], c_int
+    iokit.IOAllowPowerChange.argtypes, iokit.IOAllowPowerChange.restype = [c_uint32, c_ssize_t], c_int
     source = iokit.IONotificationPortGetRunLoopSource
     source.argtypes, source.restype = [c_void_p], c_void_p
     core.CFRunLoopGetCurrent.argtypes, core.CFRunLoopGetCurrent.restype = [], c_void_p

@@ -47,7 +47,7 @@ CHECKS = (
     Check("sleep", "Sleep settings", machine_checks.sleep),
     Check("power", "Mains, battery, lid", machine_checks.power),
     Check("filevault", "FileVault", machine_checks.filevault),
-    Check("panics", "Panics of the GPU's memory", machine_checks.panics),
+    Check("panics", "Kernel panics", machine_checks.panics),
     Check("video", "Ray's ports", pool_checks.video),
     Check("proxy", "Proxies of the environment", machine_checks.proxy),
     Check("errors", "Errors in the logs", pool_checks.log_errors),

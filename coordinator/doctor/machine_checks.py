@@ -7,6 +7,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from coordinator.doctor import macos
@@ -87,13 +88,17 @@ def wired_limit(here: Here) -> Finding:
     text = here.said("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
     now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
     command = f"sudo sysctl iogpu.wired_limit_mb={safe // MIB}"
-    keep = f"{command} (until the next start; `sudo cluster service install --wired-limit-mb {safe // MIB}` keeps it)"
+    keep = (f"{command}, then restart the node (until this Mac restarts; `sudo cluster service install "
+            f"--wired-limit-mb {safe // MIB}` keeps it)")  # fmt: skip
     if now is None:
         return warn("iogpu.wired_limit_mb cannot be read", "look for its name with `sysctl -a | grep wired_limit`")
     if now > safe:
         return fail(f"iogpu.wired_limit_mb is {now // MIB}, above the {safe // MIB} that leave the system room",
                     f"lower it, or this Mac may panic: {keep}", now=now, safe=safe)  # fmt: skip
     said = f"set to {now // MIB} MB" if now else "the system's default"
+    if memory["metal"] is not None:
+        source = "as the device reports" if memory["metal_reported"] else "a guess until an engine reports it"
+        said += f", {show_size(memory['metal'])}, {source}"
     if memory.get("bound_by") == "metal":
         return warn(f"Metal's limit ({said}) decides the cap of {show_size(memory['cap'])}",
                     f"if the memory is for models alone: {keep}", now=now, safe=safe, cap=memory["cap"])  # fmt: skip
@@ -265,22 +270,31 @@ def filevault(here: Here) -> Finding:
 
 
 def panics(here: Here) -> Finding:
-    """Reports of panics in which the GPU's memory is named."""
+    """Reports of kernel panics, the newest of them by name, and whether it is one of the GPU's memory."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     folder = here.root / "Library" / "Logs" / "DiagnosticReports"
-    reports: list[tuple[str, str]] = []
+    reports: list[tuple[float, str, str]] = []
     try:
-        recent = [one for one in folder.glob("*.panic") if time.time() - one.stat().st_mtime < PANIC_DAYS * 86400]
-        reports = [(one.name, one.read_text(errors="replace")[:200_000]) for one in recent]
+        for one in folder.glob("*.panic"):
+            at = one.stat().st_mtime
+            if time.time() - at < PANIC_DAYS * 86400:
+                reports.append((at, one.name, one.read_text(errors="replace")[:200_000]))
     except OSError as error:
         return warn(f"the reports of panics cannot be read: {error.strerror}", f"look into {folder} with sudo")
-    found = macos.gpu_panics(reports)
-    if found:
-        return fail(f"{len(found)} panics of the GPU's memory in {PANIC_DAYS} days, the last {found[-1]}",
-                    "lower memory.cap or raise memory.margin, lower iogpu.wired_limit_mb, and update macOS",
-                    panics=len(found))  # fmt: skip
-    return ok(f"no panic of the GPU's memory in {PANIC_DAYS} days", panics=0)
+    if not reports:
+        return ok(f"no kernel panic in {PANIC_DAYS} days", panics=0, of_gpu=0)
+    ours = [one for one in reports if macos.panic_in(one[2])[1]]
+    at, name, text = max(ours or reports)
+    date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
+    what = f"{name} of {date}: {macos.panic_in(text)[0] or 'no message'}"
+    numbers = {"panics": len(reports), "of_gpu": len(ours)}
+    if ours:
+        return fail(f"kernel panics of the GPU's memory in {PANIC_DAYS} days: {len(ours)}, the newest {what}",
+                    'set memory.wire = "off"; if it comes again, lower memory.cap; update macOS',
+                    **numbers)  # fmt: skip
+    return warn(f"kernel panics in {PANIC_DAYS} days: {len(reports)}, the newest {what}",
+                "it does not name the GPU's memory: update macOS, and read the report", **numbers)  # fmt: skip
 
 
 def started_from(here: Here) -> Finding:

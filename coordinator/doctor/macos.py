@@ -5,7 +5,6 @@ what is not there: macOS changes such texts between versions, and a doctor that 
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +14,10 @@ REFUSED = (61, 111)
 """ECONNREFUSED, on macOS and on Linux: somebody is there and answers."""
 OLDEST = 14
 """First macOS that nodes run on."""
+
+LONGEST_PANIC = 120
+GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\b"
+"""What panics of the GPU's and of wired memory say (https://github.com/ml-explore/mlx/issues/3186)."""
 
 
 def version_in(listing: str) -> tuple[str, str]:
@@ -114,6 +117,11 @@ def exempt(environ: "dict[str, str]") -> bool:
     return responsible(environ) in ("Terminal", "the SSH session")
 
 
-def gpu_panics(reports: Iterable[tuple[str, str]]) -> list[str]:
-    """Give the names of those panic reports, by name and text, that tell of the GPU's memory."""
-    return sorted(name for name, text in reports if "IOGPUMemory" in text or "completeMemory()" in text)
+def panic_in(report: str) -> tuple[str, bool]:
+    """Return the message of a panic report, and whether it names the GPU's memory; empty where there is no message.
+
+    Only the message counts: every report lists the GPU's driver among the loaded kernel extensions.
+    """
+    found = re.search(r"panic\(cpu[^)]*\):? *(.*?)(?:\\n|\n|$)", report)
+    message = found[1].replace('\\"', '"').strip() if found else ""
+    return message[:LONGEST_PANIC], re.search(GPU_PANICS, message) is not None

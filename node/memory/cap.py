@@ -13,7 +13,9 @@ Reserves and reclaimable shares are those of the projects that the formula comes
 24 GiB.
 """
 
-from dataclasses import dataclass
+import re
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from wire.frames import Limits
 from wire.settings import SettingsError
@@ -39,27 +41,52 @@ TIERS = {
 }
 SMALL_MACHINE = 24 * GIB
 SMALL_RESERVE = 4 * GIB
-METAL_SHARE = 0.75
-METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
-"""Metal's own wired limit as a share of the RAM, where nobody set one; machines up to the size at the end have less.
-Unverified on macOS: the entry `metal-share` of the checklist shows it."""
+METAL_SHARES = (
+    (8 * GIB, 2 / 3),
+    (16 * GIB, 0.74),
+    (32 * GIB, 0.78),
+    (48 * GIB, 0.78),
+    (64 * GIB, 0.81),
+    (128 * GIB, 0.84),
+    (512 * GIB, 0.75),
+)
+"""Metal's limit by RAM as Macs report it where no limit is set, as a share of the RAM; sizes between are interpolated.
+
+16 GiB: https://github.com/AlexsJones/llmfit/pull/754, 128: https://github.com/antirez/ds4/pull/893, 32 to 64: the
+device line of llama.cpp in public logs of macOS 26 and 27, 8 and 512 (macOS 15):
+https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macOS checklist compares them."""
+METAL_SHARES_SINCE = 26
+METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GIB
+"""Before macOS 26 the share is smaller, and smaller still up to 36 GiB of RAM: 10.7 GiB of 16, 21.3 of 32, 384 of 512
+(https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672)."""
 WIRED_SHARE_MOST = 0.95
 """A wired limit above this share ended in a crash loop on a 512 GiB machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What this machine sets a cap, in bytes: RAM (0: unreadable), Metal's wired limit (None: no Metal, as on Linux),
-    and the limit of the container that we are in (None: none)."""
+    """What this machine sets a cap, in bytes: RAM (0: unreadable), Metal's limit (None: no Metal, as on Linux), the
+    limit of the container that we are in (None: none), and `iogpu.wired_limit_mb` where a person set it (else None).
+
+    Without the device's own figure (`with_device`), `metal` is the limit that a person set, or else a guess."""
 
     total: int
     metal: int | None = None
     container: int | None = None
+    wired: int | None = None
 
     @property
     def ram(self) -> int:
         """The RAM that is ours to divide."""
         return self.total if self.container is None else min(self.total, self.container)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Metal's limit as the engine's device reported it, in bytes, and `Bounds.wired` at that time."""
+
+    limit: int
+    wired: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +122,32 @@ def reserve(tier: str, total: int) -> int:
     return SMALL_RESERVE if total < SMALL_MACHINE else TIERS[tier].reserve
 
 
-def default_metal(total: int) -> int:
-    """Give Metal's wired limit in bytes for a machine where nobody set one."""
-    return int(total * (METAL_SHARE_SMALL if total <= METAL_SMALL else METAL_SHARE))
+def default_metal(total: int, system: str = "") -> int:
+    """Return a guess in bytes of Metal's limit for `total` bytes of RAM where no limit is set.
+
+    `system` is the name of the system, as "macOS 15.5"; one that is not known counts as the newest macOS.
+    """
+    found = re.match(r"macOS (\d+)", system)
+    if found is not None and int(found[1]) < METAL_SHARES_SINCE:
+        return int(total * (METAL_SHARE_BEFORE_SMALL if total <= METAL_SMALL else METAL_SHARE_BEFORE))
+    sizes = [size for size, _ in METAL_SHARES]
+    place = bisect_left(sizes, total)
+    if place in (0, len(sizes)):
+        return int(total * METAL_SHARES[min(place, len(sizes) - 1)][1])
+    (below, low), (above, high) = METAL_SHARES[place - 1 : place + 1]
+    return int(total * (low + (high - low) * (total - below) / (above - below)))
+
+
+def with_device(bounds: Bounds, device: Device | None) -> Bounds:
+    """Return the bounds with the device's figure in the place of a guess; unchanged where there is no figure.
+
+    The device's figure follows `iogpu.wired_limit_mb`, but MLX reads it once for each process. So a limit that a person
+    sets or removes later counts where it is lower, and a higher one from the engine's next start on.
+    """
+    if device is None or bounds.metal is None:
+        return bounds
+    default = bounds.wired is None and device.wired is None
+    return replace(bounds, metal=device.limit if default else min(device.limit, bounds.metal))
 
 
 def safe_wired_limit(tier: str, total: int) -> int:
@@ -146,14 +196,14 @@ def _under_metal(setting: str | int, size: int, bounds: Bounds, *, above_metal: 
             f"setting memory.cap: {setting} is {show_size(size)}, above the Metal limit of {show_size(metal)}; lower "
             f"it, raise the limit ({raising}), or set memory.above_metal = true and bear the risk"
         )
-    warning = f"memory.cap is {show_size(size)}, and the Metal limit fell to {show_size(metal)}: the lower counts"
-    return Cap(max(1, metal), "metal", f"raise Metal's limit: {raising}", warning)
+    warning = f"memory.cap is {show_size(size)}, above the Metal limit of {show_size(metal)}: the lower counts"
+    return Cap(max(1, metal), "metal", _raise_metal(raising), warning)
 
 
 def _automatic_cap(tier: str, bounds: Bounds) -> Cap:
     static, metal = max(1, bounds.ram - reserve(tier, bounds.ram)), bounds.metal
     if metal is not None and metal < static:
-        return Cap(max(1, metal), "metal", f"raise Metal's limit: {_sysctl(static, bounds.total)}")
+        return Cap(max(1, metal), "metal", _raise_metal(_sysctl(static, bounds.total)))
     if bounds.ram < bounds.total:
         return Cap(static, "container", _CONTAINER)
     return Cap(static, "static", "choose a memory.tier with a smaller reserve, or set memory.cap")
@@ -169,6 +219,11 @@ def _explicit(setting: str | int, bounds: Bounds, *, starting: bool) -> int:
     if size > bounds.total > 0 and starting:
         raise SettingsError(f"setting memory.cap: {show_size(size)} is more than the RAM of {show_size(bounds.total)}")
     return min(size, bounds.total or size)
+
+
+def _raise_metal(command: str) -> str:
+    """Return the remedy; MLX reads the limit once for each process, so the engine has to start after the command."""
+    return f"raise Metal's limit: {command}, then restart the node"
 
 
 def _sysctl(wanted: int, total: int) -> str:

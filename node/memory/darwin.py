@@ -52,6 +52,7 @@ class VmStatistics64(ctypes.Structure):
     free: int
     active: int
     inactive: int
+    wired: int
     _fields_: ClassVar = [
         ("free", c_uint32), ("active", c_uint32), ("inactive", c_uint32), ("wired", c_uint32),
         ("events", c_uint64 * 9),
@@ -99,6 +100,7 @@ class System:
         self._host_self = calls.mach_host_self
         self._host_self.argtypes, self._host_self.restype = [], c_uint32
         self._host: int | None = None
+        self._limit = 0
 
     def phys(self, pid: int) -> int | None:
         """Give a process's footprint in bytes; None when it is gone, foreign or unreadable."""
@@ -138,9 +140,12 @@ class System:
         return self._number("hw.memsize")
 
     def wired_limit(self) -> int | None:
-        """Give the Metal limit that somebody set, in bytes; None when the system's default holds."""
+        """Return the Metal limit that somebody set, in bytes; None when the system's default holds. Where it cannot be
+        read for once it is what it was: a cap that falls would cost work."""
         megabytes = self._number("iogpu.wired_limit_mb")
-        return megabytes * MIB if megabytes else None
+        if megabytes is not None:
+            self._limit = megabytes
+        return self._limit * MIB or None
 
     def pressure(self) -> str:
         """Give the system's word for its memory pressure; empty when it is not told."""
@@ -148,13 +153,26 @@ class System:
 
     def reclaimable(self, active_share: float) -> int | None:
         """Give free + inactive pages and a share of the active ones, in bytes."""
+        found = self._pages()
+        if found is None:
+            return None
+        pages, size = found
+        return int((pages.free + pages.inactive + pages.active * active_share) * size)
+
+    def wired(self) -> int | None:
+        """Return the pages that the kernel and all processes have wired, in bytes."""
+        found = self._pages()
+        return None if found is None else found[0].wired * found[1]
+
+    def _pages(self) -> tuple[VmStatistics64, int] | None:
+        """Read the counts of pages, and the bytes of one."""
         pages, count, size = VmStatistics64(), c_uint32(HOST_VM_INFO64_COUNT), c_size_t()
         host = self._host_port()
         if self._page_size(host, byref(size)) != 0:
             return None
         if self._statistics(host, HOST_VM_INFO64, byref(pages), byref(count)) != 0:
             return None
-        return int((pages.free + pages.inactive + pages.active * active_share) * size.value)
+        return pages, size.value
 
     def chip_name(self) -> str:
         """Give the chip, as "Apple M5 Max"; empty when it is not told."""

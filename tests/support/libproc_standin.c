@@ -134,7 +134,7 @@ int sysctlbyname(const char *name, void *old, size_t *oldlen, void *new_value, s
         uint64_t memory = 128ull << 30;
         return give(&memory, sizeof memory, old, oldlen);
     }
-    if (strcmp(name, "iogpu.wired_limit_mb") == 0) {
+    if (strcmp(name, "iogpu.wired_limit_mb") == 0 && !getenv("STANDIN_WIRED_FAIL")) {
         int32_t limit = wired ? atoi(wired) : 0;
         return give(&limit, sizeof limit, old, oldlen);
     }
@@ -160,5 +160,6 @@ int host_statistics64(uint32_t host, int flavor, void *out, uint32_t *count) {
     pages->free_count = 1000;
     pages->inactive_count = 500;
     pages->active_count = 200;
+    pages->wire_count = 300;
     return 0;
 }

@@ -33,6 +33,7 @@ EXAMINED: dict[str, Any] = {
     "error": "", "faults": [], "settings": [], "machine": "m", "engine": "mlx", "sections": [], "folders": [],
     "hardware": {"chip": "Apple M3 Ultra"}, "video": {"enabled": False, "first_port": 6480},
     "memory": {"total": 128 * GIB, "metal": 96 * GIB, "container": None, "safe": 120 * GIB, "error": "",
+               "metal_reported": True,
                "cap": 96 * GIB, "bound_by": "static", "remedy": "", "warning": "", "margin": 10 * GIB, "guard": "on"},
     "identity": None, "identity_error": "", "dialled": [],
 }  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import mac_engine, mac_machine, mac_network
+from deploy import mac_engine, mac_machine, mac_network, mac_wired
 from deploy.mac_check import ENTRIES, NO_MAC, Entry, report, run
 from deploy.outcome import Outcome, ToolError, number_in, size_in
 from wire.units import GIB, MIB
@@ -29,8 +29,8 @@ def test_an_entry_says_command_expectation_and_what_to_change(entry: Entry):
     section = sections()[entry.id]
     assert section.startswith(f"{entry.title} ({entry.how}")
     assert [part for part in PARTS if part not in section] == []
-    if entry.how == "automatic":
-        assert f"`.venv/bin/python -m deploy.mac_check {entry.id}`" in section
+    if entry.run is not None:
+        assert f".venv/bin/python -m deploy.mac_check {entry.id}`" in section
 
 
 def test_every_file_that_is_to_be_changed_exists():
@@ -47,7 +47,14 @@ def test_other_systems_are_told_that_it_needs_a_mac():
 
 
 @pytest.mark.parametrize(
-    "check", [mac_machine.identity, mac_network.notsent_lowat, mac_network.child_eof, mac_engine.engine_answers]
+    "check",
+    [
+        mac_machine.identity,
+        mac_network.notsent_lowat,
+        mac_network.child_eof,
+        mac_engine.engine_answers,
+        mac_engine.soft_end,
+    ],
 )
 def test_what_can_be_seen_on_any_system_passes_here(check):
     outcome = check()
@@ -69,11 +76,67 @@ def test_sizes_are_read_as_the_tools_write_them():
         size_in("nothing", "Footprint")
 
 
+@pytest.mark.parametrize(
+    ("reported", "wired", "system", "status"),
+    [
+        (107.52, None, "macOS 26.4", "pass"),
+        (104.4, None, "macOS 26.4", "pass"),
+        (104.2, None, "macOS 26.4", "fail"),
+        (110.8, None, "macOS 26.4", "pass"),
+        (110.9, None, "macOS 26.4", "fail"),
+        (96, None, "macOS 26.4", "fail"),
+        (96, None, "macOS 15.5", "pass"),
+        (112, 112, "macOS 26.4", "pass"),
+        (107.52, 112, "macOS 26.4", "fail"),
+    ],
+)
+def test_an_assumed_metal_limit_that_is_three_per_cent_off_fails(
+    reported: float, wired: int | None, system: str, status: str
+):
+    limit = None if wired is None else wired * GIB
+    outcome = mac_machine.compare_metal(int(reported * GIB), 128 * GIB, limit, system)
+    assert outcome.status == status, outcome.text
+    assert f"Metal {reported:.1f} GiB" in outcome.text
+    assert ("sysctl" if wired else f"guess for {system}") in outcome.text
+
+
 def test_an_entry_that_breaks_fails_and_says_why():
     def broken() -> Outcome:
         raise ToolError("vm_stat: not found")
 
     assert run(Entry("x", "X", broken)) == Outcome("fail", "ToolError: vm_stat: not found")
+
+
+def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
+    ran: list[bool] = []
+
+    def runs() -> Outcome:
+        ran.append(True)
+        return Outcome("pass", "")
+
+    risky = Entry("x", "X", runs, risky=True)
+    assert (run(risky).status, ran) == ("skip", [])
+    assert "only by name" in run(risky).text
+    assert (run(risky, named=True).status, ran) == ("pass", [True])
+    assert [entry.id for entry in ENTRIES if entry.risky] == ["wired-panic"]
+
+
+def test_the_workload_of_the_panic_says_what_is_wrong_with_its_model(tmp_path: Path):
+    with pytest.raises(ToolError, match="this node has no model nowhere"):
+        mac_wired.churn(tmp_path / "nowhere", "on", tmp_path / "progress")
+    assert not (tmp_path / "progress").exists()
+
+
+def test_the_workload_of_the_panic_runs_two_streams_and_overflows_the_prefix_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(mac_wired.MODEL, raising=False)
+    assert mac_wired.both_ways().status == "skip"
+    progress = tmp_path / "progress"
+    seen = mac_wired.churn(mac_engine.MODEL, "on", progress, seconds=4.0, words=40, cache="1MiB")
+    assert seen["requests"] >= 2
+    assert seen["evictions"] >= 1
+    assert progress.read_text().splitlines()[-1] == "memory.wire = on: ended well after 4 s"
 
 
 def test_the_report_has_a_box_for_what_is_done_by_hand():

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import shutil
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from wire.units import GIB
 BY_ID = {check.id: check for check in CHECKS}
 ONLY_MACOS = ("wired-limit", "local-network", "firewall", "started-from", "sleep", "filevault", "panics")
 MEMORY = EXAMINED["memory"]
+RECORDED = Path(__file__).parent / "panics"
 PEER = {"address": "192.168.1.20:8081", "errno": 0, "seconds": 0.002, "proven": True, "error": "", "expires": None}
 PMSET = "/usr/bin/pmset -g"
 
@@ -60,9 +63,15 @@ def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Pat
     memory = {**MEMORY, "bound_by": "metal"}
     found = BY_ID["wired-limit"].run(pretended(tmp_path, memory=memory))
     assert found.result == "warn"
+    assert "(the system's default, 96.0 GiB, as the device reports) decides the cap" in found.text
     assert "sudo sysctl iogpu.wired_limit_mb=122880" in found.fix
     assert "sudo cluster service install --wired-limit-mb 122880" in found.fix
     assert found.numbers["safe"] == 120 * GIB
+
+
+def test_a_limit_that_no_engine_has_reported_is_told_as_a_guess(tmp_path: Path):
+    found = BY_ID["wired-limit"].run(pretended(tmp_path, memory={**MEMORY, "metal_reported": False}))
+    assert "the system's default, 96.0 GiB, a guess until an engine reports it;" in found.text
 
 
 def test_a_firewall_that_does_not_know_us_matters_where_somebody_connects_to_us(tmp_path: Path):
@@ -102,16 +111,53 @@ def test_what_only_a_mac_has_says_so_elsewhere(tmp_path: Path, check: str):
     assert "macOS" in found.text
 
 
-def test_panics_of_the_gpu_are_found(tmp_path: Path):
-    folder = tmp_path / "Library" / "Logs" / "DiagnosticReports"
+def reports(state: Path, *names: str) -> None:
+    """Put recorded reports where macOS puts them, the first a day old and each next a day older."""
+    folder = state / "Library" / "Logs" / "DiagnosticReports"
     folder.mkdir(parents=True)
-    (folder / "Kernel-2026.panic").write_text(
-        "panic(cpu 1) IOGPUMemory.cpp:550 completeMemory() prepare count underflow"
-    )
-    (folder / "Old.panic").write_text("IOGPUMemory")
-    os.utime(folder / "Old.panic", (1, 1))
+    for days, name in enumerate(names, 1):
+        shutil.copy(RECORDED / name, folder)
+        os.utime(folder / name, (time.time() - days * 86400,) * 2)
+
+
+GPU, GROUP = "panic-full-2026-04-03-235119.0002.panic", "panic-full-2026-05-10-195501.0002.panic"
+WATCHDOG, WIRED = "panic-full-2026-05-12-070000.0002.panic", "Kernel_2026-05-13-080000_studio.panic"
+
+
+@pytest.mark.parametrize(
+    ("names", "result", "newest", "says", "of_gpu"),
+    [
+        ((GPU, GROUP), "fail", GPU, '"completeMemory() prepare count underflow" @IOGPUMemory.cpp:550', 2),
+        ((GROUP, GPU), "fail", GROUP, '"IOGPUGroupMemory::remove_memory_object() memory object not found"', 2),
+        ((WATCHDOG, GPU), "fail", GPU, '"completeMemory() prepare count', 1),
+        ((WIRED,), "fail", WIRED, "vm_page_unwire: page 0xfffffe0000000005 is not wired", 1),
+        ((WATCHDOG,), "warn", WATCHDOG, "userspace watchdog timeout: no successful checkins from WindowServer", 0),
+    ],
+)
+def test_the_newest_panic_is_named_with_its_date_and_what_to_do(
+    tmp_path: Path, names: tuple[str, ...], result: str, newest: str, says: str, of_gpu: int
+):
+    reports(tmp_path, *names)
     found = BY_ID["panics"].run(pretended(tmp_path))
-    assert (found.result, found.numbers["panics"]) == ("fail", 1)
+    assert (found.result, found.numbers["panics"], found.numbers["of_gpu"]) == (result, len(names), of_gpu)
+    at = (tmp_path / "Library" / "Logs" / "DiagnosticReports" / newest).stat().st_mtime
+    date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
+    assert f"the newest {newest} of {date}: {says}" in found.text
+    for step in ('memory.wire = "off"', "memory.cap"):
+        assert (step in found.fix) is (result == "fail")
+
+
+def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(tmp_path: Path):
+    assert BY_ID["panics"].run(pretended(tmp_path)).result == "ok"
+    reports(tmp_path, GPU)
+    folder = tmp_path / "Library" / "Logs" / "DiagnosticReports"
+    os.utime(folder / GPU, (1, 1))
+    found = BY_ID["panics"].run(pretended(tmp_path))
+    assert (found.result, found.numbers["panics"]) == ("ok", 0)
+    (folder / "empty.panic").mkdir()
+    found = BY_ID["panics"].run(pretended(tmp_path))
+    assert found.result == "warn"
+    assert "sudo" in found.fix
 
 
 def test_a_node_that_reaches_a_stranger_never_goes_on():

@@ -101,18 +101,28 @@ def test_who_is_responsible(environ: dict[str, str], who: str, exempt: bool):
     assert macos.exempt(environ) is exempt
 
 
-def test_panics_of_the_gpu():
-    reports = [
-        ("b.panic", 'panic "completeMemory() prepare count underflow" @IOGPUMemory.cpp:550'),
-        ("a.panic", "disk"),
-    ]
-    assert macos.gpu_panics(reports) == ["b.panic"]
+@pytest.mark.parametrize(
+    ("report", "found"),
+    [
+        ('panic(cpu 7 caller 0x1): "completeMemory() prepare count underflow" @IOGPUMemory.cpp:550\nDebugger', True),
+        ('{"panicString":"panic(cpu 7 caller 0x1): \\"prepare count underflow\\" @X.cpp:5\\nOS version"}', True),
+        ("panic(cpu 7 caller 0x1): watchdog timeout\nloaded kexts:\ncom.apple.iokit.IOGPUFamily 130.13", False),
+        ("panic(cpu 1 caller 0x1): hardwired rewired wiredness", False),
+        ("no panic of ours: completeMemory()", False),
+        ("", False),
+    ],
+)
+def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
+    message, gpu = macos.panic_in(report)
+    assert gpu is found
+    assert "\\" not in message
+    assert message or "panic(cpu" not in report
 
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_a_reader(text: str):
     for read in (macos.version_in, macos.power_settings_in, macos.firewall_in, macos.blocks_all_in, macos.filevault_in,
-                 macos.lid_in, macos.gateway_in):  # fmt: skip
+                 macos.lid_in, macos.gateway_in, macos.panic_in):  # fmt: skip
         read(text)
     macos.blocked_in(text, "python")
     macos.neighbours_in(text, None)

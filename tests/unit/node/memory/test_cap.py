@@ -1,4 +1,4 @@
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +10,7 @@ from node.memory.cap import (
     Bounds,
     Cap,
     Ceiling,
+    Device,
     Margin,
     Tier,
     ceiling,
@@ -18,9 +19,10 @@ from node.memory.cap import (
     limits,
     resolve_cap,
     resolve_margin,
+    with_device,
 )
 from wire.settings import SettingsError
-from wire.units import GIB
+from wire.units import GIB, MIB
 from wire.verdict import UNREADABLE, default_margin
 
 SIZES = st.integers(0, 2**40)
@@ -53,7 +55,7 @@ def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int,
 
 def test_the_metal_term_names_the_command_that_raises_it_and_never_more_than_95_percent_of_the_ram():
     remedy = resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB)).remedy
-    assert remedy == "raise Metal's limit: sudo sysctl iogpu.wired_limit_mb=118784"
+    assert remedy == "raise Metal's limit: sudo sysctl iogpu.wired_limit_mb=118784, then restart the node"
     with pytest.raises(SettingsError, match=r"\(sudo sysctl iogpu.wired_limit_mb=124518\)"):
         resolve_cap("128GiB", "safe", Bounds(128 * GIB, 96 * GIB))
 
@@ -272,11 +274,66 @@ def test_limits_carry_what_is_in_force():
     assert (frame.bound_by, frame.guard, frame.leases) == ("dynamic", False, 1)
 
 
-def test_metals_default_is_three_quarters_and_two_thirds_of_a_small_machine():
-    assert default_metal(128 * GIB) == 96 * GIB
-    assert default_metal(37 * GIB) == int(27.75 * GIB)
-    assert default_metal(36 * GIB) == 24 * GIB
-    assert default_metal(18 * GIB) == 12 * GIB
+@pytest.mark.parametrize(
+    ("ram", "system", "limit"),
+    [
+        (16, "macOS 26.4", 11.84),
+        (32, "macOS 26.4", 24.96),
+        (36, "macOS 27.0", 28.08),
+        (48, "macOS 26.4", 37.44),
+        (64, "macOS 26.4", 51.84),
+        (128, "macOS 26.4", 107.52),
+        (128, "", 107.52),
+        (24, "macOS 26.4", 24 * 0.76),
+        (96, "macOS 26.4", 96 * 0.825),
+        (512, "macOS 26.4", 384),
+        (1024, "macOS 26.4", 768),
+        (4, "macOS 26.4", 4 * 2 / 3),
+        (16, "macOS 15.6", 16 * 2 / 3),
+        (36, "macOS 14.1", 24),
+        (37, "macOS 14.1", 27.75),
+        (512, "macOS 15.5", 384),
+    ],
+)
+def test_the_guess_of_metals_limit_is_what_macs_report_and_lies_between_them_elsewhere(
+    ram: int, system: str, limit: float
+):
+    assert abs(default_metal(ram * GIB, system) - limit * GIB) < MIB
+
+
+@given(st.integers(1, 2**41), st.sampled_from(["", "macOS 15.5", "macOS 26.0", "macOS ", "Linux 6.8"]))
+def test_the_guess_is_between_two_thirds_and_the_highest_share_that_was_seen(ram: int, system: str):
+    assert int(ram * 2 / 3) <= default_metal(ram, system) <= ram * 0.84
+
+
+GUESSED = Bounds(128 * GIB, 100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "device", "metal"),
+    [
+        (GUESSED, None, 100),
+        (GUESSED, Device(107 * GIB), 107),
+        (GUESSED, Device(90 * GIB), 90),
+        # A person set a limit: the device's figure follows it, and neither is ever exceeded.
+        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(112 * GIB, 112 * GIB), 112),
+        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(110 * GIB, 112 * GIB), 110),
+        (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), Device(107 * GIB, 60 * GIB), 60),
+        # It was set, changed or removed since the device was asked: the lower counts.
+        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(107 * GIB), 107),
+        (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), Device(107 * GIB), 60),
+        (GUESSED, Device(112 * GIB, 112 * GIB), 100),
+        (GUESSED, Device(60 * GIB, 60 * GIB), 60),
+    ],
+)
+def test_metals_limit_is_the_devices_figure_and_what_a_person_set_where_that_is_lower(
+    bounds: Bounds, device: Device | None, metal: int
+):
+    assert with_device(bounds, device) == replace(bounds, metal=metal * GIB)
+
+
+def test_a_machine_without_metal_gets_none_from_a_report():
+    assert with_device(Bounds(64 * GIB), Device(48 * GIB)) == Bounds(64 * GIB)
 
 
 def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
@@ -287,9 +344,9 @@ def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
 
 @pytest.mark.parametrize(
     "value",
-    [Tier(1, 0.5), Bounds(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
+    [Tier(1, 0.5), Bounds(GIB), Device(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds | Cap | Ceiling | Margin):
+def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds | Device | Cap | Ceiling | Margin):
     with pytest.raises(FrozenInstanceError):
         setattr(value, fields(value)[0].name, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.memory.cap import Bounds
+from node.memory.cap import Bounds, default_metal
 from node.memory.darwin import Footprint, ProcBsdInfo, RusageV4, System, VmStatistics64
 from node.memory.reading import Highs
 from node.memory.sensor import Mac
@@ -108,14 +108,20 @@ def test_the_pressure_is_the_systems_own_word(system: System, monkeypatch: pytes
 
 def test_a_mac_reads_its_limits_anew_at_each_look(system: System, monkeypatch: pytest.MonkeyPatch):
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system)
-    assert mac.bounds() == Bounds(128 * GIB, 96 * GIB)
+    assert mac.bounds() == Bounds(128 * GIB, default_metal(128 * GIB))
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
-    assert mac.bounds() == Bounds(128 * GIB, 110000 * MIB)
+    assert mac.bounds() == Bounds(128 * GIB, 110000 * MIB, wired=110000 * MIB)
+    monkeypatch.delenv("STANDIN_WIRED_MB")
+    old = Mac(Hardware("M5", 128 * GIB, system="macOS 15.5"), 0.5, system)
+    assert old.bounds() == Bounds(128 * GIB, 96 * GIB), "an older system gives less"
     spare = mac.spare()
     assert (spare.available, spare.pressure, spare.source) == (1500 * 16384, "", "vm_statistics64")
     assert mac.reclaimable() == 1600 * 16384
+    assert mac.wired() == 300 * 16384
     monkeypatch.setenv("STANDIN_STATISTICS_FAIL", "1")
     assert mac.spare().available is None
+    assert mac.reclaimable() is None
+    assert mac.wired() is None
 
 
 def test_the_machine_is_described(system: System):
@@ -127,6 +133,11 @@ def test_a_wired_limit_is_one_that_somebody_set(system: System, monkeypatch: pyt
     assert system.wired_limit() is None
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
     assert system.wired_limit() == 110000 * MIB
+    monkeypatch.setenv("STANDIN_WIRED_FAIL", "1")
+    assert system.wired_limit() == 110000 * MIB, "one that cannot be read for once is what it was"
+    monkeypatch.delenv("STANDIN_WIRED_FAIL")
+    monkeypatch.setenv("STANDIN_WIRED_MB", "0")
+    assert system.wired_limit() is None
 
 
 def test_reclaimable_is_free_and_inactive_and_a_share_of_active(system: System, monkeypatch: pytest.MonkeyPatch):

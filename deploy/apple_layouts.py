@@ -1,0 +1,188 @@
+"""Proves our ctypes definitions by Apple's own headers: static assertions in C++, made from the definitions themselves.
+
+The package `ziglang` carries the headers of libSystem and the list of its symbols, so any machine compiles the first
+part for `aarch64-macos` (tests/unit/deploy/test_apple_layouts.py). The headers of IOKit and CoreFoundation are not in
+it: only a Mac with Xcode's command line tools compiles the second part (the entry `layouts` of the Mac check).
+
+Checked: size and offset of every field that we read, constants, and number, kind, width and sign of every argument and
+result. Not checked: what a call does, names of sysctls, and what is declared in no public header
+(`proc_reset_footprint_interval`, of which only the symbol is known).
+"""
+
+import ctypes
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.doctor import macos
+from deploy.outcome import Outcome, ask, judged
+from machine import iokit
+from node.memory import darwin
+from wire import stream
+
+HEADERS = (
+    "stddef.h", "stdint.h", "errno.h", "libproc.h", "sys/proc.h", "sys/proc_info.h", "sys/resource.h", "sys/socket.h",
+    "sys/sysctl.h", "mach/mach.h", "dispatch/dispatch.h", "netinet/in.h", "netinet/tcp.h",
+)  # fmt: skip
+FRAMEWORK_HEADERS = ("stdint.h", "CoreFoundation/CoreFoundation.h", "IOKit/IOMessage.h", "IOKit/pwr_mgt/IOPMLib.h")
+UNDECLARED = frozenset({"proc_reset_footprint_interval"})
+"""Calls that no public header declares; Apple publishes `libproc_internal.h` as source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A structure of ours, Apple's name for it and for each field that we read, and where ours ends in Apple's."""
+
+    ours: type[ctypes.Structure]
+    theirs: str
+    fields: Mapping[str, str]
+    end: str
+
+
+LAYOUTS = (
+    Layout(
+        darwin.RusageV4,
+        "struct rusage_info_v4",
+        {
+            "phys_footprint": "ri_phys_footprint",
+            "lifetime_max_phys_footprint": "ri_lifetime_max_phys_footprint",
+            "interval_max_phys_footprint": "ri_interval_max_phys_footprint",
+        },
+        "sizeof(struct rusage_info_v4)",
+    ),
+    Layout(
+        darwin.VmStatistics64,
+        "struct vm_statistics64",
+        {"free": "free_count", "active": "active_count", "inactive": "inactive_count", "wired": "wire_count"},
+        # Later systems append to it; the count that we pass says where ours ends.
+        "HOST_VM_INFO64_REV1_COUNT * sizeof(integer_t)",
+    ),
+    Layout(
+        darwin.ProcBsdInfo,
+        "struct proc_bsdinfo",
+        {"status": "pbi_status", "start_seconds": "pbi_start_tvsec", "start_microseconds": "pbi_start_tvusec"},
+        "sizeof(struct proc_bsdinfo)",
+    ),
+)
+CONSTANTS: Mapping[str, int] = {
+    "RUSAGE_INFO_V4": darwin.RUSAGE_INFO_V4,
+    "PROC_PIDTBSDINFO": darwin.PROC_PIDTBSDINFO,
+    "SZOMB": darwin.ZOMBIE,
+    "HOST_VM_INFO64": darwin.HOST_VM_INFO64,
+    "HOST_VM_INFO64_REV1_COUNT": darwin.HOST_VM_INFO64_COUNT,
+    **{f"DISPATCH_MEMORYPRESSURE_{word.upper()}": level for level, word in darwin.PRESSURES.items()},
+    "IPPROTO_TCP": stream.IPPROTO_TCP,
+    "TCP_NODELAY": stream.TCP_NODELAY,
+    "TCP_NOTSENT_LOWAT": stream.NOTSENT_LOWAT_MACOS,
+    "AF_UNIX": stream.AF_UNIX,
+    "EHOSTUNREACH": macos.NO_ROUTE,
+    "ECONNREFUSED": macos.REFUSED[0],
+}
+FRAMEWORK_CONSTANTS: Mapping[str, int] = {
+    "kIOMessageCanSystemSleep": iokit.CAN_SLEEP,
+    "kIOMessageSystemWillSleep": iokit.WILL_SLEEP,
+    "kIOMessageSystemHasPoweredOn": iokit.POWERED_ON,
+}
+POINTERS: Mapping[Any, str] = {ctypes.c_void_p: "void *", ctypes.c_char_p: "char *"}
+AGREE = """
+template <class T> struct Plain { using type = T; };
+template <class T> struct Plain<const T> { using type = T; };
+template <class T> struct Pointer { static constexpr bool is = false; using to = void; };
+template <class T> struct Pointer<T *> { static constexpr bool is = true; using to = typename Plain<T>::type; };
+template <class T> struct Void { static constexpr bool is = false; };
+template <> struct Void<void> { static constexpr bool is = true; };
+
+// A pointer to nothing in particular agrees with every pointer, a number with one of its width and sign.
+template <class A, class B> struct Agree {
+    static constexpr bool value() {
+        using P = Pointer<A>;
+        using Q = Pointer<B>;
+        if constexpr (Void<A>::is || Void<B>::is) return Void<A>::is && Void<B>::is;
+        else if constexpr (P::is != Q::is) return false;
+        else if constexpr (!P::is) return sizeof(A) == sizeof(B) && (A(-1) < A(0)) == (B(-1) < B(0));
+        else if constexpr (Void<typename P::to>::is || Void<typename Q::to>::is) return true;
+        else return Agree<typename P::to, typename Q::to>::value();
+    }
+};
+template <class R, class... A, class S, class... B> struct Agree<R(A...), S(B...)> {
+    static constexpr bool value() {
+        if constexpr (sizeof...(A) != sizeof...(B)) return false;
+        else return Agree<R, S>::value() && (Agree<A, B>::value() && ...);
+    }
+};
+"""
+
+
+def calls_of(holder: object) -> dict[str, Any]:
+    """Return the foreign functions that an object holds, by symbol, as they were declared."""
+    found = [one for one in vars(holder).values() if hasattr(one, "restype") and not isinstance(one, type)]
+    return {call.__name__: call for call in found}
+
+
+def system_source(calls: Mapping[str, Any]) -> str:
+    """Return the assertions about libSystem: layouts, constants, and these calls."""
+    lines = [*_begin(HEADERS), *(line for layout in LAYOUTS for line in _layout(layout)), *_constants(CONSTANTS)]
+    return "\n".join([*lines, *prototypes({name: one for name, one in calls.items() if name not in UNDECLARED})]) + "\n"
+
+
+def framework_source(calls: Mapping[str, Any]) -> str:
+    """Return the assertions about IOKit and CoreFoundation."""
+    return "\n".join([*_begin(FRAMEWORK_HEADERS), *_constants(FRAMEWORK_CONSTANTS), *prototypes(calls)]) + "\n"
+
+
+def _begin(headers: Iterable[str]) -> list[str]:
+    return [*(f"#include <{header}>" for header in headers), AGREE]
+
+
+def _layout(layout: Layout) -> Iterable[str]:
+    name = layout.ours.__name__
+    yield _assert(f"{layout.end} == {ctypes.sizeof(layout.ours)}", f"{name}: size")
+    for ours in layout.ours.__annotations__:
+        if ours.startswith("_"):
+            continue
+        theirs, field = layout.fields[ours], getattr(layout.ours, ours)
+        yield _assert(f"offsetof({layout.theirs}, {theirs}) == {field.offset}", f"{name}.{ours}: offset")
+        yield _assert(f"sizeof((({layout.theirs} *)0)->{theirs}) == {field.size}", f"{name}.{ours}: size")
+
+
+def _constants(constants: Mapping[str, int]) -> Iterable[str]:
+    return (_assert(f"(unsigned long long)({name}) == {value}ull", name) for name, value in constants.items())
+
+
+def prototypes(calls: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the assertions about these calls."""
+    for name, call in calls.items():
+        ours = f"{_type(call.restype)}({', '.join(map(_type, call.argtypes))})"
+        yield _assert(f"Agree<{ours}, decltype({name})>::value()", f"{name}: prototype")
+
+
+def _assert(condition: str, what: str) -> str:
+    return f'static_assert({condition}, "{what}");'
+
+
+def _type(ours: Any) -> str:
+    """Return a ctypes type as C++."""
+    if ours is None:
+        return "void"
+    if hasattr(ours, "_argtypes_"):
+        return f"{_type(ours._restype_)} (*)({', '.join(map(_type, ours._argtypes_))})"
+    if isinstance(ours._type_, type):
+        return f"{_type(ours._type_)} *"
+    if ours in POINTERS:
+        return POINTERS[ours]
+    return f"{'' if ours(-1).value < 0 else 'u'}int{8 * ctypes.sizeof(ours)}_t"
+
+
+def layouts() -> Outcome:
+    """Compile all assertions against the SDK of this Mac."""
+    kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
+    iokit.declare(kit, core)
+    calls, framework_calls = calls_of(darwin.System()), calls_of(kit) | calls_of(core)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("system", system_source(calls)), ("frameworks", framework_source(framework_calls))):
+            source = Path(folder) / f"{name}.cpp"
+            source.write_text(text)
+            ask("/usr/bin/xcrun", "clang++", "-std=c++17", "-fsyntax-only", str(source))
+    return judged(good=True, text=f"{len(LAYOUTS)} structures, {len(calls) + len(framework_calls)} calls as in the SDK")

@@ -1,0 +1,135 @@
+"""The entry of the Mac check that may panic the Mac: two streams and a churn of buffers, unwired and then wired.
+
+It repeats the controlled test of https://github.com/ml-explore/mlx/issues/3186 on our engine for a bounded time: two
+streams of unique long prompts with answers long and short, and a prefix cache that overflows. There the stock server
+panicked after 102 to 108 s with a wired limit set, and never without one. Unverified on macOS.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from deploy.mac_engine import hand_in
+from deploy.outcome import ROOT, Outcome, ToolError, judged, skipped
+from wire.units import show_size
+
+MODEL = "MACPOOL_CHECK_MODEL"
+"""Environment variable with the folder of a model; a model of a quarter of the Mac's memory or more shows most."""
+SECONDS = 240.0
+"""For each of the two ways, from the end of the load: more than twice what the panic took."""
+LOAD_SECONDS = 1800.0
+WORDS = 12_000
+ANSWERS = (16, 400)
+"""Tokens of a short answer and of a long one."""
+STREAMS = 2
+CACHE = "1GiB"
+"""A prefix cache that a few of the prompts fill."""
+PROGRESS = Path("mac-check-wired.log")
+"""Written through to the disk every few seconds, so that it is there after a panic."""
+PROGRESS_SECONDS = 5.0
+
+
+def both_ways() -> Outcome:
+    """Run the workload with `memory.wire` off and then on, each in a process of its own."""
+    model = os.environ.get(MODEL)
+    if not model:
+        return skipped(f"set {MODEL} to the folder of a large model")
+    says: list[str] = []
+    for wire in ("off", "on"):
+        told = _run(Path(model), wire)
+        says.append(f"{wire}: wired {show_size(int(told['wired']))}, {told['requests']} requests, {told['evictions']} "
+                    f"evictions, {told['speed']:.1f} tokens/s in {told['seconds']:.0f} s")  # fmt: skip
+    return judged(good=True, text="; ".join(says))
+
+
+def _run(model: Path, wire: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "deploy.mac_wired", str(model.expanduser().resolve()), "--wire", wire]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LOAD_SECONDS + 2 * SECONDS)
+    if done.returncode:
+        raise ToolError(f"memory.wire = {wire}: the engine ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run one way in this process and print what was seen as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="mac_wired")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--wire", choices=["on", "off"], required=True)
+    options = parser.parse_args()
+    print(json.dumps(churn(options.model, options.wire, PROGRESS)))
+
+
+def churn(
+    model: Path, wire: str, progress: Path, *, seconds: float = SECONDS, words: int = WORDS, cache: str = CACHE
+) -> dict[str, float]:
+    """Drive the text engine for some seconds after its load; return the bytes wired and what was done."""
+    from node.engine.recorder import Recorder
+    from node.engine.text import build
+    from node.memory.cap import resolve_cap, resolve_margin
+    from node.memory.sensor import open_machine
+    from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
+    from wire.frames import Deltas, Finished, Frame, Generate, Limits, Load, Message, Params, Refusal
+
+    settings = NodeSettings(
+        memory=MemorySettings(wire=wire),
+        engine=EngineSettings(mlx=MlxSettings(prefix_cache=cache)),
+        models=ModelSettings(folders=(str(model.parent),), hub=False, profile="off"),
+    )
+    cap = resolve_cap("auto", "balanced", open_machine(settings).bounds()).bytes
+    engine = build(settings, Recorder())
+    draw = random.Random(0)  # noqa: S311  prompts, not secrets
+    number = tokens = 0
+    ended: set[int] = set()
+
+    def hear(frames: Iterable[object]) -> None:
+        nonlocal tokens
+        for frame in frames:
+            if isinstance(frame, Deltas):
+                tokens += sum(len(delta.ids) for delta in frame.deltas)
+            elif isinstance(frame, Refusal) and not frame.request:
+                raise ToolError(frame.refused.message)
+            elif isinstance(frame, Finished | Refusal):
+                ended.add(frame.request)
+
+    def take(frame: Frame) -> None:
+        hear(hand_in(engine, frame))
+
+    def asks() -> Generate:
+        text = " ".join(draw.choices(("river", "stone", "seven", "green", "ask", "who", "ten", "far"), k=words))
+        limit = draw.choice(ANSWERS)
+        return Generate(number, number, "r", model.name, (Message("user", text),), Params(max_tokens=limit), 0, limit)
+
+    take(Limits(cap, cap, resolve_margin("auto", cap).bytes, "auto"))
+    take(Load(0, model.name))
+    while not ended:
+        hear(engine.step(time.monotonic()))
+    begun = said = time.monotonic()
+    while (now := time.monotonic()) < begun + seconds:
+        while 1 + number - len(ended) < STREAMS:  # the load is one of those that ended
+            number += 1
+            take(asks())
+        hear(engine.step(time.monotonic()))
+        if now - said >= PROGRESS_SECONDS:
+            said = now
+            _write(progress, f"memory.wire = {wire}: {now - begun:.0f} s, {len(ended) - 1} requests, {tokens} tokens")
+    _write(progress, f"memory.wire = {wire}: ended well after {seconds:.0f} s")
+    report = engine.report(time.monotonic())
+    return {"wired": report.wired, "requests": len(ended) - 1, "seconds": seconds, "speed": tokens / seconds,
+            "evictions": report.cache.evictions}  # fmt: skip
+
+
+def _write(progress: Path, line: str) -> None:
+    with progress.open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    main()
