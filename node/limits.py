@@ -3,14 +3,33 @@
 Everything is read anew at each poll: Metal's limit and the container's may be changed under us, and what the system can
 spare moves all the time. The engine gets new limits when the ceiling moved by more than a step, and at once when
 anything else did: a lease, the cap, the term that binds. So a quiet machine sends nothing.
+
+A reading that fails says nothing about memory. What the engine can reach is then what it was at the last good reading,
+for `reading.STALE` seconds; after that it is unknown, and the engine starts nothing new and gives nothing up for it.
 """
 
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import structlog
 
-from node.memory.cap import Bounds, Cap, Ceiling, Margin, ceiling, dynamic, limits, resolve_cap, resolve_margin
-from node.memory.sensor import Machine, footprint
+from node.memory.cap import (
+    Bounds,
+    Cap,
+    Ceiling,
+    Device,
+    Margin,
+    ceiling,
+    dynamic,
+    limits,
+    resolve_cap,
+    resolve_margin,
+    with_device,
+)
+from node.memory.reading import LastGood
+from node.memory.sensor import Machine, footprint, members
+from node.metal import read_device, write_device
 from node.settings import NodeSettings
 from wire.frames import Limits
 from wire.units import MIB, show_size
@@ -26,19 +45,28 @@ class Limiter:
     """Holds cap and margin, and gives the limits for a reading. SettingsError when the settings cannot be met here.
 
     `origins` says where each setting came from that is not a default. `leases` are bytes granted to others, and
-    `worker` the process that lives on them: its footprint is taken off nobody twice.
+    `worker` the process that lives on them: its footprint is taken off nobody twice. Metal's limit as the device
+    reported it is kept in `folder` (None: nowhere).
     """
 
-    def __init__(self, settings: NodeSettings, machine: Machine, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, settings: NodeSettings, machine: Machine, origins: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self._settings = settings.memory
         self._machine = machine
         self._guard = settings.memory.guard == "on"
+        self._folder = folder
         self.leases = 0
         self.worker: int | None = None
-        self.cap: Cap = self._resolve(machine.bounds(), starting=True)
+        bounds = machine.bounds()
+        self._device = None if folder is None else read_device(folder, machine.hardware, bounds.wired)
+        self._engine = 0
+        self.cap: Cap = self._resolve(bounds, starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         self.standing = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
         """The ceiling of the last look, with the term that binds and its remedy."""
+        self._reach = LastGood()
         self._told: Limits | None = None
         self._say(origins or {})
 
@@ -61,10 +89,32 @@ class Limiter:
         """Read the footprint of the process that lives on the leases; 0 when there is none, or it cannot be read."""
         return 0 if self.worker is None else footprint(self.worker) or 0
 
+    def report_metal(self, engine: int, limit: int) -> None:
+        """Use Metal's limit (bytes; 0: no Metal) as this engine process reports it, and keep it for later starts.
+
+        Only the first report of a process counts: MLX reads the figure once.
+        """
+        if not limit or engine == self._engine:
+            return
+        self._engine = engine
+        known, bounds = self._device, self._machine.bounds()
+        self._device = Device(limit, bounds.wired)
+        if self._device == known:
+            return
+        log.info("metal limit", reported=show_size(limit), before=show_size(with_device(bounds, known).metal))
+        if self._folder is not None:
+            write_device(self._folder, self._machine.hardware, self._device)
+
+    def wired(self) -> int | None:
+        """Read the bytes that are wired on this machine, less those of the process that lives on the leases; None when
+        they cannot be read."""
+        wired = self._machine.wired()
+        return None if wired is None else max(0, wired - self.worker_phys())
+
     def now(self, phys: int | None) -> Limits:
-        """Give the limits for the engine's footprint (bytes; None before there is one, which counts as 0)."""
+        """Return the limits for the engine's footprint in bytes: 0 while there is no engine, None when unreadable."""
         self._look()
-        reach = dynamic(phys or 0, self._machine.reclaimable(), worker=self.worker_phys(), lease=self.leases)
+        reach = self._reach.take(self._reaches(phys), time.monotonic())
         self.standing = ceiling(self.cap, reach, self.leases)
         return limits(self.cap, self.margin, self.standing, guard=self._guard, leases=self.leases)
 
@@ -75,6 +125,14 @@ class Limiter:
             self._told = found
             tell(found)
         return found
+
+    def _reaches(self, phys: int | None) -> int | None:
+        """Return the bytes that the engine can reach; None when a reading fails that this follows from."""
+        worker = self.worker
+        lent = 0 if worker is None else footprint(worker)
+        if lent is None and worker is not None and members(worker):
+            return None
+        return dynamic(phys, self._machine.reclaimable(), worker=lent or 0, lease=self.leases)
 
     @property
     def _step(self) -> int:
@@ -92,7 +150,7 @@ class Limiter:
             self.warn()
 
     def _resolve(self, bounds: Bounds, *, starting: bool) -> Cap:
-        memory = self._settings
+        memory, bounds = self._settings, with_device(bounds, self._device)
         return resolve_cap(memory.cap, memory.tier, bounds, above_metal=memory.above_metal, starting=starting)
 
     def _say(self, origins: Mapping[str, str]) -> None:
@@ -103,6 +161,7 @@ class Limiter:
             bound_by=self.cap.bound_by,
             remedy=self.cap.remedy,
             margin=show_size(self.margin.bytes),
+            margin_from="no profile yet" if self.margin.automatic else "setting",
             total=show_size(self._machine.hardware.memory),
             tier=self.tier,
             sources={key: origin for key, origin in origins.items() if key.startswith("memory.")} or "defaults",

@@ -159,6 +159,11 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     return None if available is None else min([available, *rooms])
 
 
+def unevictable_memory(proc: Path = Path("/proc")) -> int | None:
+    """Return the bytes that can be neither paged out nor given back: locked, or held by drivers."""
+    return memory_fields(proc).get("Unevictable")
+
+
 def chip_name(proc: Path = Path("/proc")) -> str:
     """Give the processor's name, empty when it is not told."""
     try:

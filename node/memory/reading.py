@@ -28,6 +28,20 @@ class Reading:
         return self.phys is not None and now - self.at <= STALE
 
 
+@dataclass(slots=True)
+class LastGood:
+    """The last value of a reading that fails now and then."""
+
+    value: int | None = None
+    at: float = 0.0
+
+    def take(self, value: int | None, now: float) -> int | None:
+        """Return the value, or where it could not be read (None) the last good one for STALE seconds, then None."""
+        if value is not None:
+            self.value, self.at = value, now
+        return self.value if now - self.at <= STALE else None
+
+
 @dataclass(frozen=True, slots=True)
 class Highs:
     """The kernel's high-water marks of a process in bytes, None where they are not told: ever, and since the last

@@ -6,7 +6,10 @@ import platform
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from node.memory import darwin, linux
 from node.memory.cap import TIERS, Bounds, default_metal
@@ -120,6 +123,10 @@ class Machine(Protocol):
         """Read what the system has left, for those who look."""
         ...
 
+    def wired(self) -> int | None:
+        """Read the bytes that all processes and the kernel have wired; None when it cannot be read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Mac:
@@ -131,7 +138,8 @@ class Mac:
 
     def bounds(self) -> Bounds:
         """Read the limit that somebody may have set just now; the RAM stays what it was."""
-        return Bounds(self.hardware.memory, self.system.wired_limit() or default_metal(self.hardware.memory))
+        wired, hardware = self.system.wired_limit(), self.hardware
+        return Bounds(hardware.memory, wired or default_metal(hardware.memory, hardware.system), wired=wired)
 
     def reclaimable(self) -> int | None:
         """Count free and inactive pages and the tier's share of active ones."""
@@ -140,6 +148,10 @@ class Mac:
     def spare(self) -> Spare:
         """Count free and inactive pages alone."""
         return Spare(self.system.reclaimable(0.0), self.system.pressure(), "vm_statistics64", time.monotonic())
+
+    def wired(self) -> int | None:
+        """Count wired pages."""
+        return self.system.wired()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,30 +172,49 @@ class LinuxMachine:
         """Read the same, and how long tasks waited for memory."""
         return Spare(linux.available_memory(), linux.pressure(), "meminfo", time.monotonic())
 
+    def wired(self) -> int | None:
+        """Read Unevictable, which is locked memory and what drivers hold."""
+        return linux.unevictable_memory()
+
 
 @dataclass(frozen=True, slots=True)
 class PretendedMachine:
-    """A Mac that does not exist: nobody else uses its memory, so the dynamic term never binds."""
+    """A Mac that does not exist: nobody else uses its memory, so the dynamic term never binds. Readings that stand in a
+    file are read from there at each call."""
 
     hardware: Hardware
+    readings: str = ""
 
     def bounds(self) -> Bounds:
-        """Give its RAM and a Mac's default limit."""
+        """Return its RAM and a Mac's default limit."""
         return Bounds(self.hardware.memory, default_metal(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
-        """Give all of the RAM."""
-        return self.hardware.memory
+        """Return all of the RAM, or what the file says."""
+        return self._reading("reclaimable", self.hardware.memory)
 
     def spare(self) -> Spare:
-        """Give the same."""
-        return Spare(self.hardware.memory, "normal", "pretended", time.monotonic())
+        """Return the same."""
+        return Spare(self.reclaimable(), "normal", "pretended", time.monotonic())
+
+    def wired(self) -> int | None:
+        """Return what the file says; without one it cannot be read."""
+        return self._reading("wired", None)
+
+    def _reading(self, name: str, otherwise: int | None) -> int | None:
+        """Read a number or null from the file; `otherwise` where the file or the name is missing."""
+        try:
+            found = msgspec.json.decode(Path(self.readings).read_bytes(), type=dict[str, int | None])
+        except (OSError, msgspec.MsgspecError):
+            return otherwise
+        return found.get(name, otherwise)
 
 
 def open_machine(settings: NodeSettings) -> Machine:
     """Give the machine that the engine's memory is judged on: pretended for the scripted kind, else this one."""
     if settings.engine.kind == "scripted":
-        return PretendedMachine(machine(parse_size(settings.engine.scripted.memory)))
+        scripted = settings.engine.scripted
+        return PretendedMachine(machine(parse_size(scripted.memory)), scripted.readings)
     if sys.platform == "darwin":
         return Mac(machine(), TIERS[settings.memory.tier].active_share, _system())
     return LinuxMachine(machine())

@@ -12,7 +12,7 @@ from node.memory.reading import PERIOD
 from wire.frames import Enforce
 from wire.report import Level, Memory
 from wire.units import GIB
-from wire.verdict import headroom
+from wire.verdict import UNREADABLE, headroom
 
 CAP = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
 
@@ -25,6 +25,7 @@ class Run:
     memory: Memory = CAP
     answers: bool = True
     enforced: int = 0
+    call_until: float = 0.0
     now: float = 100.0
     state: State = field(default_factory=State)
 
@@ -33,7 +34,8 @@ class Run:
         if gib is not None:
             self.memory = replace(self.memory, phys=int(gib * GIB))
         self.now += BUSY
-        self.state, actions = step(self.state, Seen(self.engine, self.memory, self.enforced), self.now)
+        seen = Seen(self.engine, self.memory, self.enforced, self.call_until)
+        self.state, actions = step(self.state, seen, self.now)
         for action in actions:
             if isinstance(action, Tell) and self.answers:
                 self.enforced = action.order.poll
@@ -100,10 +102,11 @@ def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
 
 def test_who_was_never_asked_is_asked_before_it_is_ended():
     seen = Seen(1, replace(CAP, phys=101 * GIB))
-    state, (action,) = step(State(engine=1, over=1), seen, 1000.0)
+    state, (action,) = step(State(engine=1, over=1, looked_at=999.9), seen, 1000.0)
     assert action == Tell(Enforce(1, HARD, GIB))
     assert (state.asked, state.asked_at) == (1, 1000.0)
-    assert step(state, seen, 1000.0 + PERIOD / 2)[1] == ()
+    state, actions = step(state, seen, 1000.0 + PERIOD / 2)
+    assert actions == ()
     assert isinstance(step(state, seen, 1000.0 + PERIOD)[1][0], End)
 
 
@@ -119,6 +122,38 @@ def test_an_engine_that_answers_is_never_ended():
     assert ["end"] not in orders
     assert orders[1:] == [[HARD]] * 49
     assert run.state.over_caps == 1
+
+
+def test_a_native_call_under_way_may_last_until_it_would_count_as_hung():
+    run = Run(answers=False)
+    run.levels(110, 110)
+    run.call_until = run.now + 30.0
+    assert run.levels(*[110] * 119) == [[]] * 119
+    assert run.levels(110) == [["end"]], "bounded"
+
+
+def test_a_call_that_ends_within_the_period_shortens_it_for_nobody():
+    run = Run(answers=False)
+    run.levels(110, 110)
+    run.call_until = run.now + BUSY
+    assert run.levels(110, 110, 110) == [[], [], []]
+    assert run.levels(110) == [["end"]]
+
+
+def test_a_look_that_comes_late_ends_nothing_because_the_answer_may_lie_unread():
+    run = Run(answers=False)
+    run.levels(110, 110)
+    run.now += 40.0
+    assert run.levels(110) == [[]], "the agent stood still, not the engine"
+    assert run.levels(110) == [["end"]]
+
+
+def test_time_that_stands_still_is_no_silence():
+    run = Run(answers=False)
+    run.levels(110, 110)
+    for _ in range(50):
+        run.now -= BUSY
+        assert run.poll(110) == ()
 
 
 def test_a_late_answer_saves_it():
@@ -161,6 +196,15 @@ def test_an_unreadable_footprint_neither_counts_nor_pardons():
         assert run.poll() == ()
     assert run.state.level is Level.UNKNOWN
     assert run.levels(110) == [["end"]]
+
+
+def test_a_ceiling_that_cannot_be_read_asks_for_nothing_and_ends_nothing():
+    blind = replace(CAP, ceiling=1, bound_by=UNREADABLE)
+    run = Run(memory=blind, answers=False)
+    assert run.levels(*[99] * 50) == [[]] * 50
+    assert run.state.level is Level.UNKNOWN
+    assert run.levels(101, 99, 101, 99) == [[SOFT], [], [SOFT], []], "below the cap is below the cap"
+    assert run.state.kills == 0
 
 
 def test_without_an_engine_there_is_nothing_to_do():

@@ -4,14 +4,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import structlog
 
 from node.limits import Limiter
+from node.memory import sensor as memory_sensor
 from node.memory.cap import Bounds
-from node.memory.reading import Spare
+from node.memory.reading import STALE, Spare
+from node.memory.sensor import Sensor, open_sensor
 from node.settings import resolve
+from tests.support.readings import FailingSource, Later
 from wire.frames import Limits
 from wire.report import Hardware
 from wire.settings import SettingsError
@@ -38,10 +42,12 @@ class SetMachine:
     metal: int | None = 96 * GIB
     container: int | None = None
     free: int | None = 128 * GIB
+    sysctl: int | None = None
+    held: int | None = None
     hardware: Hardware = field(default_factory=lambda: Hardware("M5", 128 * GIB))
 
     def bounds(self) -> Bounds:
-        return Bounds(self.total, self.metal, self.container)
+        return Bounds(self.total, self.metal, self.container, self.sysctl)
 
     def reclaimable(self) -> int | None:
         return self.free
@@ -49,10 +55,13 @@ class SetMachine:
     def spare(self) -> Spare:
         return Spare(self.free, "", "set", time.monotonic())
 
+    def wired(self) -> int | None:
+        return self.held
 
-def limiter(machine: SetMachine, **memory: object) -> Limiter:
+
+def limiter(machine: SetMachine, folder: Path | None = None, **memory: object) -> Limiter:
     resolved = resolve([("--set", {f"memory.{key}": value for key, value in memory.items()})])
-    return Limiter(resolved.value, machine, resolved.origins)
+    return Limiter(resolved.value, machine, resolved.origins, folder)
 
 
 def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_comes_from():
@@ -99,6 +108,70 @@ def test_metals_limit_is_read_anew_at_each_look():
     assert after.margin < before.margin, "a margin that follows the cap follows it down"
     machine.metal = 96 * GIB
     assert one.now(GIB) == before
+
+
+@pytest.mark.parametrize("reported", [107 * GIB, 60 * GIB])
+def test_what_the_device_reports_replaces_the_guess_and_a_later_start_begins_with_it(tmp_path: Path, reported: int):
+    machine = SetMachine()
+    one = limiter(machine, tmp_path)
+    before = one.now(GIB)
+    assert (before.cap, before.bound_by) == (96 * GIB, "metal")
+    with structlog.testing.capture_logs() as logs:
+        one.report_metal(7, reported)
+        after = one.now(GIB)
+    assert (after.cap, after.ceiling, after.bound_by) == (reported, reported, "metal")
+    assert [line["event"] for line in logs] == ["metal limit", "cap changed"]
+    with structlog.testing.capture_logs() as logs:
+        one.report_metal(7, reported)
+        one.report_metal(8, reported)
+        assert one.now(GIB) == after
+    assert logs == [], "the same figure is no news"
+    assert limiter(machine, tmp_path).cap.bytes == reported
+    assert limiter(machine).cap.bytes == 96 * GIB, "without a folder nothing is known"
+
+
+def test_an_engine_without_metal_changes_nothing(tmp_path: Path):
+    one = limiter(SetMachine(), tmp_path)
+    one.report_metal(7, 0)
+    assert one.now(GIB).cap == 96 * GIB
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cap_above_the_reported_limit_is_lowered_with_a_lasting_warning_and_refused_at_the_next_start(
+    tmp_path: Path,
+):
+    machine = SetMachine()
+    one = limiter(machine, tmp_path, cap="90GiB")
+    assert one.warnings() == []
+    one.report_metal(7, 80 * GIB)
+    assert (one.now(GIB).cap, one.cap.bound_by) == (80 * GIB, "metal")
+    assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower counts"]
+    with pytest.raises(SettingsError, match=r"90GiB is 90.0 GiB, above the Metal limit of 80.0 GiB"):
+        limiter(machine, tmp_path, cap="90GiB")
+    assert limiter(machine, tmp_path, cap="90GiB", above_metal=True).cap.bytes == 90 * GIB
+
+
+def test_a_limit_that_a_person_sets_or_removes_while_we_run_counts_where_it_is_lower_until_the_next_engine():
+    machine = SetMachine()
+    one = limiter(machine)
+    one.report_metal(7, 107 * GIB)
+    for wired, metal, cap in [(60, 60, 60), (112, 112, 107), (None, 96, 107)]:
+        machine.sysctl, machine.metal = wired and wired * GIB, metal * GIB
+        one.report_metal(7, 107 * GIB)
+        assert one.now(GIB).cap == cap * GIB
+    machine.sysctl = machine.metal = 112 * GIB
+    one.report_metal(8, 112 * GIB)
+    assert one.now(GIB).cap == 112 * GIB, "the next engine's device has the raised limit"
+    machine.sysctl, machine.metal = None, 96 * GIB
+    one.report_metal(8, 112 * GIB)
+    assert one.now(GIB).cap == 96 * GIB, "what was raised is gone, and the default is not known yet"
+
+
+def test_a_figure_from_under_another_set_limit_does_not_stop_a_start_that_the_new_limit_allows(tmp_path: Path):
+    machine = SetMachine()
+    limiter(machine, tmp_path).report_metal(7, 107 * GIB)
+    machine.sysctl = machine.metal = 116 * GIB
+    assert limiter(machine, tmp_path, cap="112GiB").cap.bytes == 112 * GIB
 
 
 def test_a_containers_limit_that_falls_while_we_run_counts_at_once():
@@ -183,7 +256,82 @@ def test_under_the_smallest_of_caps_a_step_is_a_byte():
 def test_what_the_engine_holds_is_within_its_reach():
     one = limiter(SetMachine(free=32 * GIB))
     assert one.now(8 * GIB).ceiling == 40 * GIB
-    assert one.now(None).ceiling == 32 * GIB, "before there is an engine it holds nothing"
+    assert one.now(0).ceiling == 32 * GIB, "before there is an engine it holds nothing"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Later:
+    made = Later()
+    monkeypatch.setattr(time, "monotonic", made)
+    return made
+
+
+@pytest.mark.parametrize("fails", ["footprint", "spare", "both"])
+def test_one_failed_reading_moves_no_ceiling(fails: str, clock: Later):
+    machine = SetMachine(free=30 * GIB)
+    one = limiter(machine)
+    before = one.now(66 * GIB)
+    assert before.ceiling == 96 * GIB
+    clock.by += 1.0
+    machine.free = 30 * GIB if fails == "footprint" else None
+    assert one.now(66 * GIB if fails == "spare" else None) == before
+    clock.by += 1.0
+    machine.free = 20 * GIB
+    assert one.now(66 * GIB).ceiling == 86 * GIB, "the next good reading counts at once"
+
+
+@pytest.mark.parametrize("fails", ["footprint", "spare"])
+def test_readings_that_fail_for_a_minute_are_unknown_once_the_last_is_stale(fails: str, clock: Later):
+    machine = SetMachine(free=30 * GIB)
+    one = limiter(machine)
+    before = one.now(66 * GIB)
+    found = []
+    for _ in range(60):
+        clock.by += 1.0
+        machine.free = None if fails == "spare" else 30 * GIB
+        found.append(one.now(None if fails == "footprint" else 66 * GIB))
+    assert found[: int(STALE) - 1] == [before] * (int(STALE) - 1)
+    assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE) :]} == {(1, UNREADABLE)}
+    machine.free = 30 * GIB
+    assert one.now(66 * GIB) == before
+
+
+def test_a_reading_that_never_came_is_unknown_from_the_first():
+    one = limiter(SetMachine(free=30 * GIB))
+    assert one.now(None).bound_by == UNREADABLE
+    assert one.now(0).ceiling == 30 * GIB
+    assert one.now(None).ceiling == 30 * GIB
+
+
+def test_a_wall_clock_that_jumps_makes_no_reading_stale(clock: Later, monkeypatch: pytest.MonkeyPatch):
+    machine = SetMachine(free=30 * GIB)
+    one = limiter(machine)
+    before = one.now(66 * GIB)
+    machine.free = None
+    for jump in (-1e9, 1e9):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        assert one.now(66 * GIB) == before
+
+
+def unreadable(pid: int) -> Sensor:
+    return Sensor(FailingSource(open_sensor(pid)._source, fails=True))
+
+
+def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monkeypatch: pytest.MonkeyPatch):
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine)
+    one.leases = 4 * GIB
+    with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"both are here\n"
+        one.worker = worker.pid
+        before = one.now(0).ceiling
+        with monkeypatch.context() as broken:
+            broken.setattr(memory_sensor, "open_sensor", unreadable)
+            assert one.worker_phys() == 0
+            assert one.now(0).ceiling == before
+        worker.communicate()
+    assert one.now(0).ceiling == 28 * GIB, "one that is gone holds nothing"
 
 
 def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_run():
@@ -217,6 +365,10 @@ def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
         assert worker.stdout.readline() == b"both are here\n"
         one.worker = worker.pid
         assert one.worker_phys() > 96 * MIB, "the whole group counts"
+        machine.held = GIB
+        assert one.wired() == pytest.approx(GIB - one.worker_phys(), abs=16 * MIB), "it may have all of it wired"
+        machine.held = None
+        assert one.wired() is None
         assert one.now(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
         worker.communicate()
 

@@ -17,6 +17,7 @@ import pytest
 from node.settings import NodeSettings, resolve
 from node.supervise import CRASHED, LOST, STOPPED, Patience, Supervisor
 from tests import models
+from tests.support.processes import until
 from wire.codec import decode, encode, head_of
 from wire.frames import (
     Admitted,
@@ -38,7 +39,7 @@ from wire.units import GIB, MIB
 
 LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 WAIT = 15.0
-QUICK = Patience(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5)
+QUICK = Patience(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5, leave=0.3)
 
 
 class Agent:
@@ -52,10 +53,11 @@ class Agent:
         self.states: list[str] = []
         self._changed = asyncio.Event()
         self.log_file = folder / "logs" / "engine.log"
+        self.wired: int | None = None
         instead = {"command": command} if command else {}
         self.supervisor = Supervisor(
             self.settings, on_frame=self._frame, on_change=self._change, log_file=self.log_file,
-            scratch=folder / "scratch", patience=patience, **instead,
+            scratch=folder / "scratch", wired=lambda: self.wired, patience=patience, **instead,
         )  # fmt: skip
 
     def _frame(self, tag: int, encoded: bytes, request: int) -> None:
@@ -237,20 +239,21 @@ async def test_new_limits_are_confirmed_by_the_next_report(agent: Callable[..., 
 @pytest.mark.slow
 async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agent: Callable[..., Agent]):
     one = agent()
+    others = set(psutil.Process().children())  # a fixture of the whole session may have processes
     await one.supervisor.start()
     await one.ready()
     one.generate(1, tokens=10_000)
     pid = one.supervisor.pid
     assert pid is not None
     begun = time.monotonic()
-    await one.supervisor.stop(5.0)
+    await one.supervisor.stop()
     assert time.monotonic() - begun < 2.0
     assert not psutil.pid_exists(pid)
     end = await one.end(1)
     assert isinstance(end, Failed)
     assert end.code == STOPPED
     assert one.supervisor.pid is None
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= others
     assert asyncio.all_tasks() == {asyncio.current_task()}
     one.generate(2)
     assert isinstance(await one.end(2), Refusal)
@@ -605,6 +608,7 @@ async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Ca
     one = agent(Patience(first=5.0, ping_busy=0.05, ping_idle=0.05), command)
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.cause and one.supervisor.state.state == "restarting")
+    assert one.supervisor.pid is None
     assert "one turn has lasted 99 s" in one.supervisor.state.cause
     assert one.states == ["starting", "ready", "hung", "restarting"]
 
@@ -636,19 +640,282 @@ async def test_a_child_that_breaks_the_rules_of_the_wire_is_ended(agent: Callabl
     assert "its frames cannot be read: unknown frame 240" in one.supervisor.state.cause
 
 
+DEAF = """
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
+    time.sleep(60)
+"""
+"""Takes no notice of the end of its socket, nor of SIGTERM."""
+
+
 @pytest.mark.slow
-async def test_a_child_that_ignores_the_end_of_its_socket_is_killed(agent: Callable[..., Agent]):
-    command = program("""
-        line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
-        time.sleep(60)
-    """)
-    one = agent(None, command)
+async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(agent: Callable[..., Agent]):
+    one = agent(Patience(leave=0.2, stopping=0.4), program(DEAF))
     await one.supervisor.start()
     await one.until(lambda: one.states == ["starting", "ready"])
     pid = one.supervisor.pid
     assert pid is not None
-    await one.supervisor.stop(0.2)
+    begun = time.monotonic()
+    await one.supervisor.stop()
+    assert time.monotonic() - begun < 2.0
     assert not psutil.pid_exists(pid)
+
+
+def calls(folder: Path, busy: float, expected: float, lasts: float) -> list[str]:
+    """A program that says it has been in a call for `busy` seconds of `expected`, ignores that it is asked to end, and
+    leaves `lasts` seconds after that; it writes down how it was ended."""
+    return program(f"""
+        import signal, threading
+        def note(text):
+            with open({str(folder / "ends")!r}, "a") as file:
+                print(text, file=file)
+        def terminated(*_):
+            note("SIGTERM")
+            os._exit(0)
+        signal.signal(signal.SIGTERM, terminated)
+        line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
+        splitter = Splitter()
+        while data := line.recv(65536):
+            for tag, body in splitter.feed(data):
+                frame = decode(tag, body)
+                if isinstance(frame, Ping):
+                    line.sendall(encode(Pong(frame.nonce, {busy}, {expected})))
+                    line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 1, 0)))
+                if isinstance(frame, Stop):
+                    note(f"Stop within {{frame.seconds:.0f}}")
+        threading.Event().wait({lasts})
+        note("left")
+        os._exit(0)
+    """)
+
+
+def ends(folder: Path) -> list[str]:
+    return (folder / "ends").read_text().splitlines()
+
+
+async def in_a_call(one: Agent) -> None:
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.report is not None and one.supervisor.report.running)
+    assert one.supervisor.call_until
+
+
+SOON = Patience(first=600.0, longest=600.0, ping_busy=0.05, ping_idle=0.05, turn=0.2, leave=0.3, over=0.2)
+
+
+@pytest.mark.slow
+async def test_the_call_in_flight_may_take_its_time_before_sigterm(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(SOON, calls(tmp_path, busy=0.1, expected=0.5, lasts=1.5))
+    await in_a_call(one)
+    await one.supervisor.stop()
+    assert ends(tmp_path) == ["Stop within 3", "left"], "5 × 0.5 s were its, and twice 0.3 s to leave"
+
+
+@pytest.mark.slow
+async def test_a_child_that_outlasts_its_call_is_terminated(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(SOON, calls(tmp_path, busy=0.1, expected=0.1, lasts=60))
+    await in_a_call(one)
+    await one.supervisor.stop()
+    assert ends(tmp_path) == ["Stop within 1", "SIGTERM"]
+
+
+@pytest.mark.slow
+async def test_the_agents_own_end_waits_no_longer_than_it_may(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(replace(SOON, stopping=1.0), calls(tmp_path, busy=1.0, expected=500.0, lasts=60))
+    await in_a_call(one)
+    begun = time.monotonic()
+    await one.supervisor.stop()
+    assert time.monotonic() - begun < 2.0
+    assert ends(tmp_path) == ["Stop within 1", "SIGTERM"]
+
+
+@pytest.mark.slow
+async def test_over_its_cap_a_child_has_a_short_time_and_not_none(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(replace(SOON, over=0.5), calls(tmp_path, busy=1.0, expected=500.0, lasts=60))
+    await in_a_call(one)
+    begun = time.monotonic()
+    one.supervisor.end("over its cap")
+    assert one.supervisor.ready is None, "it gets nothing new"
+    one.generate(1)
+    refused = await one.end(1)
+    assert isinstance(refused, Refusal)
+    await one.until(lambda: one.supervisor.pid is None)
+    assert 0.4 < time.monotonic() - begun < 2.0
+    assert ends(tmp_path) == ["Stop within 1", "SIGTERM"]
+    assert one.supervisor.state.cause == "over its cap"
+
+
+@pytest.mark.slow
+async def test_an_end_under_way_may_become_sooner_and_not_later(agent: Callable[..., Agent], tmp_path: Path):
+    one = agent(replace(SOON, leave=3.0), calls(tmp_path, busy=1.0, expected=500.0, lasts=60))
+    await in_a_call(one)
+    child = one.supervisor._child
+    assert child is not None
+    one.supervisor._recycle(child, "for a test")
+    one.supervisor.end("over its cap")
+    due = child.killed_at
+    assert due < time.monotonic() + 1.0
+    one.supervisor._recycle(child, "once more")
+    assert child.killed_at == due
+    assert one.supervisor.state.recycles == 1
+    await one.until(lambda: one.supervisor.pid != child.process.pid)
+    assert ends(tmp_path)[-1] == "SIGTERM"
+
+
+@pytest.mark.slow
+async def test_a_child_that_ends_is_not_ready_again_whatever_it_reports(agent: Callable[..., Agent], tmp_path: Path):
+    command = engine(tmp_path, "")
+    command[-1] = command[-1].replace("sys.exit(0)", "[(report(), time.sleep(0.1)) for _ in range(3)]; os._exit(0)")
+    one = agent(NEVER, command)
+    await one.supervisor.start()
+    await one.ready()
+    before, pid = len(one.states), one.supervisor.pid
+    one.supervisor.end("over its cap")
+    await one.until(lambda: one.supervisor.pid is None)
+    assert "ready" not in one.states[before:]
+    assert gone(pid or 0)
+
+
+@pytest.mark.slow
+async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Callable[..., Agent]):
+    """The forward in flight returns, the model is given back, and no signal was needed."""
+    slow = """
+        import os, time
+        from node.engine import generation
+        forward = generation.forward
+
+        def slow(*args, **more):
+            os.write(2, b"the forward begins\\n")
+            time.sleep(1.0)
+            found = forward(*args, **more)
+            os.write(2, b"the forward returned\\n")
+            return found
+
+        generation.forward = slow
+        child.main()
+    """
+    command = [sys.executable, "-c", "from node.engine import child\n" + textwrap.dedent(slow)]
+    settings = {"engine.kind": "mlx", "models.hub": False, "models.profile": "off"}
+    one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
+    await one.supervisor.start()
+    await one.ready()
+    await order(one, Load, 1, "macpool-tiny")
+    frame = Generate(2, 2, "r", "macpool-tiny", (Message("user", "word " * 1500),), Params(), 0)
+    one.supervisor.send(encode(frame), Generate, 2)
+    await asyncio.to_thread(until, lambda: "the forward begins" in one.log_file.read_text(), what="a forward")
+    child = one.supervisor._child
+    assert child is not None
+    await one.supervisor.stop()
+    said = one.log_file.read_text()
+    assert child.process.returncode == 0
+    assert said.count("the forward begins") == said.count("the forward returned") == 1
+    assert said.index("the forward returned") < said.index("model unloaded")
+
+
+# wired memory that does not come back
+
+LEAKY = Patience(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
+
+
+async def loses(one: Agent, before: int, after: int) -> None:
+    """Kill an engine that has 20 GiB of weights wired; of those so many are left."""
+    supervisor, pid = one.supervisor, one.supervisor.pid
+    await one.until(one.armed)
+    one.wired = before + 20 * GIB
+    deaths = supervisor.state.restarts
+    assert pid is not None
+    child = supervisor._child
+    assert child is not None
+    child.wired.last = one.wired  # as its next look would
+    os.kill(pid, signal.SIGKILL)
+    one.wired = after
+    await one.until(lambda: supervisor.state.restarts > deaths and supervisor.pid != pid)
+
+
+@pytest.mark.slow
+async def test_wired_memory_that_stays_is_said_and_after_the_second_time_no_engine_is_started(
+    agent: Callable[..., Agent],
+):
+    one = agent(LEAKY, weights="20GiB")
+    one.wired = 3 * GIB
+    await one.supervisor.start()
+    await one.ready()
+    assert one.supervisor.warnings == ()
+    await loses(one, 3 * GIB, 22 * GIB)
+    await one.until(lambda: one.armed() or one.supervisor.state.leaked)
+    await one.until(one.armed)
+    (warning,) = one.supervisor.warnings
+    assert warning == (
+        "19.0 GiB of ended engines stayed wired (this Mac had 3.0 GiB wired before the last one started "
+        "and has 22.0 GiB now): restart this Mac to get the memory back"
+    )
+    assert one.supervisor.state.leaked == 19 * GIB
+    await loses(one, 22 * GIB, 42 * GIB)
+    await one.until(lambda: one.supervisor.state.state == "failed")
+    assert one.supervisor.pid is None
+    assert one.supervisor.state.leaked == 39 * GIB
+    assert one.supervisor.state.cause.startswith("it is not started again: 39.0 GiB of ended engines stayed wired")
+    one.generate(9)
+    end = await one.end(9)
+    assert isinstance(end, Refusal)
+    assert "restart this Mac" in end.refused.message
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(one.until(lambda: one.supervisor.state.state != "failed"), 0.5)
+    one.wired = 4 * GIB
+    await one.until(one.armed)
+    assert one.supervisor.warnings == (), "what comes back was another program's"
+    assert one.supervisor.state.leaked == 0
+
+
+@pytest.mark.slow
+async def test_wired_memory_that_comes_back_within_the_time_it_takes_is_no_leak(agent: Callable[..., Agent]):
+    one = agent(replace(LEAKY, settle=WAIT, look=0.02), weights="20GiB")
+    one.wired = 3 * GIB
+    await one.supervisor.start()
+    await one.ready()
+    first = one.supervisor.pid
+    await loses(one, 3 * GIB, 23 * GIB)
+    assert one.supervisor.pid is None, "the next is not started into memory that is not there yet"
+    assert one.supervisor.warnings == ()
+    one.wired = 4 * GIB
+    await one.until(one.armed)
+    assert one.supervisor.pid not in (None, first)
+    assert one.supervisor.warnings == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", ["none", "before only", "after only"])
+async def test_where_wired_memory_cannot_be_read_nothing_is_judged(agent: Callable[..., Agent], reading: str):
+    one = agent(LEAKY, weights="20GiB")
+    one.wired = 3 * GIB if reading == "before only" else None
+    await one.supervisor.start()
+    await one.ready()
+    for _ in range(3):
+        pid = one.supervisor.pid
+        assert pid is not None
+        one.wired = 90 * GIB if reading == "after only" else None
+        os.kill(pid, signal.SIGKILL)
+        await one.until(lambda pid=pid: one.supervisor.pid != pid)
+        one.wired = 3 * GIB if reading == "before only" else None
+        await one.until(one.armed)
+    assert one.supervisor.warnings == ()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_was_recycled_can_leak_too(agent: Callable[..., Agent]):
+    one = agent(LEAKY, weights="20GiB")
+    one.wired = 3 * GIB
+    await one.supervisor.start()
+    await one.ready()
+    for round_ in (1, 2):
+        one.wired = (3 + 20 * round_) * GIB
+        child = one.supervisor._child
+        assert child is not None
+        one.supervisor._recycle(child, "for a test")
+        await one.until(lambda round_=round_: one.supervisor.state.leaked == 20 * round_ * GIB)
+        await one.until(lambda round_=round_: one.armed() or round_ == 2)
+    await one.until(lambda: one.supervisor.state.state == "failed")
+    assert one.supervisor.state.restarts == 0
 
 
 @pytest.mark.slow
@@ -664,6 +931,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
             one = Supervisor(
                 NodeSettings(engine=EngineSettings(kind="scripted")), on_frame=lambda *frame: None, on_change=up.set,
                 log_file=pathlib.Path(sys.argv[1]), scratch=pathlib.Path(sys.argv[1]).parent / "scratch",
+                wired=lambda: None,
             )
             one.set_limits(Limits(2**36, 2**36, 2**30, "metal"))
             await one.start()

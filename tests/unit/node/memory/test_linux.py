@@ -16,6 +16,7 @@ from node.memory.linux import (
     physical_memory,
     pressure,
     total_memory,
+    unevictable_memory,
 )
 from node.memory.reading import Highs
 from wire.units import GIB, MIB
@@ -108,6 +109,14 @@ def write(folder: Path, **values: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in values.items():
         (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_what_can_be_neither_paged_out_nor_given_back_is_read_where_it_is_told(proc: Path):
+    assert unevictable_memory(proc) is None
+    with (proc / "meminfo").open("a") as file:
+        file.write("Unevictable:      2048 kB\nMlocked:          1024 kB\n")
+    assert unevictable_memory(proc) == 2 * MIB, "what is locked is part of it"
+    assert unevictable_memory(proc / "nowhere") is None
 
 
 def test_meminfo_is_read_in_bytes(proc: Path):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.memory.reading import PERIOD, POLLS, STALE, Reading, Recent
+from node.memory.reading import PERIOD, POLLS, STALE, LastGood, Reading, Recent
 
 
 def test_recent_is_the_highest_of_the_last_five_polls():
@@ -42,3 +42,19 @@ def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: l
 @pytest.mark.parametrize(("phys", "age", "live"), [(1, 0.0, True), (1, STALE + 1, False), (None, 0.0, False)])
 def test_a_reading_is_live_when_it_was_readable_and_recent(phys: int | None, age: float, live: bool):
     assert Reading(phys, "statm", 100.0).live(100.0 + age) is live
+
+
+def test_a_reading_that_fails_is_the_last_good_one_until_it_is_stale():
+    reading = LastGood()
+    assert reading.take(None, 50.0) is None, "nothing was ever read"
+    assert reading.take(7, 100.0) == 7
+    assert reading.take(None, 100.0 + STALE) == 7
+    assert reading.take(None, 100.1 + STALE) is None
+    assert reading.take(9, 200.0) == 9
+    assert reading.take(None, 201.0) == 9, "by the newest, not by the first"
+
+
+def test_a_clock_that_stood_still_keeps_the_last_good_reading():
+    reading = LastGood()
+    reading.take(7, 100.0)
+    assert [reading.take(None, 100.0) for _ in range(1000)] == [7] * 1000

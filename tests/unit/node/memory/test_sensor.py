@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,10 +24,36 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     settings = resolve([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
-    assert pretended.bounds() == Bounds(64 * GIB, 48 * GIB)
+    assert pretended.bounds() == Bounds(64 * GIB, int(51.84 * GIB))
     assert pretended.reclaimable() == 64 * GIB
     assert pretended.spare().available == 64 * GIB
     assert open_machine(NodeSettings()).hardware == machine(), "real models are judged on the real machine"
+
+
+def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
+    file = tmp_path / "readings"
+    tree = {"engine.kind": "scripted", "engine.scripted.memory": "64GiB", "engine.scripted.readings": str(file)}
+    pretended = open_machine(resolve([("test", tree)]).value)
+    assert (pretended.reclaimable(), pretended.wired()) == (64 * GIB, None), "there is no file yet"
+    for text, reclaimable, wired in (
+        ('{"reclaimable": 5, "wired": 7}', 5, 7),
+        ('{"reclaimable": null, "wired": null}', None, None),
+        ('{"wired": 8}', 64 * GIB, 8),
+        ("{", 64 * GIB, None),
+        ('{"reclaimable": "much"}', 64 * GIB, None),
+    ):
+        file.write_text(text)
+        assert (pretended.reclaimable(), pretended.spare().available, pretended.wired()) == (
+            reclaimable,
+            reclaimable,
+            wired,
+        )
+
+
+def test_a_real_machine_tells_what_is_wired():
+    wired = open_machine(NodeSettings()).wired()
+    assert wired is not None
+    assert 0 <= wired <= machine().memory
 
 
 def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_of_it():

@@ -1,0 +1,48 @@
+"""Sensors whose readings fail by script, over real ones, and a monotonic clock that can be set forward."""
+
+import time
+
+from node.memory.reading import Highs
+from node.memory.sensor import Sensor, Source
+
+
+class FailingSource:
+    """A source that reads what the one below it reads, and nothing while it `fails`."""
+
+    def __init__(self, below: Source, *, fails: bool = False) -> None:
+        self._below = below
+        self.source = below.source
+        self.fails = fails
+
+    def phys(self) -> int | None:
+        """Read now, or fail."""
+        return None if self.fails else self._below.phys()
+
+    def highs(self) -> Highs:
+        """Read the marks, or fail."""
+        return Highs() if self.fails else self._below.highs()
+
+    def begin_interval(self) -> bool:
+        """Begin the interval's mark again."""
+        return self._below.begin_interval()
+
+    def close(self) -> None:
+        """Release what is held."""
+        self._below.close()
+
+
+def failing(sensor: Sensor) -> FailingSource:
+    """Put a source that can fail between a sensor and its own."""
+    made = FailingSource(sensor._source)
+    sensor._source = made
+    return made
+
+
+class Later:
+    """A monotonic clock that is `by` seconds ahead of the real one."""
+
+    def __init__(self) -> None:
+        self._monotonic, self.by = time.monotonic, 0.0
+
+    def __call__(self) -> float:
+        return self._monotonic() + self.by

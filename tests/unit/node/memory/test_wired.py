@@ -1,0 +1,82 @@
+"""What of an ended process's wired memory did not come back."""
+
+import pytest
+
+from node.memory.wired import Leaks, Wired
+from wire.units import GIB
+
+
+def missing(before: int | None, last: int | None, after: int | None, weights: int) -> int:
+    """All in GiB."""
+    size = [None if one is None else one * GIB for one in (before, last, after)]
+    return Wired(size[0], size[1], weights * GIB).missing(size[2]) // GIB
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "after", "weights", "lost"),
+    [
+        (3, 103, 3, 100, 0),
+        (3, 103, 103, 100, 100),
+        (3, 103, 60, 100, 57),
+        (3, 103, 53, 100, 0),
+        (3, 103, 54, 100, 51),
+        (3, 5, 5, 100, 0),
+        (3, None, 90, 100, 87),
+        (None, 103, 103, 100, 0),
+        (3, 103, None, 100, 0),
+        (3, 43, 43, 0, 0),
+    ],
+    ids=[
+        "all came back", "nothing came back", "part came back", "half of it is not yet a leak", "more than half is",
+        "at rest nothing was wired", "never read while it lived", "not read before", "cannot be read now", "no model",
+    ],
+)  # fmt: skip
+def test_a_leak(before: int | None, last: int | None, after: int | None, weights: int, lost: int):
+    assert missing(before, last, after, weights) == lost
+
+
+def test_what_another_program_wired_meanwhile_is_no_leak_of_an_engine_that_was_at_work():
+    """40 GiB were wired by somebody else; the 40 GiB of the engine came back at its end."""
+    assert missing(before=3, last=83, after=43, weights=40) == 0
+
+
+def test_what_another_program_gave_back_meanwhile_hides_no_leak():
+    assert missing(before=23, last=63, after=63, weights=40) == 40
+
+
+def test_little_is_no_leak_however_small_the_model():
+    assert Wired(0, GIB, GIB // 2).missing(GIB) == 0
+    assert Wired(0, 3 * GIB, 3 * GIB).missing(3 * GIB) == 3 * GIB
+
+
+def lost(leaks: Leaks, before: int, after: int) -> int:
+    """End a process with 40 GiB of weights; all in GiB."""
+    return leaks.add(Wired(before * GIB, None, 40 * GIB), after * GIB) // GIB
+
+
+def test_leaks_add_up_and_say_what_to_do():
+    leaks = Leaks()
+    assert leaks.warning() == ""
+    assert lost(leaks, 3, 4) == 0
+    assert leaks.count == 0
+    assert lost(leaks, 3, 43) == 40
+    assert lost(leaks, 43, 73) == 30
+    assert (leaks.count, leaks.missing) == (2, 70 * GIB)
+    assert leaks.warning() == (
+        "70.0 GiB of ended engines stayed wired (this Mac had 43.0 GiB wired before the last one started and has "
+        "73.0 GiB now): restart this Mac to get the memory back"
+    )
+
+
+def test_what_comes_back_was_not_lost():
+    leaks = Leaks()
+    lost(leaks, 3, 43)
+    lost(leaks, 43, 83)
+    for wired in (83 * GIB, 43 * GIB, None):
+        leaks.look(wired)
+        assert leaks.count == 2
+    leaks.look(43 * GIB - 1)
+    assert (leaks.count, leaks.missing, leaks.warning()) == (0, 0, "")
+    assert lost(leaks, 13, 53) == 40
+    leaks.look(34 * GIB)
+    assert leaks.count == 1, "judged by what was there before the first of these"
