@@ -1,10 +1,12 @@
-"""A request's text into tokens, or a refusal that nothing can change: on the I/O thread, or on that of long prompts.
+"""Puts a request's text into tokens, or refuses it for good: on the I/O thread, or on the threads of prompts.
 
-No MLX here. One prompt is read at a time. What is refused is the request's own fault or its model's: everybody else
-goes on. Whether there is room is the inference thread's question.
+No MLX here. Several prompts are tokenized at the same time, on their threads. A lock is held only while a tokenizer is
+loaded or a grammar compiled, which the I/O thread never does (`inline`). A refusal is the fault of the request or of
+its model, and touches no other request. Whether there is room is decided on the inference thread.
 """
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -14,7 +16,7 @@ from node.engine.found import Found
 from node.engine.grammar import Grammar, Grammars
 from node.engine.pipeline import TextPipeline
 from node.engine.prompt import Prepared
-from node.engine.tokenizer import FILES, Prompt, TemplateFailed, Tokenizer, TokenizerError, load
+from node.engine.tokenizer import FILES, Prompt, TemplateFailed, Tokenizer, TokenizerError, TooLong, load
 from node.engine.unread import text_bytes
 from node.library import Library
 from wire.frames import Count, Finished, Generate, Params, Refusal
@@ -27,13 +29,24 @@ log = structlog.get_logger("engine.door")
 
 
 class Door:
-    """Holds the tokenizers, loaded at the first request for their model."""
+    """Holds the tokenizers, loaded at the first request for their model. `context(found)` returns the most tokens of a
+    row of a model."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, context: Callable[[Found], int] = lambda found: found.context) -> None:
         self._library = library
+        self._context = context
         self._tokenizers: dict[str, Tokenizer] = {}
         self._grammars = Grammars()
-        self._one = threading.Lock()
+        self._loading, self._compiling = threading.Lock(), threading.Lock()
+
+    def inline(self, frame: Generate | Count) -> bool:
+        """Return whether the I/O thread may prepare this prompt itself: it is short, waits for no lock, and compiles no
+        grammar."""
+        found = self._library.look(frame.model)
+        if found is None or found.cause:
+            return True
+        guided = isinstance(frame, Generate) and frame.params.grammar is not None
+        return not guided and _key(found) in self._tokenizers and not self.need(frame)
 
     def need(self, frame: Generate | Count) -> int:
         """Give the bytes that it takes for a moment to put this prompt into tokens; 0: it may be done unasked."""
@@ -45,6 +58,7 @@ class Door:
         return reading_bytes(
             text_bytes(frame), _files(Path(found.folder)), loads=tokenizer is None,
             guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
+            context=self._context(found) if isinstance(frame, Generate) else 0,
         )  # fmt: skip
 
     def features(self, found: Found) -> tuple[str, ...]:
@@ -61,39 +75,57 @@ class Door:
         """Put a request into tokens. Never raises: on the thread that is the engine's life line, and on one that it
         waits for."""
         try:
-            with self._one:
-                return self._prepared(request)
+            return self._prepared(request)
         except Exception as error:
             log.exception("door", request=request.request, request_id=request.request_id)
             return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
 
     def count(self, asked: Count) -> Finished | Refusal:
-        """Say of how many tokens a prompt is. Never raises either."""
-        prepared = self.prepare(
-            Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created, tools=asked.tools,
-                     template=asked.template)
-        )  # fmt: skip
-        if prepared.refused is not None:
-            return Refusal(asked.request, prepared.refused)
-        return Finished(asked.request, (), prepared.tokens, 0)
+        """Return the number of a prompt's tokens. Never raises either."""
+        request = Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created,
+                           tools=asked.tools, template=asked.template)  # fmt: skip
+        try:
+            tokenizer = self._for(request)
+            if isinstance(tokenizer, Refused):
+                return Refusal(asked.request, tokenizer)
+            return Finished(asked.request, (), tokenizer.count(request), 0)
+        except TemplateFailed as error:
+            return Refusal(asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {error}"))
+        except Exception as error:
+            log.exception("count", request=asked.request)
+            return Refusal(
+                asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+            )
 
-    def _prepared(self, request: Generate) -> Prepared:
+    def _for(self, request: Generate) -> Tokenizer | Refused:
+        """Return the tokenizer of a request's model, or why the request has none."""
         found = self._library.look(request.model)
         if found is None:
-            return _refused(request, Code.NO_MODEL, f"this node has no model {request.model}")
+            return Refused(Code.NO_MODEL, f"this node has no model {request.model}")
         if found.cause:
-            return _refused(request, Code.LOAD_FAILED, f"{found.name} cannot be loaded: {found.cause}")
+            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {found.cause}")
         try:
             tokenizer = self._tokenizer(found)
-            prompt = tokenizer.prompt(request)
         except TokenizerError as error:
-            return _refused(request, Code.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
+            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
+        if request.tools and "tools" not in tokenizer.features:
+            return Refused(Code.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
+        return tokenizer
+
+    def _prepared(self, request: Generate) -> Prepared:
+        tokenizer = self._for(request)
+        if isinstance(tokenizer, Refused):
+            return Prepared(request, refused=tokenizer)
+        found = self._library.find(request.model)
+        most = 0 if found is None else self._context(found)
+        try:
+            prompt = tokenizer.prompt(request, most)
+            grammar = self._grammar(request, tokenizer, prompt)
+        except TooLong as error:
+            text = f"{error}; {request.model} takes {most}: shorten the prompt"
+            return _refused(request, Code.CONTEXT, text)
         except TemplateFailed as error:
             return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {error}")
-        if request.tools and "tools" not in tokenizer.features:
-            return _refused(request, Code.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
-        try:
-            grammar = self._grammar(request, tokenizer, prompt)
         except Unfit as error:
             return _refused(request, Code.INVALID, str(error))
         params = request.params
@@ -114,7 +146,8 @@ class Door:
         if asked is None:
             return None
         try:
-            return self._grammars.compile(tokenizer, asked, request.tools, prompt, one=request.params.one_call)
+            with self._compiling:
+                return self._grammars.compile(tokenizer, asked, request.tools, prompt, one=request.params.one_call)
         except Unfit:
             raise
         except Exception as error:
@@ -123,8 +156,12 @@ class Door:
 
     def _tokenizer(self, found: Found) -> Tokenizer:
         tokenizer = self._tokenizers.get(_key(found))
-        if tokenizer is None:
-            tokenizer = self._tokenizers[_key(found)] = load(Path(found.folder))
+        if tokenizer is not None:
+            return tokenizer
+        with self._loading:
+            tokenizer = self._tokenizers.get(_key(found))  # another thread may have loaded it meanwhile
+            if tokenizer is None:
+                tokenizer = self._tokenizers[_key(found)] = load(Path(found.folder))
         return tokenizer
 
 

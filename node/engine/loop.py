@@ -1,5 +1,6 @@
-"""The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`. Beside it the
-thread that reads long prompts once the engine has found room for that.
+"""The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`. Beside it two
+threads tokenize the prompts that the I/O thread does not, once the engine has found room for that: one of them only
+long texts.
 
 One turn: drain the inbox, one decode step of every row, at most one gated prefill, publish. When nothing is due it
 waits on a condition and does not wake. Since when it is busy, and for how long it expects to be, is published before
@@ -14,9 +15,9 @@ from queue import SimpleQueue
 
 import structlog
 
-from node.engine.kinds import Engine, Work
+from node.engine.kinds import Engine, Halted, Work
 from node.engine.unread import Unread
-from wire.frames import EngineReport, Frame, Limits
+from wire.frames import EngineReport, Frame
 
 PUBLISH_EVERY = 0.1
 """Seconds between two published snapshots at least."""
@@ -39,6 +40,7 @@ class Loop:
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
         self._unread: SimpleQueue[Unread] = SimpleQueue()
+        self._long: SimpleQueue[Unread] = SimpleQueue()
 
     def put(self, work: Work) -> None:
         """Hand in prepared work from another thread."""
@@ -47,7 +49,8 @@ class Loop:
             self._wake.notify()
 
     def stop(self) -> None:
-        """Let `run` return after its turn."""
+        """End `run` once the native call in flight has returned; on any thread."""
+        self._engine.halt()
         with self._wake:
             self._stopped = True
             self._wake.notify()
@@ -62,16 +65,26 @@ class Loop:
 
     def run(self) -> None:
         """Serve until stopped."""
-        while not self._stopped:
+        while True:
             work = self._next()
+            if self._stopped:
+                return
             self._busy_since = time.monotonic()
-            self._turn(work)
+            try:
+                self._turn(work)
+            except Halted:
+                return
             self._busy_since = None
 
     def read(self) -> None:
-        """Put long prompts into tokens, one after the other, for ever: for a thread of its own."""
+        """Tokenize prompts of usual length, one after the other, on a thread of its own. Never returns."""
         while True:
             self.put(self._unread.get().read())
+
+    def read_long(self) -> None:
+        """Tokenize long texts, one after the other, on a thread of its own. Never returns."""
+        while True:
+            self.put(self._long.get().read())
 
     def _next(self) -> Sequence[Work]:
         """Wait until a frame is here or something is due."""
@@ -94,8 +107,6 @@ class Loop:
         now = time.monotonic()
         for one in work:
             self._answer(self._engine.take(one, now))
-            if isinstance(one, Limits):
-                self._log_guard()
         due = self._engine.due(now)
         worked = due is not None and due <= now
         if worked:
@@ -108,22 +119,23 @@ class Loop:
     def _answer(self, frames: Iterable[Frame | Unread]) -> None:
         for frame in frames:
             if isinstance(frame, Unread):
-                self._unread.put(frame)
+                (self._long if frame.long else self._unread).put(frame)
             else:
                 self._send(frame)
 
     def _publish(self, now: float) -> None:
         """Send a snapshot, unless the last one said the same."""
         self._publish_at, self._published_at = None, now
+        self._log_guard()
         report = self._engine.report(now)
         if report != self._published:
             self._published = report
             self._send(report)
 
     def _log_guard(self) -> None:
-        """Say what the guard resolved to, once for every change."""
+        """Log what the guard resolved to, once for every change: after new limits, and when profiles come or go."""
         guard = self._engine.gate.describe()
-        if guard == self._guard:
+        if guard["state"] == "closed" or guard == self._guard:
             return
         self._guard = guard
         if guard["state"] == "on" and guard["margin"]:

@@ -4,8 +4,11 @@ Loading is strictly local, and code that a model brings along is never run. Chat
 they run in transformers' sandbox, see the request's clock instead of the wall's (else a resumed request could get
 another prompt), and whatever they raise fails only the request.
 
-`prompt` is for one thread; `pipeline` and what it gives may be used on another at the same time: a pipeline holds its
-own decoding state and reads only tables that never change.
+`prompt`, `count` and `pipeline` may be called on several threads at the same time: they read only tables that never
+change, and a pipeline holds its own decoding state. Grammars (`guide`, `calling`, `single`) are for one thread at once.
+
+A long text is put into tokens by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single
+call holds the lock, and so stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
 """
 
 import ast
@@ -41,9 +44,11 @@ from node.engine.markup import NORMAL, Markup, Place
 from node.engine.pipeline import TextPipeline
 from node.engine.stops import Stops
 from wire.frames import Generate, Message
+from wire.verdict import READ_SLACK, READ_SLICE
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from tokenizers import Tokenizer as RustTokenizer
 
     from node.engine.grammar import Grammar
 
@@ -58,6 +63,8 @@ RESERVED: Final = frozenset({
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
 """What a tokenizer is read from, as models have it."""
+LONG_TEXT: Final = 16 * 1024
+"""Characters from which a text is put into tokens without the interpreter's lock."""
 TAIL: Final = 32
 """Tokens at a prompt's end among which the mark of an open thought is looked for, with the blanks after it."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
@@ -82,6 +89,10 @@ class TokenizerError(ValueError):
 
 class TemplateFailed(ValueError):
     """This request gives no prompt; the text is one line, for the client."""
+
+
+class TooLong(ValueError):
+    """A prompt has more tokens than it may; the text is one line, for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +142,66 @@ class Tokenizer:
         self._plainly = cast(
             "Callable[[str], list[int]]", partial(cast("Any", wrapper).encode, add_special_tokens=False)
         )
+        fast = cast("Any", wrapper)._tokenizer
+        self._rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
         # a truncation set in the tokenizer's file is taken off at its first use, and must not be while others read
         wrapper.encode("")
 
-    def prompt(self, request: Generate) -> Prompt:
-        """Write the request as the model's template has it, or take its prompt as it is; TemplateFailed if template or
-        tokenizer do not."""
+    def prompt(self, request: Generate, most: int = 0) -> Prompt:
+        """Put a request into tokens: its prompt as it is, or rendered by the model's template.
+
+        A text that is clearly longer than `most` tokens (0: any) raises TooLong once so many are counted. Raises
+        TemplateFailed where template or tokenizer fail."""
         plain = bool(request.text or request.ids)
-        if not plain and not self._wrapper.has_chat_template:
-            raise TemplateFailed("the model has no chat template")
         try:
-            ids = request.ids or (tuple(self._wrapper.encode(request.text)) if plain else self._render(request))
+            ids = request.ids or self._encoded(self._text(request), plain=plain, most=most)
             self._check(ids)
             if plain:
                 return Prompt(ids, False, plain=True)
             return Prompt(ids, *(self._ends_with(ids, marker) for marker in self._markup.think))
+        except (TemplateFailed, TooLong):
+            raise
+        except Exception as error:
+            raise TemplateFailed(_line(error)) from error
+
+    def count(self, request: Generate) -> int:
+        """Return the number of a request's prompt tokens; TemplateFailed where template or tokenizer fail."""
+        try:
+            text = self._text(request)
+            if self._rust is not None and len(text) > LONG_TEXT:
+                return len(self._rust.encode_batch_fast([text], add_special_tokens=False)[0])
+            ids = self._encoded(text, plain=False)
+            self._check(ids)
+            return len(ids)
         except TemplateFailed:
             raise
         except Exception as error:
             raise TemplateFailed(_line(error)) from error
+
+    def _text(self, request: Generate) -> str:
+        if request.text:
+            return request.text
+        if not self._wrapper.has_chat_template:
+            raise TemplateFailed("the model has no chat template")
+        return self._render(request)
+
+    def _encoded(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
+        """Put a text into tokens; with `plain` with those that the tokenizer adds to every text."""
+        if self._rust is None or len(text) <= LONG_TEXT:
+            return tuple(self._wrapper.encode(text) if plain else self._plainly(text))
+        if most and len(text) > max(2 * most, READ_SLICE):
+            self._bound(self._rust, text, most)
+        return tuple(self._rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
+
+    def _bound(self, rust: "RustTokenizer", text: str, most: int) -> None:
+        """Raise TooLong as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
+        counted = 0
+        for start in range(0, len(text), READ_SLICE):
+            part = text[start : start + READ_SLICE]
+            counted += len(rust.encode_batch_fast([part], add_special_tokens=False)[0])
+            if counted > most * READ_SLACK:
+                share = (start + len(part)) / len(text)
+                raise TooLong(f"the first {share:.0%} of the prompt have {counted} tokens already")
 
     def pipeline(
         self,
@@ -243,7 +295,7 @@ class Tokenizer:
 
     # prompts
 
-    def _render(self, request: Generate) -> tuple[int, ...]:
+    def _render(self, request: Generate) -> str:
         variables = _variables(request.template)
         continued = variables.pop("continue_final_message", False) is True
         if continued:
@@ -254,12 +306,11 @@ class Tokenizer:
         moment = _NOW.set(request.created)
         try:
             messages = [_written(message, self._own_renderer) for message in request.messages]
-            ids = self._wrapper.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=not continued, tokenize=True, **variables
-            )
+            return cast("str", cast("Any", self._wrapper).apply_chat_template(
+                messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
+            ))  # fmt: skip
         finally:
             _NOW.reset(moment)
-        return tuple(ids)
 
     def _check(self, ids: tuple[int, ...]) -> None:
         if not ids:

@@ -3,13 +3,14 @@
 A tokenizer writes records of its own beside the tokens: measured up to 301 bytes a token, and no token is shorter than
 a byte of text. Loading one takes up to 34 times its files, the tables for grammars 14 times. No estimate of a forward
 sees these bytes. So a prompt for which `verdict.reading_bytes` counts any is judged on the inference thread before it
-is read, as a forward would be, and they are promised until it is in tokens. A thread of its own reads it meanwhile:
-pings are answered and others decode.
+is read, as a forward would be, and they are reserved until it is in tokens. Two threads read prompts meanwhile, one of
+them only long texts, so that a prompt of usual length never waits for a text of megabytes. The I/O thread prepares
+short prompts itself (`Door.inline`): it answers pings, limits and cancels, and waits for nothing.
 
-    I/O thread            inference thread              thread of prompts
-    need > 0: Unread ────► judged, promised ───────────► read
+    I/O thread            inference thread              threads of prompts
+    not inline: Unread ──► judged, reserved ───────────► read
                             └ Refusal                      │
-                           admitted, the promise ends ◄────┘ Read
+                           admitted, no longer reserved ◄──┘ Read
 """
 
 from collections.abc import Callable
@@ -22,15 +23,23 @@ from wire.report import Memory
 from wire.units import show_size
 from wire.verdict import most_bytes
 
+LONG = 64 * 1024
+"""Bytes of text from which a prompt is long: about 0.1 s of tokenizing on a slow machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A prompt as it came. `need`: bytes that reading it takes for a moment; `read` puts it into tokens, on any thread
-    but one at a time, and never raises."""
+    """A prompt as it came. `need`: bytes that reading it takes for a moment; `read` puts it into tokens, on any thread,
+    and never raises. `long`: it is read on the thread of long texts."""
 
     frame: Generate | Count
     need: int
     read: Callable[[], "Read"]
+
+    @property
+    def long(self) -> bool:
+        """Return whether this text may take longer than the prompts of usual length wait for each other."""
+        return text_bytes(self.frame) > LONG
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.engine.prompt import Prepared
+from node.engine.tokenizer import LONG_TEXT, TooLong, load
 from node.engine.unread import Read, Unread, text_bytes
+from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.frames import Count, Finished, Generate, Grammar, Limits, Message, Params, Refusal, ToolCall
+from wire.frames import Count, Finished, Generate, Grammar, Limits, Message, Params, Ping, Refusal, ToolCall
 from wire.refusals import Code
 from wire.units import GIB, MIB
-from wire.verdict import READ_FREE, READ_GUIDE, READ_LOAD, READ_TOKEN, reading_bytes
+from wire.verdict import READ_FREE, READ_GUIDE, READ_LOAD, READ_SLICE, READ_TOKEN, reading_bytes
 
 WORDS = "The whole history of the house was written down by its cook. "
 LONG = WORDS * 60
@@ -130,12 +134,100 @@ def test_two_that_fit_only_one_by_one_are_not_read_together(driver: Driver):
 
 def test_a_prompt_that_can_never_be_read_here_is_told_so(driver: Driver):
     driver.take(Limits(600 * MIB, 600 * MIB, 0, "static"))
-    driver.put(unread(driver, WORDS * 200_000))
+    work = driver.engine.prepare(Count(9, driver.default, (Message("user", WORDS * 200_000),), 0))
+    assert isinstance(work, Unread)
+    driver.put(work)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
     assert refusal.refused.code is Code.TOO_LARGE
     assert "shorten the prompt" in refusal.refused.message
     assert reserved(driver) == 0
+
+
+@pytest.mark.parametrize("size", [1, 7_900_000])
+def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(driver: Driver, size: int):
+    context = driver.engine.report(0.0).models[0].context
+    whole = WORDS * (size // len(WORDS) + 4 * context // 10)
+    work = unread(driver, whole)
+    assert work.long
+    assert work.need == reading_bytes(text_bytes(work.frame), context=context)
+    assert work.need < READ_TOKEN * (context * 2 + READ_SLICE) + 16 * len(whole)
+    counted: list[int] = []
+    (tokenizer,) = driver.engine._door._tokenizers.values()
+    rust = tokenizer._rust
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
+            counted.extend(map(len, texts))
+            return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
+
+    tokenizer._rust = Counting()  # type: ignore[assignment] # pyright: ignore
+    driver.put(work)
+    refusal = driver.ended(9)
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.code is Code.CONTEXT
+    assert f"takes {context}: shorten the prompt" in refusal.refused.message
+    assert 0 < sum(counted) <= 8 * context + READ_SLICE
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "lfm2", "gemma3_text"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_long_text_has_the_same_tokens_as_by_the_whole_tokenizer(architecture: str, plain: bool):
+    tokenizer = load(models.path(architecture))
+    text = (WORDS + "Ünïcödé 😀\n\n  x=1;" + "\t" * 9) * 400
+    assert len(text) > LONG_TEXT
+    expected = tuple(tokenizer._wrapper.encode(text) if plain else tokenizer._plainly(text))
+    assert tokenizer._encoded(text, plain=plain) == expected
+    assert tokenizer._encoded(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
+
+
+def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver):
+    (tokenizer,) = driver.engine._door._tokenizers.values()
+    text = WORDS * 10_000
+    count = len(tokenizer._encoded(text, plain=False))
+    assert len(tokenizer._encoded(text, plain=False, most=count)) == count
+    assert tokenizer._rust is not None
+    tokenizer._bound(tokenizer._rust, text, count)
+    with pytest.raises(TooLong, match=r"have \d+ tokens already"):
+        tokenizer._encoded(text, plain=False, most=count // 2)
+
+
+def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
+    (tokenizer,) = driver.engine._door._tokenizers.values()
+    rust, entered, leave = tokenizer._rust, threading.Event(), threading.Event()
+
+    class Held:
+        def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
+            entered.set()
+            assert leave.wait(20.0)
+            return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
+
+    tokenizer._rust = Held()  # type: ignore[assignment] # pyright: ignore
+    long = unread(driver, WORDS * 2_000)
+    reader = threading.Thread(target=long.read)
+    reader.start()
+    try:
+        assert entered.wait(20.0), "a long text is being tokenized"
+        assert isinstance(driver.engine.prepare(asked(driver, "Hello!", 11)), Prepared), "a short prompt is prepared"
+        usual = unread(driver, LONG, 12)
+        assert not usual.long
+        assert isinstance(usual.read().work, Prepared), "a prompt of usual length has a thread of its own"
+        assert driver.engine.prepare(Ping(1)) is None
+    finally:
+        leave.set()
+        reader.join(20.0)
+    assert not reader.is_alive()
+
+
+def test_the_io_thread_neither_loads_a_tokenizer_nor_compiles_a_grammar(tiny_model: Callable[..., Path]):
+    driver = Driver(tiny_model("llama"))
+    first = driver.engine.prepare(asked(driver, "Hi"))
+    assert isinstance(first, Unread)
+    assert isinstance(first.read().work, Prepared)
+    assert isinstance(driver.engine.prepare(asked(driver, "Hi", 2)), Prepared)
+    guided = driver.engine.prepare(asked(driver, "Hi", 3, grammar=Grammar("regex", "a+")))
+    assert isinstance(guided, Unread)
 
 
 def test_counting_a_long_prompt_asks_as_well(driver: Driver):
@@ -219,7 +311,7 @@ MEASURE = textwrap.dedent("""
     signs = [chr(one) for one in (*range(32, 127), *range(0x400, 0x460), *range(0x1f600, 0x1f640))]
     kinds = {"words": lambda: "the house of the cook was old and ", "signs": lambda: chance.choice(signs) * 3,
              "spaces": lambda: " " * chance.randrange(40) + "x"}
-    door, rows = Door(library), []
+    door, rows = Door(library, lambda found: 10_000_000), []
     for kind, size in (("words", 200), ("words", 30_000), ("signs", 100_000), ("spaces", 150_000), ("words", 300_000)):
         text = ""
         while len(text) < size:

@@ -1,0 +1,157 @@
+"""Signs of life while long texts are tokenized, by the shipped engine process, driven over its socket."""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from node.engine.child import settings_message
+from node.engine_environment import engine_environment
+from node.settings import resolve
+from tests import models
+from tests.bench.row import Row, commit, p99
+from tests.support.processes import ROOT
+from wire.codec import LONGEST_JOINED, Splitter, decode, encode
+from wire.frames import Failed, Finished, Frame, Generate, Limits, Message, Params, Ping, Pong, Refusal
+from wire.units import GIB, MIB
+
+BODIES = 4
+EVERY, SHORT_EVERY = 0.01, 0.2
+LINE = "word and more text, some Code(x) 12345\n"
+CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenized whole, context of 1 M tokens"))
+"""Bytes of a body, context in tokens (0: the model's own), and the case in words."""
+LIMIT = 0.1
+MOST_SECONDS = 240.0
+TOO_MANY = 2**21
+"""Tokens of an answer that no context holds: a body is refused once it is tokenized, and never prefilled."""
+SHORTS = 1000
+"""Number of the first short prompt."""
+
+
+class Engine:
+    """An engine process; `answered` has the moment of each pong by nonce, and of each end by request."""
+
+    def __init__(self, folder: Path) -> None:
+        flat: dict[str, object] = {
+            "engine.kind": "mlx", "models.folders": (str(folder / "models"),), "models.hub": False,
+            "models.profile": "off",
+        }  # fmt: skip
+        settings = resolve([("bench", flat)]).value
+        self.line, theirs = socket.socketpair()
+        environment = engine_environment(os.environ, folder / "scratch", settings.engine.mlx.blas)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "node.engine.child", "--socket", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self.pongs: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+        self._changed = threading.Condition()
+        self.line.sendall(settings_message(settings))
+        self.send(Limits(20 * GIB, 20 * GIB, 512 * MIB, "static"))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame."""
+        self.line.sendall(encode(frame))
+
+    def ask(self, number: int, text: str, tokens: int = 1) -> None:
+        """Ask for so many tokens after a prompt."""
+        params = Params(max_tokens=tokens)
+        self.send(Generate(number, number, f"r{number}", "chat", (Message("user", text),), params, 0, 1))
+
+    def until(self, wanted: "set[int]") -> None:
+        """Wait until these requests have ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: wanted <= self.ends.keys(), MOST_SECONDS):
+                raise TimeoutError(f"{sorted(wanted - self.ends.keys())} have not ended")
+
+    def _read(self) -> None:
+        splitter = Splitter(longest=LONGEST_JOINED)
+        while data := _received(self.line):
+            now = time.monotonic()
+            with self._changed:
+                for tag, body in splitter.feed(data):
+                    frame = decode(tag, body)
+                    if isinstance(frame, Pong):
+                        self.pongs[frame.nonce] = now
+                    elif isinstance(frame, Finished | Refusal | Failed):
+                        self.ends[frame.request] = now
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the process by closing its socket."""
+        self.line.close()
+        try:
+            self.process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _received(line: socket.socket) -> bytes:
+    try:
+        return line.recv(2**16)
+    except OSError:  # closed by `stop`
+        return b""
+
+
+def measure(folder: Path, size: int) -> tuple[list[float], list[float], float]:
+    """Return the seconds of each ping and of each short prompt while the bodies are tokenized, and of the bodies."""
+    engine, text = Engine(folder), LINE * (size // len(LINE))
+    bodies, shorts = set(range(1, BODIES + 1)), dict[int, float]()
+    try:
+        engine.ask(SHORTS, "Hello!")
+        engine.until({SHORTS})
+        began = time.monotonic()
+        for number in bodies:
+            engine.ask(number, f"{number} {text}", TOO_MANY)
+        sent: dict[int, float] = {}
+        while not bodies <= engine.ends.keys() and time.monotonic() < began + MOST_SECONDS:
+            now = time.monotonic()
+            sent[len(sent) + 1] = now
+            engine.send(Ping(len(sent)))
+            if now >= max(shorts.values(), default=0.0) + SHORT_EVERY:
+                shorts[SHORTS + len(shorts) + 1] = now
+                engine.ask(SHORTS + len(shorts), "Hello!")
+            time.sleep(EVERY)
+        engine.until({*bodies, *shorts})
+        seconds = max(engine.ends[number] for number in bodies) - began
+        lost = time.monotonic()
+        pings = [engine.pongs.get(nonce, lost) - at for nonce, at in sent.items()]
+        return pings, [engine.ends[number] - at for number, at in shorts.items()], seconds
+    finally:
+        engine.stop()
+
+
+def lay_out(folder: Path, context: int) -> None:
+    """Put the tiny model where the engine finds it, with this context in tokens (0: its own)."""
+    source, target = models.path("llama"), folder / "models" / "chat"
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        (target / file.name).symlink_to(file)
+    if context:
+        config = json.loads((source / "config.json").read_text())
+        (target / "config.json").unlink()
+        (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+
+
+def bench_tokenize(folder: Path) -> list[Row]:
+    """Pings and short prompts beside four long bodies: refused by their count, and tokenized whole."""
+    rows: list[Row] = []
+    for size, context, name in CASES:
+        lay_out(folder / str(size), context)
+        pings, shorts, seconds = measure(folder / str(size), size)
+        figure = (
+            f"{p99(pings) * 1000:.0f} ms (median {statistics.median(pings) * 1000:.1f}, longest "
+            f"{max(pings) * 1000:.0f}, {len(pings)} pings in {seconds:.1f} s; "
+            f"short prompts p99 {p99(shorts) * 1000:.0f} ms of {len(shorts)})"
+        )
+        row = f"ping p99 beside {BODIES} bodies of {size / 1e6:.1f} MB, {name}"
+        rows.append(Row(row, f"<= {LIMIT * 1000:.0f} ms", figure, p99(pings) <= LIMIT, commit()))
+    return rows
