@@ -56,8 +56,8 @@ class _Session:
 
 
 def chain_of(root: object, messages: Sequence[Message], session: str = "") -> Chain:
-    """Give the chain of a prompt. `root` is what changes all of it: model, tools, template; `session` names the
-    conversation, and whose it is."""
+    """Return the chain of a prompt. `root` is what changes all of it: model and fingerprint, tools, template; `session`
+    names the conversation, and whose it is."""
     links: list[tuple[int, int]] = []
     link, size = hash(root), 0
     for message in messages:

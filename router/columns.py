@@ -24,6 +24,7 @@ from router.placement import (
     BESIDE_ROWS,
     FIRST,
     FULL_MARKS,
+    LOAD_LEFT,
     POLICIES,
     ROW_WEIGHT,
     TTFT_STEP,
@@ -99,7 +100,8 @@ class _Table:
     """One model's columns. `fixed` and `slope` give the bytes needed by tokens, `wait` the seconds before a prompt,
     `token` those for each of its tokens, `answer` those for each of its answer's. `read` has what the report says of
     room, wait, ceiling and an answer's token, before promises and beside nobody; `full` how many decode at once, and
-    the seconds from one usual answer's end to the next where all of them do."""
+    the seconds from one usual answer's end to the next where all of them do. `resting`: by its report the node has the
+    model loaded and no prompt to read; `idle`: nor was anything promised there since."""
 
     def __init__(self, count: int) -> None:
         self.room: Column = np.zeros(count)
@@ -111,11 +113,14 @@ class _Table:
         self.fraction: Column = np.zeros(count)
         self.read: list[tuple[float, float, float, float]] = [_NOTHING] * count
         self.full: list[tuple[int, float]] = [(0, 0.0)] * count
+        self.resting = np.zeros(count, dtype=np.bool_)
+        self.idle = np.zeros(count, dtype=np.bool_)
 
     def write(self, row: int, node: NodeView, model: Model) -> None:
         """Take in a report."""
         memory = node.memory
         room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
+        self.resting[row] = model.loaded and not node.engine.queued_tokens
         if room is None or model.cause or away(node, node.heard_at)[0]:
             self.read[row] = _NOTHING
             return
@@ -132,7 +137,7 @@ class _Table:
         self.full[row] = (most, usual / most) if most else (0, 0.0)
         if not model.loaded:
             read = model.progress or 0.5
-            wait += model.load_seconds * (1.0 - read if model.loading else 1.0)
+            wait += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
         self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
 
     def promise(self, row: int, need: int, tokens: int, taken: int) -> None:
@@ -140,6 +145,7 @@ class _Table:
         room, wait, ceiling, answer = self.read[row]
         self.answer[row] = answer * (1.0 + ROW_COST * taken)
         self.room[row] = room = max(0.0, room - need)
+        self.idle[row] = self.resting[row] and not taken and not tokens
         most, each = self.full[row]
         if taken >= most > 0:
             wait += (taken + 1 - most) * each * (1.0 + ROW_COST * taken)
@@ -194,6 +200,7 @@ class Columns:
         time = table.token * tokens
         time += table.wait
         time += table.answer * output
+        need[table.idle & (table.room >= need)] = 1.0
         known = {self._index[node]: share for node, share in warm.items() if node in self._index}
         for row, share in known.items():
             time[row] -= share * tokens * table.token[row]

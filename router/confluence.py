@@ -43,6 +43,11 @@ class Confluence(Generic[K]):
         return ",".join(dict.fromkeys(ticket.node_name for ticket in self._tickets if ticket.node_name))
 
     @property
+    def waits_for(self) -> str:
+        """Return what a client is shown of a wait."""
+        return next((ticket.waits_for for ticket in self._tickets if ticket.waits_for), "")
+
+    @property
     def attempts(self) -> int:
         """How often nodes were asked."""
         return sum(ticket.attempts for ticket in self._tickets)

@@ -47,22 +47,25 @@ from router.placement import (
     NoPlacement,
     Placement,
     Policy,
+    Trials,
     away,
     consider,
     place,
 )
-from router.queue import AdmissionQueue
+from router.queue import AdmissionQueue, Entry
 from router.quotas import Quotas, work
-from router.reservations import Ledger
+from router.reservations import Ledger, Turn
 from router.resume import STOPS, Fall, fall_of, is_fault, patience, survives
 from router.settings import RouterSettings
-from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.swaps import Ask, Begun, Ended, Swaps, fits_beside, picture_of
+from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, SWAP, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from router.usage import Usage
-from router.view import ClusterView, NodeView, seen_as
+from router.view import LEFT, ClusterView, NodeView, seen_as
 from wire.fairness import Owner
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
 from wire.refusals import FINAL, Code, Refused
+from wire.report import Model
 
 WORTH_KNOWING = 1024
 """Bytes of a prompt from which it matters where its beginning was read: less is read anew in a blink."""
@@ -132,6 +135,7 @@ class Dispatcher:
         self._live: dict[int, Ticket] = {}
         self._open: dict[int, Ticket] = {}
         self._asked = Asked()
+        self._swaps = Swaps(settings.swap_seconds)
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -151,6 +155,7 @@ class Dispatcher:
         old = {node.id: node for node in self.view.nodes}
         self.view = view
         self._follow(view)
+        self._swaps.follow((node for node in view.nodes if old.get(node.id) is not node), self._clock())
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
@@ -247,6 +252,7 @@ class Dispatcher:
         self.breakers.forget(node)
         self.counters.forget(node)
         self.ledger.forget(node)
+        self._swaps.forget(node)
         self._changed.discard(node)
         for kept in (self._corrections, self._silent):
             kept.pop(node, None)
@@ -296,8 +302,11 @@ class Dispatcher:
             ticket.losses += 1
         else:
             ticket.crashes += 1
-        if not survives(fall, ticket.losses, ticket.crashes) or not self._continues(ticket):
+        if not survives(fall, ticket.losses, ticket.crashes):
             self._end(ticket, why)
+            return
+        if not self._continues(ticket):
+            self._end(ticket, self._named(ticket, why))
             return
         ticket.fallen, ticket.in_a_row = why, 0
         self._place(ticket)
@@ -305,8 +314,7 @@ class Dispatcher:
     def _continues(self, ticket: Ticket) -> bool:
         """Say whether any node could go on with a request, now or later. One that nobody has read a word of begins anew
         where nobody has the model that began it."""
-        model = ticket.demand.model
-        others = [node.models[model] for node in self.view.nodes if model in node.models and node.id not in ticket.lost]
+        others = self._others(ticket)
         if ticket.resumable and any(one.fingerprint == ticket.fingerprint for one in others):
             ticket.demand = replace(ticket.demand, written=ticket.written)
             return True
@@ -315,6 +323,19 @@ class Dispatcher:
         ticket.discard()
         ticket.demand = replace(ticket.demand, written=0)
         return True
+
+    def _named(self, ticket: Ticket, why: Failure) -> Failure:
+        """Add to a failure that other nodes have the name of the model, but another model."""
+        if not ticket.fingerprint or all(one.fingerprint == ticket.fingerprint for one in self._others(ticket)):
+            return why
+        text = f"the other nodes hold another model under the name {ticket.demand.model} (`cluster models`)"
+        return replace(why, message=f"{why.message}; {text}, which cannot resume it")
+
+    def _others(self, ticket: Ticket) -> list[Model]:
+        """List the models of a request's name on the members with which it was not lost."""
+        name = ticket.demand.model
+        nodes = (node for node in self.view.nodes if node.state != LEFT and node.id not in ticket.lost)
+        return [node.models[name] for node in nodes if name in node.models]
 
     def _moved(self, ticket: Ticket, silent: float | None = None) -> bool:
         """Go on with a request elsewhere, if another node has room for it, and only then let go of its node. Where that
@@ -359,7 +380,7 @@ class Dispatcher:
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
         if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
-            ticket.chain = chain = _chain(job)
+            ticket.chain = chain = _chain(job, self.view.identity(job.demand.model).fingerprint)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
@@ -391,13 +412,15 @@ class Dispatcher:
         """Decide without acting, for `cluster place` and for health."""
         now = self._clock()
         return place(self._seen(self.view, now), demand, self.ledger, now=now, draw=self._draw,
-                     policy=self._policy, corrections=self._corrections)  # fmt: skip
+                     policy=self._policy, corrections=self._corrections,
+                     trials=self._one_model(FIRST, demand.model))  # fmt: skip
 
     def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> Choice | Refused:
         """Say which node should load a model, after those that have refused to."""
         now = self._clock()
         return choose(self._seen(self.view, now), model, self.ledger, now=now, draw=self._draw,
-                      policy=self._policy, corrections=self._corrections, tried=tried)  # fmt: skip
+                      policy=self._policy, corrections=self._corrections, tried=tried,
+                      fingerprint=self._one_model(FIRST, model).fingerprint)  # fmt: skip
 
     def away(self, node: NodeView) -> Refused | None:
         """Say why a node can be given nothing now; None when it can."""
@@ -477,15 +500,19 @@ class Dispatcher:
         if isinstance(result, NoPlacement) and result.refused.final:
             self._deny(ticket, result.refused)
             return
-        if isinstance(result, NoPlacement) and result.ask is not None and self._start(ticket, result.ask, 0):
+        if isinstance(result, NoPlacement) and self._ask(ticket, result.ask):
             return
         self._wait(ticket, result)
+
+    def _ask(self, ticket: Ticket, ask: Candidate | None) -> bool:
+        """Ask the node that only itself can know, unless it makes room for another model; return whether it was."""
+        return ask is not None and ask.node not in self.ledger.turns and self._start(ticket, ask, 0)
 
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
 
     def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
-        now, trials = self._clock(), ticket.trials()
+        now, trials = self._clock(), self._one_model(ticket.trials(), demand.model)
         seen = self._seen(view, now)
         if self._columns is not None:
             result = self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
@@ -495,6 +522,17 @@ class Dispatcher:
                            corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
         self.counters.placement.observe(self._clock() - now)
         return result
+
+    def _one_model(self, trials: Trials, name: str) -> Trials:
+        """Restrict a request to one of several models of a name: the one that began the answer, or the one that is
+        served by the nodes that the request has not lost."""
+        if trials.fingerprint:
+            return trials
+        view = self._seen(self.view, self._clock())
+        if trials.lost:
+            view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
+        identity = view.identity(name)
+        return replace(trials, fingerprint=identity.fingerprint) if identity.conflict else trials
 
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Keep a decision, to be explained later."""
@@ -525,7 +563,7 @@ class Dispatcher:
             ticket.fingerprint = chosen.model.fingerprint
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
-                         job.ids, ticket.owner)  # fmt: skip
+                         job.ids, ticket.owner, ticket.fingerprint if known else "")  # fmt: skip
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
         self.ledger.claim(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
@@ -591,7 +629,7 @@ class Dispatcher:
 
     def _wake_soon(self, node: NodeId) -> None:
         """Try those in line on this node before anything else comes in; several changes make one try."""
-        if not len(self.queue):
+        if not len(self.queue) and not self.ledger.turns:
             return
         self._changed.add(node)
         if not self._wake_due:
@@ -600,6 +638,8 @@ class Dispatcher:
 
     def _wake(self) -> None:
         self._wake_due = False
+        if self.ledger.turns:
+            self._swap(self._clock())
         changed = ClusterView(tuple(node for node in self.view.nodes if node.id in self._changed))
         self._changed.clear()
         self.queue.wake(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
@@ -651,19 +691,22 @@ class Dispatcher:
         if whole.refused.code is Code.LOAD_FAILED:
             self._deny(ticket, whole.refused)
             return True
-        if whole.ask is None or not self._start(ticket, whole.ask, 0):
+        if not self._ask(ticket, whole.ask):
             return False
         self._left_line(ticket)
         return True
 
     def _keep(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
-        """Keep room on the node that lacks least, unless some is kept already on a node that is still ready."""
+        """Keep room on the node that lacks least, unless some is kept already on a node that is still ready. Where a
+        model is in the way there is none to keep before that one's slice has ended."""
         held = self.ledger.held_on(ticket.number)
         if held is not None and any(node.id == held and node.state == "ready" for node in self.view.nodes):
             return
+        nodes = {node.id: node for node in self.view.nodes}
         short = [
             one for one in result.candidates
-            if one.code is Code.NO_ROOM and one.need <= one.most and self.ledger.holder(one.node) is None
+            if one.code is Code.NO_ROOM and fits_beside(nodes[one.node], one) and self.ledger.holder(one.node) is None
+            and one.node not in self.ledger.turns
         ]  # fmt: skip
         if short:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
@@ -672,7 +715,7 @@ class Dispatcher:
     def _left_line(self, ticket: Ticket) -> None:
         self.counters.left_line(self._clock() - ticket.queued_at)
         self.ledger.drop_hold(ticket.number)
-        ticket.entry = None
+        ticket.entry, ticket.swap = None, ""
 
     def _expire(self, now: float) -> None:
         for ticket in self.queue.expire(now):
@@ -689,6 +732,71 @@ class Dispatcher:
             refused = result.refused
             self._deny(ticket, Refused(refused.code, refused.message + waited, refused.numbers, refused.retry_after,
                                        refused.node))  # fmt: skip
+
+    # model swaps
+
+    def _swap(self, now: float) -> None:
+        """Follow the turns under way and begin those that are due."""
+        if not len(self.queue) and not self.ledger.turns:
+            return
+        entries = sorted(self.queue.entries(), key=lambda entry: entry.item.arrived)
+        queued = [entry.item for entry in entries]
+        picture = picture_of(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
+        plan = self._swaps.step(picture, now)
+        for action in plan.actions:
+            turn = action.turn
+            if isinstance(action, Ended):
+                self._end_turn(action)
+            elif isinstance(action, Begun):
+                self.ledger.turns[turn.node] = turn
+                held = self.ledger.holder(turn.node)
+                if held is not None:
+                    self.ledger.drop_hold(held)
+                self.ledger.hold(turn.ticket, turn.node, action.hold)
+            else:
+                self._take_turn(action)
+        for entry in entries:
+            self._wait_for_swap(entry, plan.waits, now)
+
+    def _end_turn(self, ended: Ended) -> None:
+        turn = self.ledger.turns.pop(ended.turn.node)
+        self.counters.swapped(done=not ended.why)
+        self.ledger.drop_hold(turn.ticket)
+        self._wake_soon(turn.node)
+
+    def _take_turn(self, ask: Ask) -> None:
+        """Send the request that a node has made room for."""
+        ticket = self._open[ask.turn.ticket]
+        entry = ticket.entry
+        if entry is not None and self._start(ticket, ask.candidate, ask.candidate.need):
+            self.ledger.turns[ask.turn.node] = ask.turn
+            self.queue.remove(entry)
+            self._left_line(ticket)
+
+    def _wait_for_swap(self, entry: Entry[Ticket], waits: Mapping[str, Turn | None], now: float) -> None:
+        """Let the deadline of a request stand still while it waits for a swap, and remember what it waits for."""
+        ticket, model = entry.item, entry.item.demand.model
+        if ticket.entry is not entry:
+            return
+        if model not in waits:
+            ticket.swap = ""
+            return
+        turn = waits[model]
+        swap = f"{SWAP}: no node may unload a model for it yet"
+        if turn is not None:
+            swap = f"{SWAP} on {turn.name} ({turn.models})"
+        if swap != ticket.swap:
+            ticket.swap = swap
+            if turn is None:
+                ticket.mark(now, swap)
+            else:
+                ticket.mark(now, f"{SWAP}: {turn.models}", turn.name)
+        later = min(ticket.arrived + self._settings.swap_seconds, now + self._settings.queue_seconds)
+        entry.deadline = ticket.deadline = max(entry.deadline, later)
+
+    def _judge_at(self, ticket: Ticket, node: NodeView) -> Candidate:
+        trials = self._one_model(ticket.trials(), ticket.demand.model)
+        return consider(node, ticket.demand, self.ledger, self._clock(), self._corrections, trials, ticket.warm)
 
     # what nodes say of requests
 
@@ -775,6 +883,8 @@ class Dispatcher:
         if ticket.entry is not None:
             self.queue.remove(ticket.entry)
             self._left_line(ticket)
+            for node in self.ledger.turns:
+                self._wake_soon(node)
         self._leave_node(ticket)
         self._endings.ended(ticket, outcome, self._model_of(ticket), self.quotas, self._clock())
         ticket.end(outcome)
@@ -810,6 +920,7 @@ class Dispatcher:
         """Look at everybody who is here a few times a second, instead of a timer for each."""
         self._timer = None
         now = self._clock()
+        self._swap(now)
         self._expire(now)
         self._leave_silent(now)
         self._relieve(now)
@@ -851,7 +962,7 @@ class Dispatcher:
         if ticket.takes != ticket.seen_takes:
             ticket.seen_takes, ticket.still = ticket.takes, 0.0
             return
-        if ticket.node is None and ticket.outcome is None and not ticket.opened:
+        if ticket.node is None and ticket.outcome is None and not ticket.opened and not ticket.swap:
             ticket.still = 0.0  # in line, and a clean 503 is still possible
             return
         ticket.still += self._interval
@@ -867,8 +978,8 @@ def _nobody_told(_: Ticket, __: str) -> None:
     return
 
 
-def _chain(job: Job) -> Chain:
-    root = (job.demand.model, job.tools, job.template, job.ids)
+def _chain(job: Job, fingerprint: str) -> Chain:
+    root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
     messages = (Message("", job.text),) if job.text else job.messages
     return chain_of(root, messages, f"{job.key} {job.session}" if job.session else "")
 

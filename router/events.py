@@ -49,6 +49,11 @@ class Flow(Protocol):
     blocked: bool
 
     @property
+    def waits_for(self) -> str:
+        """Return what a client is shown of a wait; empty when there is nothing to show."""
+        ...
+
+    @property
     def nudged(self) -> bool:
         """Whether a sign of life is due."""
         ...
@@ -170,7 +175,7 @@ class Pump:
             events = self._greeting + events
             self._greeting = b""
         if not events and nudged:
-            events = self._chunks.keepalive
+            events = self._chunks.keepalive(ticket.waits_for)
         if events:
             ticket.blocked = not stream.push(events)
 

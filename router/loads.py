@@ -1,8 +1,9 @@
 """Which node loads a model that a person wants in memory. Pure; the arithmetic is placement's, for one token.
 
 The node that would answer first is asked, among those that have not got the model yet and can hold it. Is there none,
-one that has it already, or is loading it, will do. Then a node that is full but large enough: its engine may give
-models back that nobody uses, and only it knows. Last one that could not load it before: who asks by name asks again.
+one that has it already, or is loading it, will do. Then a node that is full but large enough for the weights, without
+the margin that a request needs (`wire.verdict.judge_load`): its engine may unload idle models, and only it knows. A
+node that could not load it before comes last: an order by name tries again.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from router.view import ClusterView, NodeView
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
 from wire.units import show_size
+from wire.verdict import most_weights
 
 _MEMORY = frozenset({Code.NO_ROOM, Code.TOO_LARGE})
 
@@ -37,12 +39,14 @@ def choose(
     policy: Policy,
     corrections: Mapping[NodeId, Correction],
     tried: Mapping[NodeId, Refused],
+    fingerprint: str = "",
 ) -> Choice | Refused:
-    """Give the node that should load a model, or why there is none. `tried` are those that have refused."""
+    """Return the node that should load a model, or why there is none. `tried` are those that have refused; only the
+    model of the `fingerprint` counts, empty: any."""
 
     def placed(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
         return place(ClusterView(nodes), Demand(model, 0, 1, 1), ledger, now=now, draw=draw, policy=policy,
-                     corrections=corrections, trials=Trials(never=tried))  # fmt: skip
+                     corrections=corrections, trials=Trials(never=tried, fingerprint=fingerprint))  # fmt: skip
 
     fresh = placed(tuple(node for node in view.nodes if not _here(node, model)))
     if isinstance(fresh, Placement):
@@ -68,7 +72,7 @@ def _rank(candidate: Candidate) -> tuple[int, ...]:
         return (0,)
     if code in (None, Code.NO_ROOM, Code.UNREADABLE) and (model.loaded or model.loading):
         return (4 if model.loaded else 3, candidate.headroom or 0)
-    if code is Code.NO_ROOM and candidate.need <= candidate.most:
+    if code in _MEMORY and candidate.weights and candidate.weights <= most_weights(candidate.memory):
         return (2, (candidate.headroom or 0) - candidate.need)
     return (1, candidate.headroom or 0) if code is Code.LOAD_FAILED else (0,)
 
@@ -79,9 +83,10 @@ def _explained(whole: NoPlacement, model: str) -> Refused:
     offers = [candidate for candidate in whole.candidates if candidate.model is not None]
     if refused.code not in _MEMORY or not offers:
         return refused
-    best = max(offers, key=lambda one: one.most)
+    best = max(offers, key=lambda one: most_weights(one.memory))
     text = (
-        f"{model} needs {show_size(best.need)} in memory, {best.name} can give {show_size(best.most)} at most and has "
-        f"{show_size(best.headroom)} now: use a smaller variant, or raise memory.cap"
+        f"{model} needs {show_size(best.weights or best.need)} in memory, {best.name} can give "
+        f"{show_size(max(0, most_weights(best.memory)))} at most and has {show_size(best.headroom)} now: use a smaller "
+        "variant, or raise memory.cap"
     )
     return Refused(refused.code, text, best.numbers(), refused.retry_after, best.name)

@@ -69,6 +69,8 @@ class Counters:
     """Answers that were begun and went on on another node."""
     moves: int = 0
     """Requests taken off a node that drains or fell silent, or that others had their hands free for."""
+    swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
+    """Turns in which a node made room for a model, `done` and `dropped`."""
     slow_clients: int = 0
     queue_entries: int = 0
     queue_seconds: float = 0.0
@@ -106,6 +108,10 @@ class Counters:
         counts = self.model(model)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         counts.e2e.observe(seconds)
+
+    def swapped(self, *, done: bool) -> None:
+        """Count the end of a turn."""
+        self.swaps["done" if done else "dropped"] += 1
 
     def answered(self, status: int) -> None:
         """Count one HTTP answer."""

@@ -13,7 +13,9 @@ so everywhere, waiting helps nobody and the request ends with the cause.
 
 The balanced order is: room for two such requests or more (full marks), else for one; then the shortest time; then the
 least in flight for the speed of its answers; then what was read before (`affinity`, which has shortened the time
-already); then the larger share of headroom; then chance. Ranking by plain bytes sends everything to the largest machine
+already); then the larger share of headroom; then chance. An idle node that has the model loaded gets full marks
+wherever the request fits: otherwise it would lose to a node with more room that has to load the model. Ranking by plain
+bytes sends everything to the largest machine
 (simulated: median wait 6.4 s instead of 3.1 at 40 % load).
 
 Its time is the expected time to the first token, and what else it costs: by how much the prompts behind it wait
@@ -61,6 +63,8 @@ FULL_MARKS = 2
 WARM = 0.5
 """A node that has read this share of the prompt before gets full marks wherever the request fits at all: most of what
 it needs there may be in the cache that makes room for it."""
+LOAD_LEFT = 0.1
+"""Share of a load that is left at least until the model is there: kernels and a first profile follow the weights."""
 TTFT_STEP = 0.05
 """Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
 BESIDE_ROWS = 1.6
@@ -143,6 +147,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return not self.why
 
     @property
+    def idle(self) -> bool:
+        """Whether the node has the model loaded and nothing to do."""
+        return self.model is not None and self.model.loaded and not self.in_flight and not self.ahead
+
+    @property
     def most(self) -> int:
         """The bytes that the node could give a request that is alone on it."""
         return most_bytes(self.memory)
@@ -176,8 +185,8 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
     """What this request has met so far: nodes that refused it (with the time of the report that they refused under),
-    nodes that said they could never hold it, and nodes that were lost with it. An answer that was begun goes on only
-    with the model of that `fingerprint`; empty: with any."""
+    nodes that said they could never hold it, and nodes that were lost with it. Only the model of this `fingerprint`
+    may take it: the one that began the answer, or the one that is served under a name with several. Empty: any."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
@@ -211,7 +220,7 @@ class Balanced:
         """Rank by marks, time, requests in flight for its speed, share of the prompt known there, share of headroom."""
         room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
         marks = FULL_MARKS
-        if candidate.warm < WARM and room < FULL_MARKS * need:
+        if candidate.warm < WARM and room < FULL_MARKS * need and not candidate.idle:
             marks = room // need
         fraction = room / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
@@ -276,7 +285,8 @@ def consider(
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
     tokens = request.tokens_on(model)
     output = request.output_on(model, tokens)
-    need = max(request_need(model, tokens, output, request.choices), reading_bytes(request.prompt_bytes))
+    tokenizing = reading_bytes(request.prompt_bytes, context=model.context)
+    need = max(request_need(model, tokens, output, request.choices), tokenizing)
     weights = 0 if model.loaded else model.weights
     if weights and node.reads(model):
         need, weights = need - weights, 0
@@ -295,6 +305,9 @@ def consider(
             room = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
+    turn = ledger.turns.get(node.id) if ledger.turns and not why else None
+    if turn is not None and not request.written and turn.bars(model.name, model.loaded):
+        why, code = f"makes room for {turn.model}: no new requests for {model.name} until then", Code.NO_ROOM
     account, speed, engine = ledger.account(node.id), model.prefill_speed, node.engine
     known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
     reading = (round(tokens * (1.0 - known)) if known else tokens) + request.written
@@ -305,7 +318,7 @@ def consider(
         delay += ROW_WEIGHT * engine.running * reading / speed
     if not model.loaded:
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
-        ttft += model.load_seconds * (1.0 - read if model.loading else 1.0)
+        ttft += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
     taken, most = account.rows, engine.rows
     answer = output / model.decode_speed if model.decode_speed > 0 else 0.0
     answer *= 1.0 + ROW_COST * taken
@@ -383,7 +396,9 @@ def away(node: NodeView, now: float) -> tuple[str, Code | None]:
 
 def _tried(node: NodeView, model: Model, trials: Trials) -> tuple[str, Code | None]:
     if trials.fingerprint and trials.fingerprint != model.fingerprint:
-        return f"its {model.name} is not the one that began the answer", Code.NOT_READY
+        return f"its {model.name} is another model: {_short(model.fingerprint)}, not {_short(trials.fingerprint)}", (
+            Code.NOT_READY
+        )
     if node.id in trials.lost:
         return "was lost with this request", Code.NOT_READY
     if node.id in trials.never:
@@ -391,6 +406,10 @@ def _tried(node: NodeView, model: Model, trials: Trials) -> tuple[str, Code | No
     if trials.refused.get(node.id) == node.heard_at:
         return "refused this request and has not reported since", Code.NO_ROOM
     return _FIT
+
+
+def _short(fingerprint: str) -> str:
+    return f"fingerprint {fingerprint[:8] or 'unknown'}"
 
 
 def _too_long(model: Model, request: Demand) -> bool:
@@ -534,7 +553,7 @@ def _not_now(request: Demand, offers: list[Candidate]) -> Refused:
         return _nobody(request, offers)
     best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
     count = "" if request.prompt_tokens is not None else " by estimate"
-    if best.headroom is None:
+    if best.code is Code.UNREADABLE:
         text = f"the memory of {best.name} cannot be read, so nothing is started there until it can"
         return Refused(Code.UNREADABLE, text, best.numbers(), RETRY_LEAST * 2, best.name)
     text = (

@@ -148,9 +148,13 @@ class AdmissionQueue(Generic[T]):
             del self._lanes[entry.key]
         return True
 
+    def entries(self) -> list[Entry[T]]:
+        """Return all entries, the oldest of each key first."""
+        return [entry for lane in self._lanes.values() for entry in lane.entries]
+
     def expire(self, now: float) -> list[T]:
         """Take out everybody whose deadline has passed, oldest first."""
-        late = sorted((entry for entry in self._entries() if entry.deadline <= now), key=lambda one: one.number)
+        late = sorted((entry for entry in self.entries() if entry.deadline <= now), key=lambda one: one.number)
         for entry in late:
             self.remove(entry)
         return [entry.item for entry in late]
@@ -186,7 +190,7 @@ class AdmissionQueue(Generic[T]):
 
     def overtake(self) -> None:
         """Note that somebody who did not wait was placed before all who do."""
-        for entry in self._entries():
+        for entry in self.entries():
             entry.overtaken += 1
 
     def _turn(self, untried: dict[str, deque[Entry[T]]]) -> tuple[Entry[T], int] | None:
@@ -220,6 +224,3 @@ class AdmissionQueue(Generic[T]):
             if other.number < entry.number:
                 other.overtaken += 1
         self.remove(entry)
-
-    def _entries(self) -> list[Entry[T]]:
-        return [entry for lane in self._lanes.values() for entry in lane.entries]

@@ -72,6 +72,33 @@ class Account:
 _EMPTY = Account()
 
 
+class Turn(msgspec.Struct, frozen=True, gc=False):
+    """A node that makes room for a model: it gets no new requests for those in the way, and loads no third one."""
+
+    node: NodeId
+    name: str
+    """The node's."""
+    model: str
+    """The model that comes."""
+    leaving: frozenset[str]
+    """The models in the way."""
+    ticket: int
+    """The number of the waiting request."""
+    began: float
+    """Monotonic seconds."""
+    asked_at: float | None = None
+    """When the request was sent to the node; None before."""
+
+    def bars(self, model: str, loaded: bool) -> bool:
+        """Return whether the node takes no new request for a model during this turn."""
+        return model != self.model and (model in self.leaving or not loaded)
+
+    @property
+    def models(self) -> str:
+        """What goes and what comes."""
+        return f"{', '.join(sorted(self.leaving))} -> {self.model}"
+
+
 class Ledger:
     """The books of one router. Bytes and prompt tokens, by request and by node."""
 
@@ -80,6 +107,8 @@ class Ledger:
         self._accounts: dict[NodeId, Account] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
         self._touched: set[NodeId] = set()
+        self.turns: dict[NodeId, Turn] = {}
+        """The nodes that swap models now (`router.swaps`)."""
 
     def take_touched(self) -> set[NodeId]:
         """Give the nodes whose account has changed since the last call."""
@@ -160,6 +189,7 @@ class Ledger:
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
             del self._holds[waiting]
         self._touched.discard(node)
+        self.turns.pop(node, None)
 
     def _settle(self, account: Account, request: int, promise: _Promise) -> None:
         promise.settled = True
@@ -226,6 +256,7 @@ class Ledger:
         return (
             not self._promises
             and not self._holds
+            and not self.turns
             and not any(one.need or one.tokens or one.unread for one in self._accounts.values())
         )
 

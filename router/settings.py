@@ -21,6 +21,13 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     queue_seconds: Annotated[
         float, Meta(gt=0, description="Longest wait in the queue before the answer is 503 with Retry-After.")
     ] = 30.0
+    swap_seconds: Annotated[
+        float,
+        Meta(gt=0, description=(
+            "Longest wait for a model that fits only after other models are unloaded; `queue_seconds` stands still "
+            "meanwhile. A model in use stays loaded for at most a quarter of it while requests for another one wait."
+        )),
+    ] = 300.0  # fmt: skip
     keepalive_seconds: Annotated[
         float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0

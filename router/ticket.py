@@ -67,6 +67,7 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
 
 
 Outcome = Finished | Refused | Failure
+SWAP = "waiting for a model swap"
 CANCELLED = Failure("cancelled", "nobody waits for this any more")
 SLOW = Failure("slow_client", "the client did not read its stream")
 
@@ -78,7 +79,7 @@ class Ticket:
         "arrived", "asked", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
         "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
         "node_name", "number", "opened", "outcome", "owner", "params", "queued_at", "read", "refused", "request",
-        "sink", "steps", "waiter", "warm",
+        "sink", "steps", "swap", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
@@ -98,6 +99,7 @@ class Ticket:
         self.node_name = ""
         self.entry: Entry[Ticket] | None = None
         self.queued_at = 0.0
+        self.swap = ""  # which model swap it waits for in the queue
         self.deadline: float | None = None
         # what it has met
         self.attempts = 0
@@ -135,6 +137,11 @@ class Ticket:
         if not self.attempts and self.entry is None:  # who waits must not be kept out by the room kept for it
             return FIRST
         return Trials(self.refused, self.never, self.lost, self.number, self.fingerprint if self.written else "")
+
+    @property
+    def waits_for(self) -> str:
+        """Return what a client is shown of a wait: neither nodes nor models, which its key may not use."""
+        return SWAP if self.swap else ""
 
     @property
     def written(self) -> int:

@@ -9,7 +9,7 @@ out. The node's own gate remains the judge of what runs. Texts are bounded and p
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,6 +22,8 @@ from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Lev
 from wire.verdict import headroom, occupied
 from wire.video import LeaseState, VideoPackage, VideoState
 
+LEFT = "left"
+"""The state of a member that was removed or said goodbye for good."""
 FRESH_SECONDS = 3.0
 """A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
 UNMEASURED_PREFILL = 200.0
@@ -88,22 +90,82 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """What one name stands for: the `fingerprint` that new requests go to, and how many members hold each
+    fingerprint."""
+
+    fingerprint: str = ""
+    holders: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def conflict(self) -> bool:
+        """Whether members hold different models under this name."""
+        return len(self.holders) > 1
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterView:
     """Every member, also those that sleep or are lost: they count for "could ever fit"."""
 
     nodes: tuple[NodeView, ...] = ()
+    _identities: dict[str, Identity] = field(default_factory=dict[str, Identity], init=False, repr=False, compare=False)
+
+    def identity(self, name: str) -> Identity:
+        """Return what a name stands for. Of several fingerprints the one that most members hold is served, of equals
+        the lexicographically smallest; one that no member can serve now gives way to one that some member can.
+
+        Sleeping members count, so that the choice changes only when the last member that can serve it goes
+        (docs/decisions/0020-one-name-one-model.md)."""
+        found = self._identities.get(name)
+        if found is None:
+            found = self._identities[name] = _identity(self.nodes, name)
+        return found
+
+    def conflicts(self) -> list[str]:
+        """List the names under which members hold different models."""
+        return sorted(name for name in self.served() if self.identity(name).conflict)
 
     def models(self) -> dict[str, Model]:
-        """Give every model that some member knows, by name."""
-        return {name: model for node in self.nodes for name, model in node.models.items()}
+        """Return every model that some member knows, by name; of several the one that is served."""
+        return self._of_names(lambda _: True)
 
     def served(self) -> dict[str, Model]:
-        """Give every model that some member has loaded or can load, by name."""
-        return {name: model for node in self.nodes for name, model in node.models.items() if not model.cause}
+        """Return every model that some member has loaded or can load, by name; of several the one that is served."""
+        return self._of_names(lambda model: not model.cause)
+
+    def loaded(self) -> dict[str, Model]:
+        """Return every model that some member has loaded, by name; of several the one that is served."""
+        return self._of_names(lambda model: model.loaded)
+
+    def _of_names(self, counts: Callable[[Model], bool]) -> dict[str, Model]:
+        found: dict[str, Model] = {}
+        for node in self.nodes:
+            for name, model in node.models.items():
+                if counts(model) and (name not in found or model.fingerprint == self.identity(name).fingerprint):
+                    found[name] = model
+        return found
 
     def node(self, node: NodeId) -> NodeView | None:
         """Give one node, None when it is not a member."""
         return next((seen for seen in self.nodes if seen.id == node), None)
+
+
+def _identity(nodes: tuple[NodeView, ...], name: str) -> Identity:
+    holders: dict[str, int] = {}
+    able: set[str] = set()
+    for node in nodes:
+        model = node.models.get(name)
+        if model is not None and not model.cause and node.state != LEFT:
+            holders[model.fingerprint] = holders.get(model.fingerprint, 0) + 1
+            if _serves(node):
+                able.add(model.fingerprint)
+    chosen = min(able or holders, key=lambda one: (not one, -holders[one], one), default="")
+    return Identity(chosen, holders)
+
+
+def _serves(node: NodeView) -> bool:
+    """Return whether a node takes new requests, now or after a hiccup of a few seconds."""
+    return node.state in ("ready", "suspect") and not (node.cordoned or node.draining or node.engine.state == "failed")
 
 
 def seen_as(node: NodeView, state: str) -> NodeView:
@@ -212,10 +274,12 @@ def _honest_engine(engine: EngineState) -> EngineState:
         cause=_printable(engine.cause),
         restarts=max(0, engine.restarts),
         recycles=max(0, engine.recycles),
+        leaked=max(0, engine.leaked),
         running=max(0, engine.running),
         waiting=max(0, engine.waiting),
         queued_tokens=max(0, engine.queued_tokens),
         rows=max(0, engine.rows),
+        wired=max(0, engine.wired),
         counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
         cache=_honest_cache(engine.cache),
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from router.dialects.chat_parts import Call
+from router.dialects.dialect import comment
 from router.dialects.spoken import Pieces, arguments_of, spoken
 from router.problems import Problem
 from router.ticket import Answer, Job
@@ -42,8 +43,6 @@ def event(kind: str, **parts: object) -> bytes:
 class MessageChunks:
     """Makes the events of one stream. `prompt_tokens`: as known when it opens; without `thoughts` none are told."""
 
-    keepalive = event("ping")
-
     def __init__(self, job: Job, prompt_tokens: int, thoughts: bool) -> None:
         self._job = job
         self._prompt_tokens = prompt_tokens
@@ -51,6 +50,10 @@ class MessageChunks:
         self._pieces = Pieces()
         self._index = -1
         self._open: Channel | None = None
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a ping, behind a comment where there is something to say."""
+        return (comment(why) if why else b"") + event("ping")
 
     def opening(self) -> bytes:
         """Give the message without its content."""

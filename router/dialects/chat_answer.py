@@ -12,12 +12,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.dialects.chat_parts import MOST_CALLS, Logprobs, finish_reason, logprobs_of, tool_call
+from router.dialects.dialect import comment
 from router.problems import Problem
 from router.ticket import Answer, Job
 from wire.frames import Channel, Delta, Finished
 
 DONE = b"data: [DONE]\n\n"
-KEEPALIVE = b": waiting\n\n"
 
 _FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
 _SHIFT = 8
@@ -26,8 +26,6 @@ _encode = msgspec.json.Encoder().encode
 
 class ChatChunks:
     """Makes the events of one stream."""
-
-    keepalive = KEEPALIVE
 
     def __init__(self, job: Job) -> None:
         self._request_id = job.request_id
@@ -47,6 +45,10 @@ class ChatChunks:
             for channel, field in _FIELDS.items()
         }
         self._suffix = '},"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a comment."""
+        return comment(why)
 
     def opening(self) -> bytes:
         """Give the chunk that names the role, for every choice."""

@@ -6,8 +6,9 @@ from json.encoder import encode_basestring_ascii
 
 import msgspec
 
-from router.dialects.chat_answer import DONE, KEEPALIVE, usage_of
+from router.dialects.chat_answer import DONE, usage_of
 from router.dialects.chat_parts import shown
+from router.dialects.dialect import comment
 from router.problems import Problem
 from router.ticket import Answer, Job
 from wire.frames import Channel, Delta, Finished, Logprob
@@ -16,14 +17,16 @@ from wire.frames import Channel, Delta, Finished, Logprob
 class CompletionChunks:
     """Makes the events of one stream; `echoes` stand before the text of each choice."""
 
-    keepalive = KEEPALIVE
-
     def __init__(self, job: Job, echoes: Sequence[str]) -> None:
         self._job = job
         self._echoes = echoes
         self._head = f'data: {{{_about(job)},"choices":['
         self._tail = '],"usage":null}\n\n' if job.include_usage else "]}\n\n"
         self._offsets = [len(echo) for echo in echoes]
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a comment."""
+        return comment(why)
 
     def opening(self) -> bytes:
         """Give the prompts where they are wanted back."""

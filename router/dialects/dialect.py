@@ -18,6 +18,11 @@ from wire.frames import Delta, Finished
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
+def comment(why: str) -> bytes:
+    """Return a server-sent comment: what a stream waits for, or only that it waits."""
+    return f": {why or 'waiting'}\n\n".encode()
+
+
 class Style(NamedTuple):
     """How a dialect speaks whatever it says: the body of an error (of a problem and the request's id), the content type
     of its streams, and the headers that carry the request's id."""
@@ -46,11 +51,11 @@ class Reader(Protocol):
 
 
 class Chunks(Protocol):
-    """Makes the bytes of one stream. `keepalive` is a sign of life that no client takes for an answer."""
+    """Makes the bytes of one stream."""
 
-    @property
-    def keepalive(self) -> bytes:
-        """Bytes that say nothing."""
+    def keepalive(self, why: str) -> bytes:
+        """Return bytes that no client takes for an answer, with what the request waits for where the format has
+        comments; `why` is empty if that is nothing special."""
         ...
 
     def opening(self) -> bytes:

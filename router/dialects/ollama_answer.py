@@ -68,7 +68,10 @@ class Lines:
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._pieces = Pieces()
-        self.keepalive = _written(shape.line(""))
+
+    def keepalive(self, why: str) -> bytes:
+        """Return an empty piece; lines have no comments."""
+        return _written(self._shape.line(""))
 
     def opening(self) -> bytes:
         """Nothing stands before the first piece."""

@@ -47,7 +47,7 @@ def tags(view: ClusterView, created: int) -> bytes:
 
 def running(view: ClusterView) -> bytes:
     """List every model that is loaded on some node; sizes are those of one copy."""
-    loaded = {name: model for node in view.nodes for name, model in node.models.items() if model.loaded}
+    loaded = view.loaded()
     rows = (loaded[name] for name in sorted(loaded))
     return msgspec.json.encode({"models": [
         _row(model, size_vram=model.weights, expires_at=NEVER, context_length=model.context) for model in rows

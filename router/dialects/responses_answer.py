@@ -9,8 +9,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from router.dialects.chat_answer import KEEPALIVE
 from router.dialects.chat_parts import Call
+from router.dialects.dialect import comment
 from router.dialects.responses_body import ResponsesBody
 from router.dialects.spoken import Pieces, Spoken, spoken
 from router.dialects.strict_json import Body
@@ -104,8 +104,6 @@ def response(outline: Outline, job: Job, answer: Answer, finished: Finished) -> 
 class ResponseChunks:
     """Makes the events of one stream. `kept` is told of the answer and of what was said once it is whole."""
 
-    keepalive = KEEPALIVE
-
     def __init__(self, outline: Outline, job: Job, kept: Callable[[bytes, Spoken], None]) -> None:
         self._outline = outline
         self._job = job
@@ -117,6 +115,10 @@ class ResponseChunks:
         self._text: list[str] = []
         self._said: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
         self._calls: list[Call] = []
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a comment."""
+        return comment(why)
 
     def opening(self) -> bytes:
         """Say that there will be an answer."""

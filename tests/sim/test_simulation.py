@@ -157,6 +157,73 @@ def test_a_machine_that_joins_takes_its_part_of_a_batch():
     assert max(fate.ended or math.inf for fate in batch) < 350, "485 s where it gets only what comes after it"
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_of_two_equal_macs_the_one_that_has_the_model_answers_a_sequential_chat(seed: int):
+    """One request after the other, too short to be remembered: the first choice is always the warm node."""
+    nodes = """
+[[nodes]]
+name = "{name}"
+chip = "M4 Pro"
+memory = "24GiB"
+loaded = [{loaded}]
+"""
+    text = (
+        'about = "A chat on two equal Macs, of which one has the model loaded."\nseconds = 2400\n'
+        + CHAT.format(kv="128KiB")
+        + nodes.format(name="cold", loaded="")
+        + nodes.format(name="warm", loaded='"chat"')
+        + """
+[[load]]
+model = "chat"
+rate = 0.01
+turns = 6
+prompt = { median = 60, sigma = 0.5, least = 20, most = 150 }
+output = { median = 20, sigma = 0.5, least = 5, most = 40 }
+think = { median = 10, sigma = 0.5, least = 5, most = 30 }
+"""
+    )
+    figures, _ = played(text, seed=seed)
+    assert figures.requests >= 100
+    assert (figures.served, figures.loads) == (figures.requests, 0), "nothing went to the node that has to load"
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed == 5 else pytest.mark.slow) for seed in range(1, 9)]
+)
+def test_six_models_on_memory_for_three_are_all_served(seed: int):
+    figures, _ = played((SCENARIOS / "six-models.toml").read_text(), seed=seed)
+    assert (figures.refused, figures.failed) == (0, 0), "2, 7 and 4 of seeds 4, 5 and 6 where no model in use leaves"
+    assert figures.loads < 120, "a load for each two requests at most"
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_second_model_gets_its_turn_beside_steady_traffic(seed: int):
+    """Of seed 1 ten of eighteen requests for the second model ended in 503 where no model in use leaves."""
+    figures, pool = played((SCENARIOS / "two-models.toml").read_text(), seed=seed)
+    assert figures.served == figures.requests
+    waits = {name: waits_for(pool, name) for name in ("model-a", "model-b")}
+    assert median(waits["model-b"]) < 60
+    assert max(waits["model-b"]) < 240
+    assert median(waits["model-a"]) < 45, "the first one is not starved for it"
+    assert figures.loads < 3 * len(waits["model-b"]), (
+        "each request for the second costs two loads at most, and few more"
+    )
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_models_with_steady_traffic_take_turns(seed: int):
+    text = (SCENARIOS / "two-models.toml").read_text()
+    figures, pool = played(text.replace("rate = 0.06", "rate = 0.04").replace("rate = 0.008", "rate = 0.04"), seed=seed)
+    assert figures.served == figures.requests, "a quarter ends in 503 where no model in use leaves"
+    first, second = (median(waits_for(pool, name)) for name in ("model-a", "model-b"))
+    assert max(first, second) < 3 * min(first, second) + 15, "neither waits for the other alone"
+    assert figures.loads < figures.requests / 3, "a slice serves several requests"
+
+
+def waits_for(pool: Pool, model: str) -> list[float]:
+    return [(fate.first or math.inf) - fate.arrived for fate in pool.fates.values() if fate.turn.model == model]
+
+
 def test_a_lease_is_refused_where_it_would_not_fit():
     text = EQUALS + '\n[[events]]\nat = 1\nnode = "mini-1"\ndoes = "lease"\nsize = "15GiB"\n'
     log: list[str] = []

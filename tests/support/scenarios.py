@@ -107,6 +107,10 @@ STORIES: dict[str, Story] = {
         (_labelled(f'{NODE},state="asleep"', cluster_node_state=steady(1)),
          _labelled(f'{NODE},state="ready"', cluster_node_state=steady(1)))),
     "CutOff": Story(_pool(cluster_self_suspect=steady(1)), 20, {}, (_pool(cluster_self_suspect=steady(0)),)),
+    "ModelConflict": Story(
+        _labelled('model="tiny"', cluster_model_fingerprints=steady(2)), 90, {"model": "tiny"},
+        (_labelled('model="tiny"', cluster_model_fingerprints=steady(1)),
+         _labelled('model="tiny"', cluster_model_fingerprints=lambda now: 1.0 + float(now % 60 < 30)))),
     "BreakerOpen": Story(
         _node(router_breaker_open=steady(1)), 60, _STUDIO,
         (_node(router_breaker_open=steady(0)), _node(router_breaker_open=lambda now: float(now % 30 < 10)))),
@@ -116,6 +120,9 @@ STORIES: dict[str, Story] = {
     "EngineKilled": Story(
         _node(node_memory_kills_total=lambda now: float(now > 30)), 60, _STUDIO,
         (_node(node_memory_kills_total=steady(3)),)),
+    "WiredLeak": Story(
+        _node(engine_leaked_bytes=lambda now: 40.0 * GIB * (now > 30)), 60, _STUDIO,
+        (_node(engine_leaked_bytes=steady(0)),)),
     "LeaseLeak": Story(
         _node(node_memory_lease_bytes=steady(8 * GIB), video_worker_phys_bytes=steady(0)), 700, _STUDIO,
         (_node(node_memory_lease_bytes=steady(8 * GIB), video_worker_phys_bytes=steady(4 * GIB)),

@@ -102,6 +102,9 @@ def test_being_read_or_blocked_or_open_is_said_to_all():
     tickets[1].nudged = True
     assert joined.nudged
     assert joined.ready
+    assert not joined.waits_for
+    tickets[1].swap = "waiting for a model swap on studio (one -> two)"
+    assert joined.waits_for == "waiting for a model swap"
     joined.take()
     assert [(one.blocked, one.opened, one.nudged, one.takes) for one in tickets] == [(False, True, False, 1)] * 2
     assert (joined.blocked, joined.opened) == (False, True)

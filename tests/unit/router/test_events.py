@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.dialects.chat_answer import KEEPALIVE, ChatChunks
+from router.dialects.chat_answer import ChatChunks
 from router.events import EventStream, Message, Pump
 from router.placement import Demand
 from router.stepper import Stepper
@@ -104,9 +104,12 @@ async def test_a_nudge_is_a_comment():
     ticket, _ = pumped(transport)
     ticket.nudged = True
     ticket.flush()
-    assert transport.bodies == [KEEPALIVE]
+    assert transport.bodies == [b": waiting\n\n"]
+    ticket.nudged, ticket.swap = True, "waiting for a model swap on studio (one -> two)"
+    ticket.flush()
+    assert transport.bodies[1:] == [b": waiting for a model swap\n\n"], "no other model's name, and no node's"
     say(ticket, "one")
-    assert b'"role":"assistant"' in transport.bodies[1]
+    assert b'"role":"assistant"' in transport.bodies[2]
 
 
 async def test_a_stream_that_breaks_says_so_and_has_no_done():

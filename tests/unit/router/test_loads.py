@@ -66,9 +66,13 @@ def test_a_node_whose_cap_is_too_small_for_the_weights_is_never_asked():
     answer = pick(node("mini", known(weights=30 * GIB)))
     assert isinstance(answer, Refused)
     assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
-    assert "mini can give 22.0 GiB at most" in answer.message
+    assert "mini can give 24.0 GiB at most" in answer.message
     assert "prompt" not in answer.message
     assert answer.numbers is not None
+
+
+def test_a_load_by_order_needs_no_margin():
+    assert name(pick(node("mini", known(weights=23 * GIB)))) == "mini", "of 24 GiB, 2 of them margin"
 
 
 def test_who_asks_by_name_asks_a_node_again_that_failed_to_load_it():

@@ -2,10 +2,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.columns import Columns
 from router.placement import (
     POLICIES,
     Candidate,
@@ -26,7 +28,7 @@ from wire.identity import NodeId
 from wire.refusals import Code, Refused
 from wire.report import EngineState, Group, Memory, Model
 from wire.units import GIB, MIB
-from wire.verdict import Fits, judge, request_need
+from wire.verdict import UNREADABLE, Fits, judge, request_need
 
 NOW = 1000.0
 READY = EngineState("scripted", "ready")
@@ -132,6 +134,22 @@ def test_a_node_that_may_not_be_picked_says_why(change: dict[str, object], reaso
     assert isinstance(decide(bad, policy=policy), NoPlacement)
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [a_memory(phys=None, current=None, headroom=None), a_memory(ceiling=1, headroom=1 - 24 * GIB, bound_by=UNREADABLE)],
+    ids=["the engine", "its machine"],
+)
+def test_where_no_memory_can_be_read_the_answer_says_so(memory: Memory):
+    result = decide(node("blind", memory), node("too", memory))
+    assert isinstance(result, NoPlacement)
+    assert result.refused.code is Code.UNREADABLE
+    assert result.refused.message.startswith("the memory of blind cannot be read")
+    full = decide(node("blind", memory), node("full", a_memory(1 * MIB)))
+    assert isinstance(full, NoPlacement)
+    assert full.refused.code is Code.NO_ROOM
+    assert "best node full" in full.refused.message
+
+
 def test_an_exact_prompt_longer_than_the_context_does_not_go_there():
     small, large = node("small", None, a_model(context=100)), node("large", None, a_model(context=1000))
     result = decide(small, large, ask=Demand("tiny", 0, 500))
@@ -230,6 +248,41 @@ def test_a_node_that_has_it_wins_over_one_that_must_load_it():
     assert chosen(decide(cold, halfway, nearly)) == "nearly"
 
 
+def test_the_kernels_and_the_profile_of_a_load_are_left_when_its_weights_are_read():
+    read = node("read", None, a_model(loaded=False, loading=True, progress=1.0, weights=1, load_seconds=20.0))
+    assert chosen(decide(read, node("warm", None, a_model(prefill_speed=500.0)))) == "warm"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prefill=st.floats(20, 5000), decode=st.floats(5, 200), load=st.floats(0.5, 300), tokens=st.integers(1, 2000),
+    spare=st.integers(0, 4096), seed=st.integers(0, 10**6), extra=st.integers(0, 40),
+)  # fmt: skip
+def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
+    prefill: float, decode: float, load: float, tokens: int, spare: int, seed: int, extra: int
+):
+    """Two nodes of one kind, one request after the other. The warm one has just enough room, the cold one a lot."""
+    ask = Demand("tiny", 0, tokens)
+    model = a_model(prefill_speed=prefill, decode_speed=decode)
+    need = request_need(model, tokens, ask.output_on(model, tokens))
+    warm = node("warm", a_memory(need + spare * MIB, cap=96 * GIB), model)
+    unloaded = msgspec.structs.replace(model, loaded=False, load_seconds=load)
+    colds = [node(f"cold-{one}", a_memory(40 * GIB, cap=96 * GIB), unloaded) for one in range(1 + extra)]
+    assert chosen(decide(*colds, warm, ask=ask, seed=seed)) == "warm"
+    view = ClusterView((*colds, warm))
+    columns = Columns(Ledger())
+    columns.follow(view)
+    result = columns.place(view, ask, now=NOW, draw=random.Random(seed).random)
+    assert chosen(result) == "warm", "the arrays agree"
+    assert len(result.candidates) == 1, "and it leads at the first look"
+
+
+def test_a_busy_node_with_the_model_loses_to_one_that_loads_it_sooner():
+    busy = node("busy", None, a_model(prefill_speed=100.0), engine=EngineState("x", "ready", queued_tokens=9000))
+    cold = node("cold", None, a_model(prefill_speed=100.0, loaded=False, load_seconds=5.0))
+    assert chosen(decide(busy, cold)) == "cold"
+
+
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_node_that_cannot_load_it_says_why_and_is_not_picked(policy: str):
     broken = node("broken", a_memory(60 * GIB, cap=96 * GIB), a_model(loaded=False, cause="a truncated file"))
@@ -300,7 +353,8 @@ def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_
 
 def test_room_for_two_beats_speed_and_room_for_more_than_two_does_not():
     need = request_need(a_model(), 100, 64)
-    tight = node("tight", a_memory(need + MIB), a_model(prefill_speed=10_000.0))
+    works = EngineState("scripted", "ready", queued_tokens=1)
+    tight = node("tight", a_memory(need + MIB), a_model(prefill_speed=10_000.0), engine=works)
     roomy = node("roomy", a_memory(2 * need), a_model(prefill_speed=100.0))
     huge = node("huge", a_memory(60 * GIB, cap=96 * GIB), a_model(prefill_speed=50.0))
     assert chosen(decide(tight, roomy)) == "roomy"

@@ -167,6 +167,7 @@ async def test_it_goes_on_only_with_the_model_that_began_it():
     taken(ticket)
     lose(cluster)
     assert cluster.last()[0] == C, "however slow it is"
+    assert [frame.fingerprint for _, frame in cluster.generates()] == ["", "tiny-1"]
     lose(cluster)
     assert isinstance(ticket.outcome, Failure)
     assert ticket.outcome.code == "node_lost"
