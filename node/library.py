@@ -4,8 +4,13 @@ A model is a folder with `config.json` and `model*.safetensors`. A diffusers pac
 else and never taken for one, nor are its parts. What cannot be served keeps its name and says why, so that a person who
 asks for it learns it.
 
-A model's fingerprint says that two nodes hold the same: sha256 over its config, tokenizer, template and the headers of
-its weights (names, shapes, types and offsets of every tensor), not over the weights themselves.
+Two nodes hold the same model if its fingerprints are equal: sha256 over the files that change prompts or answers
+(`_IDENTITY`), the headers of its weights (names, shapes, types and offsets of every tensor) and samples of every
+tensor: its first, middle and last SAMPLE bytes. Other weights of the same shapes are therefore another model. A change
+that touches no sample is not seen; hashing everything takes seconds for each GiB, samples of 111 tensors 1.4 ms.
+
+The files of a loaded model may be replaced. Its description is kept while it is loaded (`hold`), because the weights in
+memory, their tokenizer and their fingerprint belong together; `replacement` returns what the disk holds by now.
 """
 
 import hashlib
@@ -40,9 +45,18 @@ EVERY = 30.0
 STEP = 256
 DEFAULT_CONTEXT = 4096
 EMBEDDED = Path(__file__).parent / "models" / "macpool-tiny"
-_IDENTITY = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+SAMPLE = 4096
+"""Bytes of one sample of a tensor: a page of most disks, so a smaller one is read no sooner."""
+_IDENTITY = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "tiktoken.model", "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "modules.json", "1_Pooling/config.json",
+)  # fmt: skip
+"""Files beside the weights that change prompts or answers."""
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _NESTED = ("text_config", "language_config", "llm_config")
 _OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _FUSED = frozenset({64, 72, 80, 96, 128})
@@ -75,22 +89,47 @@ class Library:
         self._settings = settings
         self._hub = hub_folder(environment) if settings.hub else None
         self._known: Mapping[str, Found] = {}
+        self._held: Mapping[str, Found] = {}
         self._described: dict[Path, tuple[tuple[object, ...], Found]] = {}
         self._scanned = -EVERY
 
     def known(self) -> Mapping[str, Found]:
-        """Give all models by name, those that cannot be served among them."""
-        return self._known
+        """Return all models by name, with those that cannot be served."""
+        return {**self._known, **self._held}
 
     def find(self, name: str) -> Found | None:
-        """Give a model by its name."""
-        return self._known.get(name)
+        """Return a model by its name; None if it is not known."""
+        return self._held.get(name) or self._known.get(name)
 
     def look(self, name: str) -> Found | None:
-        """Give a model by its name, after a new scan if it is not known: it may just have been downloaded."""
-        if name not in self._known and time.monotonic() - self._scanned > FRESH:
+        """Return a model by its name, after a new scan if it is not known: it may just have been downloaded."""
+        if self.find(name) is None and time.monotonic() - self._scanned > FRESH:
             self.scan()
-        return self._known.get(name)
+        return self.find(name)
+
+    def hold(self, found: Found) -> None:
+        """Keep the description of a model that is loaded, until `release`."""
+        self._held = {**self._held, found.name: found}
+
+    def release(self, name: str) -> None:
+        """Describe a model by what the disk holds again: it was unloaded."""
+        self._held = {other: found for other, found in self._held.items() if other != name}
+
+    def replacement(self, found: Found) -> Found | None:
+        """Return the model that the disk held at the last scan in place of a loaded one; None if it is the same, or is
+        gone, or cannot be loaded."""
+        newest = self._known.get(found.name)
+        return None if newest is None or newest.cause or newest.fingerprint == found.fingerprint else newest
+
+    def unchanged(self, found: Found) -> bool:
+        """Describe a model again, whatever the last scan found, and return whether it is still the same."""
+        try:
+            newest = describe(found.name, Path(found.folder))
+        except OSError:
+            return False
+        if newest is not None and newest.fingerprint != found.fingerprint:
+            self._known = {**self._known, found.name: newest}
+        return newest is not None and newest.fingerprint == found.fingerprint
 
     def refresh(self) -> bool:
         """Scan again if the last time was long ago; say whether anything changed."""
@@ -200,16 +239,16 @@ def _snapshot(folder: Path, marker: str) -> Path | None:
 def _state(folder: Path) -> tuple[object, ...]:
     """Give what changes when any file that matters changes."""
     files = [folder / name for name in _IDENTITY] + sorted(folder.glob("*.safetensors"))
-    stats = [(file.name, file.stat()) for file in files if file.exists()]
+    stats = [(str(file), file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def describe(name: str, folder: Path) -> Found | None:
     """Describe a model's folder; None when it holds no text model. OSError when it cannot be read."""
     digest = hashlib.sha256()
-    for file in (folder / part for part in _IDENTITY):
-        if file.exists():
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for part in _IDENTITY:
+        if (folder / part).exists():
+            digest.update(part.encode() + b"\0" + (folder / part).read_bytes())
     try:
         config = _object((folder / "config.json").read_bytes())
     except ValueError as error:
@@ -224,8 +263,8 @@ def describe(name: str, folder: Path) -> Found | None:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
     context = _context(config)
     return Found(
-        name, folder, digest.hexdigest()[:32], weights.size, context, foresee(config, weights.float_size),
-        weights.cause, forecast(config, weights.float_size),
+        name, folder, digest.hexdigest()[:32], loaded_size(config, weights), context,
+        foresee(config, weights.float_size), weights.cause, forecast(config, weights.float_size), weights.size,
     )  # fmt: skip
 
 
@@ -244,15 +283,16 @@ def is_text(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of all tensors, bytes of one unquantized number, and why they cannot be used."""
+    """Bytes of all tensors, bytes of one unquantized number, why they cannot be used, and bytes of tensors in fp8."""
 
     size: int = 0
     float_size: int = 2
     cause: str = ""
+    fp8: int = 0
 
 
 def read_weights(folder: Path, digest: Digest) -> Weights:
-    """Read the headers of all weight files, feeding them to `digest`; nothing of the weights is read."""
+    """Read the headers of all weight files and samples of their tensors, feeding both to `digest`."""
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_indexed(folder) - {file.name for file in files})
     if missing:
@@ -262,11 +302,25 @@ def read_weights(folder: Path, digest: Digest) -> Weights:
     found = Weights()
     for file in files:
         try:
-            size, float_size = _header(file, digest)
+            size, float_size, fp8 = _header(file, digest)
         except ValueError as error:
             return Weights(cause=f"{file.name}: {error}")
-        found = replace(found, size=found.size + size, float_size=float_size or found.float_size)
+        found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
     return found
+
+
+def loaded_size(config: Config, weights: Weights) -> int:
+    """Return the bytes that weights are expected to take once loaded; building the model gives the exact number.
+
+    mlx-lm converts fp8 checkpoints to bf16, two bytes for one, except where they stay packed (`load_model` in
+    mlx_lm/utils.py: mxfp8, power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt).
+    """
+    found: object = config.get("quantization_config") or _text_config(config).get("quantization_config")
+    method: Config = cast("Config", found) if isinstance(found, dict) else {}
+    packed = method.get("quant_method") not in (None, "fp8") or (
+        method.get("scale_fmt") == "ue8m0" and method.get("weight_block_size") == [32, 32]
+    )
+    return weights.size + (0 if packed or "quantization" in config else weights.fp8)
 
 
 def _indexed(folder: Path) -> set[str]:
@@ -278,12 +332,26 @@ def _indexed(folder: Path) -> set[str]:
     return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
 
 
-def _header(file: Path, digest: Digest) -> tuple[int, int]:
-    """Read one header: bytes of its tensors, and of its unquantized numbers (0: none). ValueError when it is broken."""
+def _header(file: Path, digest: Digest) -> tuple[int, int, int]:
+    """Read one header and samples of its tensors. Return the bytes of its tensors, of one of its unquantized numbers
+    (0: none), and of all of its tensors in fp8. ValueError when it is broken."""
     raw, end = read_header(file)
     tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
     digest.update(raw)
-    return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0)
+    _sample(file, 8 + len(raw), [one["data_offsets"] for one in tensors], digest)
+    fp8 = sum(one["data_offsets"][1] - one["data_offsets"][0] for one in tensors if one.get("dtype") in _FP8)
+    return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0), fp8
+
+
+def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
+    """Feed the first, middle and last bytes of every tensor to `digest`, in the order of the header. Extents count from
+    `begin`, the end of the header."""
+    with file.open("rb", buffering=0) as opened:
+        for first, last in extents:
+            size = max(0, last - first)
+            starts = range(0, size, SAMPLE) if size <= 3 * SAMPLE else (0, (size - SAMPLE) // 2, size - SAMPLE)
+            for start in starts:
+                digest.update(os.pread(opened.fileno(), min(SAMPLE, size - start), begin + first + start))
 
 
 def read_header(file: Path) -> tuple[bytes, int]:

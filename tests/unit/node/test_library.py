@@ -26,6 +26,7 @@ from node.library import (
     unknown,
 )
 from node.settings import ModelSettings
+from tests import models
 from wire.report import Kv
 from wire.units import GIB
 from wire.verdict import prefill_transient
@@ -122,6 +123,80 @@ def test_the_fingerprint_is_of_config_tokenizer_template_and_tensor_headers(tmp_
         fingerprint("e", **{"chat_template.jinja": "other"}), fingerprint("f", weights=tensors(128)),
     ]  # fmt: skip
     assert len({plain, *others}) == 5
+
+
+def flip(file: Path, begin: int, end: int | None = None) -> None:
+    """Flip the sign of float32 weights of a file, counted in bytes from the end of its header."""
+    raw = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for place in range(start + begin, len(raw) if end is None else start + end, 4):
+        raw[place + 3] ^= 0x80
+    file.write_bytes(raw)
+
+
+def fingerprint_of(folder: Path) -> str:
+    found = describe("m", folder)
+    assert found is not None
+    assert not found.cause
+    return found.fingerprint
+
+
+def trained(folder: Path) -> Path:
+    shutil.copytree(models.path("qwen3"), folder, copy_function=shutil.copyfile)
+    return folder
+
+
+def test_weights_of_other_signs_are_another_model(tmp_path: Path):
+    first, second = trained(tmp_path / "a"), trained(tmp_path / "b")
+    assert fingerprint_of(first) == fingerprint_of(second)
+    flip(second / "model.safetensors", 0)
+    assert fingerprint_of(first) != fingerprint_of(second)
+
+
+@pytest.mark.parametrize("place", [0, 5 * 4096, 10 * 4096 - 4])
+@pytest.mark.parametrize("tensor", ["first", "second"])
+def test_the_begin_middle_and_tail_of_each_tensor_count(tmp_path: Path, place: int, tensor: str):
+    size = 10 * 4096
+    header = json.dumps({
+        name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [at, at + size]}
+        for name, at in (("first", 0), ("second", size))
+    }).encode()  # fmt: skip
+    raw = struct.pack("<Q", len(header)) + header + b"\0" * (2 * size)
+    plain, changed = model(tmp_path / "a", weights=raw), model(tmp_path / "b", weights=raw)
+    assert fingerprint_of(plain) == fingerprint_of(changed)
+    begin = place + (size if tensor == "second" else 0)
+    flip(changed / "model.safetensors", begin, begin + 4)
+    assert fingerprint_of(plain) != fingerprint_of(changed)
+
+
+@pytest.mark.parametrize("file", [
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "1_Pooling/config.json",
+    "modules.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
+])  # fmt: skip
+def test_every_file_that_changes_prompts_or_answers_counts_and_is_seen_by_a_scan(tmp_path: Path, file: str):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    seen = [made.known()["m"].fingerprint]
+    (folder / file).parent.mkdir(exist_ok=True)
+    for text in ("{}", "{} "):
+        (folder / file).write_text(text)
+        made.scan()
+        seen.append(made.known()["m"].fingerprint)
+    assert len(set(seen)) == 3
+
+
+def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
+    folder = model(tmp_path / "m", weights=tensors(4096))
+    made = library(tmp_path)
+    before = made.known()["m"].fingerprint
+    other = tmp_path / "other"
+    shutil.copyfile(folder / "model.safetensors", other)
+    flip(other, 0)
+    same = (folder / "model.safetensors").stat()
+    os.utime(other, ns=(same.st_atime_ns, same.st_mtime_ns))
+    other.replace(folder / "model.safetensors")
+    made.scan()
+    assert made.known()["m"].fingerprint != before, "the same size and time, another file"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Two Macs that hold different models under one name: the pool serves one of them, and never mixes both."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.processes import Pool, pool, until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def divided() -> Iterator[Pool]:
+    """Three nodes: two hold the model `alpha`, one the model `beta`, all under one name."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        made.up()
+        for name, identity in (("one", "beta"), ("two", "alpha"), ("three", "alpha")):
+            made.join(name, f"engine.scripted.identity={identity}", "engine.scripted.step_ms=20", wait=False)
+        for name in ("one", "two", "three"):
+            until(lambda name=name: made.serves(name), 60, f"{name} serves")
+        yield made
+
+
+def ask(made: Pool, tokens: int = 4) -> str:
+    """Send a request and return the node that answered."""
+    body = {"model": "scripted-1", "max_tokens": tokens, "messages": [{"role": "user", "content": "hello"}]}
+    answer = httpx.post(
+        f"{made.facts['base_url']}/chat/completions", json=body, headers={"Authorization": f"Bearer {made.key}"},
+        timeout=30, trust_env=False,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-macpool-node"]
+
+
+def test_a_conflict_is_shown_and_requests_go_to_one_model(divided: Pool) -> None:
+    assert {ask(divided) for _ in range(12)} <= {"two", "three"}
+    shown = divided.run("models", "--state", str(divided.state))
+    assert "scripted-1 is not the same model everywhere: alpha (served) on three, two; beta on one" in shown.stdout
+    (row,) = json.loads(divided.run("models", "--state", str(divided.state), "-o", "json").stdout)["models"]
+    assert (row["fingerprint"], row["conflict"]) == ("alpha", True)
+    assert {node["name"]: node["fingerprint"] for node in row["nodes"]} == {
+        "one": "beta", "two": "alpha", "three": "alpha",
+    }  # fmt: skip
+
+
+def test_a_stream_ends_where_only_the_other_model_is_left(divided: Pool) -> None:
+    body = {
+        "model": "scripted-1", "max_tokens": 400, "stream": True, "messages": [{"role": "user", "content": "hello"}],
+    }  # fmt: skip
+    headers = {"Authorization": f"Bearer {divided.key}"}
+    url = f"{divided.facts['base_url']}/chat/completions"
+    divided.cli("nodes", "remove", "three")
+    error = ""
+    with (
+        httpx.Client(trust_env=False, timeout=60) as client,
+        client.stream("POST", url, json=body, headers=headers) as answer,
+    ):
+        assert answer.headers["x-macpool-node"] == "two"
+        for count, line in enumerate(answer.iter_lines()):
+            if count == 40:
+                divided.nodes["two"].kill()
+            if line.startswith("data: {") and "error" in (chunk := json.loads(line.removeprefix("data: "))):
+                error = chunk["error"]["message"]
+    assert "two was lost while it answered" in error
+    assert "the other nodes hold another model under the name scripted-1" in error
+    until(lambda: ask(divided) == "one", 30, "the other model is served once nobody else can")
