@@ -524,7 +524,7 @@ class Agent:
             return replace(snapshot.memory, age=time.monotonic() - supervisor.reported_at)
         if self.limiter is None:
             return Memory()
-        limits = self.limiter.now(None)
+        limits = self.limiter.now(0)
         return Memory(
             cap=limits.cap,
             ceiling=limits.ceiling,

@@ -23,8 +23,9 @@ from node.enrol import EnrolError, parse_address
 from node.identity import Identity, IdentityError, authority_context, load_identity, proves_coordinator
 from node.library import hub_folder
 from node.machine import machine_id
-from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit
+from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
 from node.memory.sensor import open_machine
+from node.metal import read_device
 from node.running import running
 from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
 from wire.certificate import read_certificate
@@ -102,10 +103,11 @@ def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
     machine = machine_id(made.node.machine)
     standing = open_machine(made)
     bounds = standing.bounds()
+    device = read_device(state / "node", standing.hardware, bounds.wired)
     return {
         "machine": machine,
         "hardware": asdict_of(standing.hardware),
-        "memory": memory(made, bounds),
+        "memory": {**memory(made, with_device(bounds, device)), "metal_reported": device is not None},
         "engine": made.engine.kind,
         "video": {"enabled": made.worker.enabled, "first_port": made.worker.ray_ports},
         "folders": [str(Path(folder).expanduser()) for folder in made.models.folders]

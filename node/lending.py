@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from machine.private import private_folder, write_private
 from node import leases
+from node.engine.wiring import Wire
 from node.leases import Held, Ledger, Phase, Worker
 from node.limits import Limiter
 from node.poll import Poll
@@ -323,7 +324,8 @@ class Lender:
         bounds = Bounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
         place = self._place(held)
         watch = Watch(held, place, bounds, settings.start_timeout, settings.grace)
-        job = {**spec.job(package.described), "package": str(package.folder), "out": str(place / OUT)}
+        job = {**spec.job(package.described), "package": str(package.folder), "out": str(place / OUT),
+               "wire": self._settings.memory.wire != Wire.OFF}  # fmt: skip
         watch.open(
             Grant(
                 lease=held.lease,

@@ -19,11 +19,22 @@ from node.memory.sensor import Machine
 from node.supervise import Supervisor
 from wire.frames import Limits
 from wire.report import Enforcement, Level, Memory, System
+from wire.verdict import Fits, judge_load
 
 WARN_EVERY = 600.0
 """Seconds after which the log says again what makes this node less safe than it could be."""
 
 log = structlog.get_logger("node.poll")
+
+
+def margin_in_force(limits: Limits, said: Memory) -> int:
+    """Return the margin in bytes by which the engine's gate judges, from its report `said`.
+
+    The gate decides an automatic margin, because only the engine has the profiles from which it follows. It depends on
+    the cap: before the first report under the present cap the margin without profiles holds.
+    """
+    decided = limits.margin_auto and said.cap == limits.cap > 0
+    return said.margin if decided else limits.margin
 
 
 class Poll:
@@ -65,28 +76,43 @@ class Poll:
 
     def _look(self, now: float) -> None:
         supervisor = self._supervisor
-        reading = supervisor.phys()
-        self._phys, self._spare = reading.phys, self._machine.spare()
-        limits = self._limiter.poll(reading.phys, supervisor.set_limits)
+        self._phys, self._spare = supervisor.phys().phys, self._machine.spare()
         report = supervisor.report
-        seen = Seen(supervisor.ready, self._judged(limits), report.enforced if report else 0)
+        if report is not None and supervisor.ready is not None:
+            self._limiter.report_metal(supervisor.ready, report.metal_limit)
+        limits = self._limiter.poll(self._held(), supervisor.set_limits)
+        seen = Seen(supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until)
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
-        if self.state.level != before and self.state.level >= Level.OVER_SOFT:
+        if self.state.level != before and self._tells(seen.memory):
             log.warning("over", level=self.state.level.name, phys=self._phys, cap=limits.cap, ceiling=limits.ceiling,
-                        leases=limits.leases, bound_by=limits.bound_by)  # fmt: skip
+                        margin=seen.memory.margin, leases=limits.leases, bound_by=limits.bound_by)  # fmt: skip
         for action in actions:
             self._act(action)
+        if self.state.asked:
+            supervisor.ping()
         if now - self._warned >= WARN_EVERY:
             self._warned = now
             self._limiter.warn()
 
+    def _tells(self, memory: Memory) -> bool:
+        """Return whether the level is worth a warning. A load may take the margin (`wire.verdict.judge_load`), so a
+        headroom below 0 is none while models are loaded and everything held fits under the ceiling."""
+        if self.state.level is not Level.OVER_SOFT:
+            return self.state.level is Level.OVER_HARD
+        return not isinstance(judge_load(memory, 0), Fits)
+
+    def _held(self) -> int | None:
+        """Return the footprint in bytes that the ceiling follows from: 0 without an engine, None when unreadable."""
+        return 0 if self._supervisor.pid is None else self._phys
+
     def _judged(self, limits: Limits) -> Memory:
         """Put our own reading, and the limits of this moment, into what the engine last said of itself."""
         report = self._supervisor.report
+        said = report.memory if report else Memory()
         return replace(
-            report.memory if report else Memory(), phys=self._phys, cap=limits.cap, ceiling=limits.ceiling,
-            margin=limits.margin, leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard,
+            said, phys=self._phys, cap=limits.cap, ceiling=limits.ceiling, margin=margin_in_force(limits, said),
+            leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard,
         )  # fmt: skip
 
     def _act(self, action: enforcer.Action) -> None:
@@ -106,7 +132,7 @@ class Poll:
     def memory(self) -> Memory:
         """Read the engine now, and put it beside the limits of this moment."""
         self._phys = self._supervisor.phys().phys
-        return self._judged(self._limiter.now(self._phys))
+        return self._judged(self._limiter.now(self._held()))
 
     # what the report says of it
 
@@ -121,5 +147,5 @@ class Poll:
         state, limiter, highs = self.state, self._limiter, self._supervisor.highs()
         return Enforcement(
             state.level, self._phys, highs.lifetime, highs.interval, limiter.cap.bound_by, limiter.standing.remedy,
-            limiter.tier, tuple(limiter.warnings()), state.polls, state.over_caps, state.kills,
+            limiter.tier, (*limiter.warnings(), *self._supervisor.warnings), state.polls, state.over_caps, state.kills,
         )  # fmt: skip

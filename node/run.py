@@ -147,7 +147,7 @@ async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], t
     settings = resolved.value
     state: Path = options.state
     machine = open_machine(settings)
-    hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins)
+    hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins, state / "node")
     try:
         identity = await _identity(options, token, settings, hardware)
     except (EnrolError, IdentityError) as error:
@@ -157,7 +157,7 @@ async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], t
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
         settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",
-        scratch=state / "node" / "scratch",
+        scratch=state / "node" / "scratch", wired=limiter.wired,
     )  # fmt: skip
     poll = Poll(limiter, machine, supervisor)
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll

@@ -13,6 +13,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from node.engine import kinds
+from node.engine.wiring import Wire
 from node.memory.cap import CUSTOM, TIERS
 from node.sharing import When, read_hours
 from wire.identity import valid_id, valid_model, valid_name
@@ -45,6 +46,11 @@ class MemorySettings(Section, frozen=True):
         "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a machine "
         "with less than 24 GiB. custom: memory.cap decides, and is required; it is the tier of every explicit cap."
         ))] = "balanced"  # fmt: skip
+    wire: Annotated[str, Meta(description=(
+        'macOS: what the engine keeps wired, so that it is never paged out: "auto" (the weights of the loaded models '
+        'where they are 32 GiB or more, and more than 75 % of the Metal limit), "on" (all weights), or "off" (nothing, '
+        "and the video worker neither; for a Mac that had a kernel panic of the GPU's memory)."
+        ))] = AUTO  # fmt: skip
     above_metal: Annotated[bool, Meta(description=(
         "Let an explicit memory.cap exceed the Metal limit. A lasting warning: macOS ends the process, or panics, "
         "where the limit is crossed."))] = False  # fmt: skip
@@ -54,6 +60,9 @@ class ScriptedSettings(Section, frozen=True):
     """The scripted engine: real frames and real admission over a pretended model, for tests and benchmarks."""
 
     model: Annotated[str, Meta(description="Name of the model that it serves.")] = "scripted-1"
+    identity: Annotated[str, Meta(description=(
+        "Fingerprint of its model, so that two nodes can hold different models of one name; empty: made of the name."
+        ))] = ""  # fmt: skip
     step_ms: Annotated[float, Meta(ge=0, le=60_000, description="Milliseconds from one decode step to the next.")] = 20
     batch: Annotated[int, Meta(ge=1, le=4096, description="Most rows that decode at once; more wait.")] = 64
     tokens: Annotated[int, Meta(ge=1, le=10**6, description=(
@@ -61,7 +70,10 @@ class ScriptedSettings(Section, frozen=True):
     text: Annotated[str, Meta(description=(
         '"words" (fixed words by position), "echo" (the last user message once), or "clock" (each token is the '
         "monotonic time in ns and a space)."))] = "words"  # fmt: skip
-    memory: Annotated[Size, Meta(description="Pretended RAM of the machine; its Metal limit is 75 % of it.")] = "128GiB"
+    memory: Annotated[Size, Meta(description="Pretended RAM of the machine.")] = "128GiB"
+    metal: Annotated[Size, Meta(description=(
+        "Metal limit that its pretended device reports; 0: it reports none, and the agent keeps to its guess for the "
+        "RAM."))] = 0  # fmt: skip
     weights: Annotated[Size, Meta(description="Pretended bytes of the model's weights.")] = "4GiB"
     kv_per_token: Annotated[int, Meta(ge=0, le=2**26, description="Pretended bytes of KV that one token takes.")] = (
         131072
@@ -73,6 +85,9 @@ class ScriptedSettings(Section, frozen=True):
     crash: Annotated[str, Meta(description=(
         'A request whose messages contain this word ends the engine process by a signal at its first decode step; "" '
         "none."))] = ""  # fmt: skip
+    readings: Annotated[str, Meta(description=(
+        "JSON file with what the pretended machine reads, in bytes: `reclaimable` (what its system can free) and "
+        '`wired`; null: cannot be read. It is read at each look; "" none.'))] = ""  # fmt: skip
 
 
 class MlxSettings(Section, frozen=True):
@@ -203,6 +218,7 @@ SECTIONS = frozenset(field.name for field in msgspec.structs.fields(NodeSettings
 _CHOICES: dict[str, tuple[str, ...]] = {
     "memory.guard": ("on", "off"),
     "memory.tier": tuple(TIERS),
+    "memory.wire": tuple(wire.value for wire in Wire),
     "engine.kind": tuple(kinds.KINDS),
     "engine.mlx.blas": ("auto", "bundled"),
     "models.profile": ("auto", "off"),
@@ -217,6 +233,7 @@ _SIZES = (
     "memory.canary",
     "engine.mlx.prefix_cache",
     "engine.scripted.memory",
+    "engine.scripted.metal",
     "engine.scripted.weights",
 )
 _AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.canary", "engine.mlx.prefix_cache"})

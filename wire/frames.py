@@ -296,7 +296,9 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     `text` or `ids` instead of messages: a prompt as it is, without the chat template, in words or in the model's own
     token ids. Its answer is content alone: no thoughts and no calls are read in it.
 
-    `owner`: whose turn it takes where several wait for rows."""
+    `owner`: whose turn it takes where several wait for rows.
+
+    `fingerprint`: of the model that began a resumed answer, the only one that may continue it; empty: any."""
 
     request: int
     seq: int
@@ -313,6 +315,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     text: str = ""
     ids: tuple[int, ...] = ()
     owner: Owner = Owner()
+    fingerprint: str = ""
 
     def known(self, choice: int) -> tuple[int, ...]:
         """Give the ids of a choice that were heard already."""
@@ -571,11 +574,19 @@ class Restore(Frame, frozen=True, array_like=True, gc=False):
     bans: tuple[Ban, ...] = ()
 
 
+class Stop(Frame, frozen=True, array_like=True, gc=False):
+    """agent → engine: end the process once the native call in flight has returned and all memory is given back, within
+    so many seconds. Nothing follows it."""
+
+    seconds: float
+
+
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
     `held`. `enforced` is the last `Enforce.poll` that it has acted on; `unreturned` are the bytes that did not
     come back after its last model had gone; `measures` is for who asks the agent for metrics; `roomed` is the last
-    `MakeRoom.number` that it has acted on."""
+    `MakeRoom.number` that it has acted on. `metal_limit` are the bytes that its device recommends at most (0: no Metal,
+    or not known), `wired` those that MLX may keep wired."""
 
     memory: Memory
     models: tuple[Model, ...]
@@ -590,6 +601,8 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     unreturned: int = 0
     measures: GateMeasures = GateMeasures()
     roomed: int = 0
+    metal_limit: int = 0
+    wired: int = 0
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):
@@ -604,7 +617,7 @@ TAGS: dict[int, type[Frame]] = {
     19: Ask, 20: Answer, 21: Fragment, 22: Pause,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload, 39: Profile, 40: Count,
-    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom,
+    50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom, 55: Stop,
     60: Lease, 61: Release, 62: RayHead, 63: LeaseGranted, 64: LeaseRefused, 65: LeaseEnded,
 }  # fmt: skip
 """Never reuse a number."""

@@ -124,10 +124,14 @@ class Model(Part, frozen=True, array_like=True, gc=False):
 
     `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
     `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, `residual` by how
-    much a forward went above its estimate at most, in bytes; `covered` the tokens of the largest chunk measured.
+    much a forward went above its estimate at most, in bytes; `covered` the tokens of the largest chunk measured,
+    `covered_rows` the rows of the widest decode step, and `uncovered` the bytes that a wider one is charged with
+    because the margin was narrowed for measured forwards only (0: all widths are covered by the margin in force).
 
     A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
     `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
+
+    `pinned`: it is preloaded and is never evicted for another model.
     """
 
     name: str
@@ -159,6 +163,9 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     progress: float = 0.0
     residual: int = 0
     covered: int = 0
+    covered_rows: int = 0
+    uncovered: int = 0
+    pinned: bool = False
 
     @property
     def kv(self) -> "Kv":
@@ -216,7 +223,9 @@ class CacheState(Part, frozen=True, gc=False):
 class EngineState(Part, frozen=True, array_like=True, gc=False):
     """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why. It
     died `restarts` times; `recycles` times it was replaced in good health, because the memory of unloaded models did
-    not come back. At most `rows` decode at once and more wait; 0 from a node that does not say."""
+    not come back. At most `rows` decode at once and more wait; 0 from a node that does not say. MLX may keep `wired`
+    bytes wired; 0: none. `leaked` are the bytes that ended engines have left wired: only a restart of the machine frees
+    them."""
 
     kind: str = ""
     state: str = "starting"
@@ -229,6 +238,8 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     cache: CacheState = CacheState()
     recycles: int = 0
     rows: int = 0
+    wired: int = 0
+    leaked: int = 0
 
 
 class System(Part, frozen=True, array_like=True, gc=False):

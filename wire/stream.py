@@ -20,8 +20,9 @@ MOST_BUFFERED = 64 * 1024
 AF_UNIX = 1
 IPPROTO_TCP = 6
 TCP_NODELAY = 1
-TCP_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
-"""Python's socket module does not name the last (sys/tcp.h on macOS, linux/tcp.h)."""
+NOTSENT_LOWAT_MACOS = 0x201
+TCP_NOTSENT_LOWAT = NOTSENT_LOWAT_MACOS if sys.platform == "darwin" else 25
+"""Python's socket module does not name the last (netinet/tcp.h on macOS, linux/tcp.h)."""
 GATHER, AT_ONCE = 0.002, 4
 """Seconds between two writes on one link in a rush, and so many that need not wait for that after a pause: a write and
 the wake-up at the other end cost as much as the rest of a request together, but one that is alone, with its few frames,

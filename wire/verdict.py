@@ -46,6 +46,12 @@ READ_TOKEN = 320
 """Bytes that a token takes while a prompt is put into tokens, at most; so does a byte of text, which may be one."""
 READ_LOAD, READ_GUIDE = 36, 16
 """Bytes that a tokenizer takes to load, and its tables for grammars, for each byte of its files, at most."""
+READ_TEXT = 8
+"""Bytes that a byte of text takes that is rendered and never put into tokens: copies of the text."""
+READ_SLICE = 256 * 1024
+"""Characters that are counted at a time of a text that may not fit the context."""
+READ_SLACK = 1.02
+"""A text is refused uncounted from so many times the context on: cutting it into slices adds a few tokens."""
 READ_FREE = MIB
 """What reading one prompt may take unasked: well within any margin."""
 
@@ -79,13 +85,17 @@ def occupied(memory: Memory) -> int | None:
 
 
 def level(memory: Memory) -> Level:
-    """Say how a node stands: OK ⇔ headroom ≥ 0, OVER_HARD where `excess` is above 0, else OVER_SOFT."""
+    """Return how a node stands: OK ⇔ headroom ≥ 0, OVER_HARD where `excess` is above 0, else OVER_SOFT. UNKNOWN where
+    the footprint cannot be read, and below the hard line also where the ceiling could not be: nothing is given up for a
+    number that nobody read."""
     room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
     if room is None:
         return Level.UNKNOWN
     if room >= 0:
         return Level.OK
-    return Level.OVER_HARD if excess(memory) > 0 else Level.OVER_SOFT
+    if excess(memory) > 0:
+        return Level.OVER_HARD
+    return Level.UNKNOWN if memory.bound_by == UNREADABLE else Level.OVER_SOFT
 
 
 def excess(memory: Memory) -> int:
@@ -132,6 +142,22 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
         f"are taken, {show_size(reserved)} promised, {show_size(memory.margin)} kept as margin)"
     )
     return Refused(Code.NO_ROOM, text, numbers, None, node)
+
+
+def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
+    """Judge bytes that a model load takes: weights, fixed state and the load's transient, without the run-time margin.
+
+    The margin covers spikes inside a forward, and a load runs none but its warm-up. A model must be loadable: whether a
+    request fits beside it is judged with the margin, when the request comes.
+    """
+    return judge(replace(memory, margin=0), estimate)
+
+
+def lacks(memory: Memory, estimate: int) -> bool:
+    """Return whether there is certainly no room for `estimate` more bytes. Where the memory cannot be read nobody
+    knows, so nothing is given back for it."""
+    answer = judge(memory, estimate)
+    return isinstance(answer, Refused) and answer.code is Code.NO_ROOM
 
 
 def shed(memory: Memory, over: int) -> Refused:
@@ -223,7 +249,8 @@ def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choi
 
 
 def _highest(model: Model, prompt: int, length: int, choices: int, best: Group | None) -> int:
-    """Give the highest forward, once the first row has joined its `best` batch and the rest stand by themselves."""
+    """Return the bytes of the highest forward, once the first row has joined its `best` batch and the rest form their
+    own. A batch of more rows than the profile measured is charged with what the margin was narrowed by."""
     transient, highest = model.forward, model.transient
     if transient.floor and prompt:
         chunk = min(prompt, transient.floor)
@@ -239,7 +266,10 @@ def _highest(model: Model, prompt: int, length: int, choices: int, best: Group |
         else:
             step = step_transient(transient, group.rows, group.longest)
         highest = max(highest, step)
-    return max(highest, step_transient(transient, choices if best is None else choices - 1, length))
+    own = choices if best is None else choices - 1
+    highest = max(highest, step_transient(transient, own, length))
+    width = max(own, 0 if best is None else best.rows + 1)
+    return highest + model.uncovered if model.uncovered and width > model.covered_rows else highest
 
 
 def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -255,10 +285,13 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
     return rows + highest + (0 if model.loaded else model.weights)
 
 
-def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False) -> int:
-    """Give what it takes for a moment to put `text` bytes into tokens, with a tokenizer whose files have so many bytes
-    and that first has to be loaded, or needs its tables for grammars; 0 where that is too little to ask for."""
-    taken = READ_TOKEN * text + files * (READ_LOAD * loads + READ_GUIDE * guides)
+def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0) -> int:
+    """Return the bytes that it takes for a moment to put `text` bytes into tokens; 0 where that is too little to ask
+    for. The tokenizer's files have `files` bytes; it may have to be loaded first, or need its tables for grammars.
+
+    No byte is more than one token. With a `context` in tokens, tokenizing ends there and the rest is only rendered."""
+    most = min(text, int(context * READ_SLACK) + READ_SLICE) if context else text
+    taken = READ_TOKEN * most + READ_TEXT * (text - most) + files * (READ_LOAD * loads + READ_GUIDE * guides)
     return taken if taken > READ_FREE else 0
 
 
@@ -272,6 +305,11 @@ def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens
 def most_bytes(memory: Memory) -> int:
     """Give the most that weights and rows may ever take together on a node: cap − margin − the engine's own base."""
     return memory.cap - memory.margin - memory.base
+
+
+def most_weights(memory: Memory) -> int:
+    """Return the most bytes that a load may ever take on a node: cap − the engine's own base (see `judge_load`)."""
+    return memory.cap - memory.base
 
 
 def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:

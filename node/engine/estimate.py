@@ -11,13 +11,14 @@ The form is `wire.report.Transient`, the arithmetic over it `wire.verdict`'s; he
 A sample above the estimate counts at once; one far below it does when it is the first of its kind. The samples are
 bounded: one of each kind of shape, and of many kinds those that are far apart.
 
-A measured profile narrows the gate's margin, and it speaks only of chunks as large as it has measured. So a larger one
-is charged with what the margin was narrowed by, until a few such have run; and a chunk that was covered and took more
-than was foreseen raises the residual from which the margin follows.
+A measured profile narrows the gate's margin, and it covers only forwards as large as it has measured: chunks by tokens,
+joins and decode steps by rows. A larger one is charged with what the margin was narrowed by, until a few such have run
+(`Coverage`). A covered forward that takes more than was foreseen raises the residual from which the margin follows.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from operator import mul
 
@@ -44,10 +45,12 @@ PRIOR_WEIGHT = 0.3
 """What the formula for the scores weighs in a fit, beside 1 for a sample: it holds where the samples see too little."""
 MOST_LINES = 4
 SEEN = 3
-"""Forwards of a size after which a profile covers it."""
+"""Forwards of at least a size after which a profile covers it."""
 ROUNDS, ABOVE = 5, 20.0
 """Rounds of a fit, and what a sample above it weighs in the next one."""
 
+CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
+"""Kinds of forwards that a profile covers, each up to a size."""
 Shape = tuple[int, int, bool]
 Sample = tuple[Shape, float]
 Point = tuple[tuple[float, ...], float, float]
@@ -88,6 +91,23 @@ def _kind(shape: Shape) -> Shape:
     return round(3 * math.log2(shape[0])), round(3 * math.log2(shape[1] + 64)), shape[2]
 
 
+@dataclass(slots=True)
+class Coverage:
+    """Up to which size forwards of one kind have been measured. Larger ones extend it once SEEN of them have run."""
+
+    most: int
+    _larger: list[int] = field(default_factory=list[int])
+
+    def ran(self, size: int) -> bool:
+        """Take a forward of this size that ran; return whether it was covered before."""
+        if size <= self.most:
+            return True
+        self._larger = sorted((*self._larger, size))[-SEEN:]
+        if len(self._larger) == SEEN:
+            self.most, self._larger = self._larger[0], self._larger[1:]
+        return False
+
+
 class Estimator:
     """The transients of one model. `prior` is what its config lets one foresee."""
 
@@ -97,9 +117,9 @@ class Estimator:
         """The highest transient ever observed, in bytes."""
         self.residual = 0
         """The most by which a forward that the profile covers went above its estimate since, in bytes."""
-        self._covered: int | None = None
+        self._covered: dict[str, Coverage] = {}
+        """By kind of forward; empty without a profile, whose margin is the wide one then."""
         self._narrowed: Callable[[], int] = lambda: 0
-        self._beyond: list[int] = []
         self._prior = prior
         self._chunks = Samples()
         self._steps = Samples()
@@ -107,8 +127,17 @@ class Estimator:
     def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Give what a prefill of `tokens` behind `past` written ones must have room for, in bytes: what it will take
         for a moment, and for more tokens than were measured what the margin was narrowed by."""
-        beyond = self._narrowed() if self._covered is not None and tokens > self._covered else 0
-        return self.foreseen(tokens, past, last=last, grows=grows) + beyond
+        return self.foreseen(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
+
+    def uncovered(self, kind: str, size: int) -> int:
+        """Return the bytes that a forward of this kind and size is charged with because no profile covers it."""
+        covered = self._covered.get(kind)
+        return self._narrowed() if covered is not None and size > covered.most else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a decode step up to which the profile covers it; 0 without a profile."""
+        return min((self._covered[kind].most for kind in (JOINS, STEPS)), default=0) if self._covered else 0
 
     def foreseen(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Give what a prefill of `tokens` behind `past` written ones will take for a moment, in bytes."""
@@ -118,27 +147,36 @@ class Estimator:
         """Give what `rows` prompts of `tokens` each, padding included, must have room for when one forward reads them:
         as much as one by one, all at once. That is above what they take, for what a forward takes for itself is taken
         once."""
-        beyond = self._narrowed() if self._covered is not None and rows * tokens > self._covered else 0
-        return rows * self.foreseen(tokens, 0) + beyond
+        return rows * self.foreseen(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
 
-    def cover(self, tokens: int, narrowed: Callable[[], int]) -> None:
-        """Hear up to how many tokens of a chunk a profile speaks, and by how much (bytes) the margin is narrowed."""
-        self._covered, self._narrowed, self._beyond, self.residual = tokens, narrowed, [], 0
+    def cover(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
+        """Begin with a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns
+        the bytes by which the margin is narrower than without profiles."""
+        self._covered = {CHUNKS: Coverage(tokens), JOINS: Coverage(rows), STEPS: Coverage(rows)}
+        self._narrowed, self.residual = narrowed, 0
 
     def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
         """Give what a decode step of a padded batch will take for a moment, in bytes."""
         return step_transient(self.transient, rows, longest, grows=grows)
 
+    def widened_step(self, rows: int, longest: int) -> int:
+        """Return what a decode step must have room for, in bytes: its transient, and what the margin was narrowed by
+        for more rows than were measured."""
+        return self.step(rows, longest) + self.uncovered(STEPS, rows)
+
     def join(self, grown: int, layers: int) -> int:
         """Give what a join takes for a moment: it copies a batch, which then has `grown` bytes, layer by layer."""
         return grown // max(1, layers)
+
+    def widened_join(self, grown: int, layers: int, rows: int) -> int:
+        """Return what a join into a batch of then `rows` rows must have room for, in bytes."""
+        return self.join(grown, layers) + self.uncovered(JOINS, rows)
 
     def observe(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
         """Learn from a prefill that took `taken` bytes beside what it wrote."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        if self._covered is not None:
-            self._compare(tokens, taken - self.foreseen(tokens, past, last=last, grows=grew))
+        self._compare(CHUNKS, tokens, taken - self.foreseen(tokens, past, last=last, grows=grew))
         if not last or tokens < TELLING:
             self._chunks.add((tokens, past, grew), taken, self._foreseen)
         elif taken > self.foreseen(tokens, past, last=True, grows=grew):
@@ -151,25 +189,26 @@ class Estimator:
         """Learn from a forward over several prompts that took `taken` bytes beside what it wrote. What one row takes by
         itself is seen in it only where it took more than was foreseen."""
         self.highest, foreseen = max(self.highest, taken), rows * self.foreseen(tokens, 0)
-        if self._covered is not None:
-            self._compare(rows * tokens, taken - foreseen)
+        self._compare(CHUNKS, rows * tokens, taken - foreseen)
         if taken > foreseen:
             self._chunks.add((tokens, 0, True), taken / rows, self._foreseen)
             self._fit_chunks()
 
-    def _compare(self, tokens: int, above: int) -> None:
-        """Take in by how much a chunk went above what was foreseen; of a size that is not covered, that it ran."""
-        if tokens <= (self._covered or 0):
+    def _compare(self, kind: str, size: int, above: int) -> None:
+        """Take the bytes by which a forward went above its estimate: a covered one raises the residual."""
+        covered = self._covered.get(kind)
+        if covered is not None and covered.ran(size):
             self.residual = max(self.residual, above)
-            return
-        self._beyond = sorted((*self._beyond, tokens))[-SEEN:]
-        if len(self._beyond) == SEEN:
-            self._covered, self._beyond = self._beyond[0], self._beyond[1:]
+
+    def observe_join(self, rows: int, above: int) -> None:
+        """Learn from a join into a batch of then `rows` rows, which took `above` bytes more than was foreseen."""
+        self._compare(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
         """Learn from a decode step that took `taken` bytes beside what it wrote."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
+        self._compare(STEPS, rows, taken - self.step(rows, longest, grows=grew))
         self._steps.add((rows, longest, grew), taken, self._foreseen_step)
         if self._steps.unfitted:
             self._fit_steps()

@@ -5,19 +5,25 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import mlx.core as mx
+import structlog
 
 from node.engine.gate import Gate, Use
-from node.memory.reading import Recent
+from node.engine.wiring import Wire, wired_bytes
+from node.memory.reading import Reading, Recent
 from node.memory.sensor import open_sensor
 from wire.report import Memory
-from wire.units import MIB
+from wire.units import MIB, show_size
 
 POOL_SHARE = 0.01
 POOL_MOST = 256 * MIB
 """MLX keeps free buffers for the next forward: to fault in fresh memory for each cost much of a join on Linux. At
 most this, and this share of the cap, because a reading counts them; they are given back before anything is refused."""
+
+log = structlog.get_logger("engine.footprint")
 
 
 class Footprint:
@@ -26,6 +32,9 @@ class Footprint:
 
     `held()` gives the bytes that the engine knows it holds: weights, rows, kept prefixes. What is remembered is how far
     a reading stood above them, so that what was given back on purpose is not held against anybody afterwards.
+
+    A footprint that cannot be read is the last good one, and what MLX has taken or given back since, for
+    `reading.STALE` seconds.
     """
 
     def __init__(self, total: int, held: Callable[[], int]) -> None:
@@ -33,20 +42,30 @@ class Footprint:
         self._recent = Recent()
         self._held = held
         self._total = total
+        self._good = Reading(None, "", 0.0)
+        self._counted = 0
         self._base = self.sensor.phys().phys or 0
 
     def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
         """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
-        reading, held = self.sensor.phys(), self._held()
+        reading, held = self._read(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is given back before a refusal, so a height that it had a moment ago is held against nobody.
         self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache) - held, now)
         use = Use(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
+    def _read(self) -> Reading:
+        """Read the footprint, or return the last good one, of its own time, moved by what MLX counts since."""
+        reading, counted = self.sensor.phys(), mx.get_active_memory() + mx.get_cache_memory()
+        if reading.phys is not None:
+            self._good, self._counted = reading, counted
+        last = self._good.phys
+        return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
+
     def falls_at(self, now: float) -> float | None:
         """Say when the recent height falls; None when nothing changes by itself."""
-        present = max(mx.get_active_memory(), self.sensor.phys().phys or 0)
+        present = max(mx.get_active_memory(), self._read().phys or 0)
         return self._recent.falls_at(present - self._held(), now)
 
     def forget(self) -> None:
@@ -85,15 +104,54 @@ class Height:
         return max(mx.get_peak_memory(), mx.get_active_memory())  # a peak that was set back is 0, not what is active
 
 
-def wire(cap: int) -> int:
-    """Let Metal keep up to `cap` bytes wired, never more than it recommends (as mlx-lm does): without it, large models
-    are paged. Gives the limit in bytes, 0 where there is no Metal. Unverified on macOS."""
+@dataclass(frozen=True, slots=True)
+class Metal:
+    """The GPU's memory as MLX knows it: its limit in bytes (0: no Metal), and the call that sets the wired limit."""
+
+    limit: int = 0
+    set_wired: Callable[[int], object] = mx.set_wired_limit
+
+
+def open_metal() -> Metal:
+    """Return this machine's Metal. MLX reads the limit once for each process. Unverified on macOS."""
     if not mx.metal.is_available():
-        return 0
-    most = int(mx.device_info()["max_recommended_working_set_size"])
-    limit = min(cap, most)
-    mx.set_wired_limit(limit)
-    return limit
+        return Metal()
+    return Metal(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
+class Wiring:
+    """The wired limit in force (`wired`, bytes; 0: none), set for the weights in memory (`wiring`)."""
+
+    def __init__(self, wire: Wire, open_metal: Callable[[], Metal]) -> None:
+        self._wire = wire
+        self._open = open_metal
+        self._weights = 0
+        self.wired = 0
+
+    @cached_property
+    def metal(self) -> Metal:
+        """This machine's Metal, opened when it is first needed, because only the inference thread may call MLX."""
+        metal = self._open()
+        log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)
+        return metal
+
+    def follow(self, weights: int) -> None:
+        """Set the wired limit for these weights (bytes), unless they are the same as at the last call."""
+        if weights == self._weights:
+            return
+        self._weights = weights
+        if self.metal.limit:
+            give_back()  # free buffers are in MLX's residency set, too, and would take the place of weights
+        size = wired_bytes(self._wire, weights, mx.get_active_memory(), self.metal.limit)
+        if size == self.wired:
+            return
+        try:
+            self.metal.set_wired(size)
+        except (RuntimeError, ValueError) as error:
+            log.warning("not wired", limit=show_size(size), weights=show_size(weights), error=str(error))
+            return
+        self.wired = size
+        log.info("wired", limit=show_size(size), weights=show_size(weights), wire=self._wire)
 
 
 def limit_pool(cap: int) -> None:

@@ -8,8 +8,9 @@ from wire.report import Kv, Transient
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`weights` are the bytes of its tensors, `kv` and `forward` what its config lets one foresee of a row and of a
-    forward; `cause` says why it can not be served (then the rest may be empty)."""
+    """`weights` are the bytes of its tensors once they are loaded, `stored` those in its files: a checkpoint in fp8 may
+    grow. `kv` and `forward` are what its config lets one foresee of a row and of a forward; `cause` says why it can not
+    be served (then the rest may be empty)."""
 
     name: str
     folder: PurePath
@@ -19,3 +20,4 @@ class Found:
     kv: Kv = field(default_factory=lambda: Kv(0))
     cause: str = ""
     forward: Transient = field(default_factory=Transient)
+    stored: int = 0

@@ -94,12 +94,13 @@ class Gate:
         """Give the bytes by which the margin in force is narrower than it would be without profiles."""
         return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
 
-    def check(self, site: Site, memory: Memory, estimate: int) -> Fits | Refused:
-        """Say whether `estimate` more bytes may be written under this reading."""
+    def check(self, site: Site, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
+        """Judge whether `estimate` more bytes may be written under this reading; with `load` as the bytes of a load,
+        which are judged without the margin."""
         self.checks[site] += 1
         if memory.headroom is not None and memory.ceiling > 0:
             self.predicted.observe(1 + (estimate - memory.headroom) / memory.ceiling)
-        answer = self._judge(memory, estimate)
+        answer = self._judge(memory, estimate, load=load)
         if isinstance(answer, Refused):
             self.refusals[site] += 1
             self.reasons[answer.code] += 1
@@ -111,8 +112,8 @@ class Gate:
         refusals = tuple((code.value, count) for code, count in self.reasons.items())
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
 
-    def _judge(self, memory: Memory, estimate: int) -> Fits | Refused:
-        return self.closed() or verdict.judge(memory, estimate)
+    def _judge(self, memory: Memory, estimate: int, *, load: bool) -> Fits | Refused:
+        return self.closed() or (verdict.judge_load if load else verdict.judge)(memory, estimate)
 
     def closed(self) -> Refused | None:
         """Say why nothing at all is started here; None once limits are in force."""
@@ -128,4 +129,6 @@ class Gate:
         limits = self._limits
         if limits is None:
             return {"state": "closed"}
-        return {"state": "on" if limits.guard else "OFF", "cap": limits.cap, "margin": self._margin(limits)}
+        margin = self._margin(limits)
+        decided = "setting" if not limits.margin_auto else "no profile" if margin == limits.margin else "profiles"
+        return {"state": "on" if limits.guard else "OFF", "cap": limits.cap, "margin": margin, "margin_from": decided}

@@ -38,6 +38,7 @@ from node.engine.constraint import GrammarFailed
 from node.engine.footprint import give_back
 from node.engine.forwards import Forwards
 from node.engine.gate import Site
+from node.engine.invariants import violations
 from node.engine.kinds import Doing
 from node.engine.ledger import Commitment
 from node.engine.logprobs import logprob_of
@@ -124,9 +125,13 @@ class Generation:
         resident.users += 1
         self._live[sequence.number] = sequence
         for ids, rows in by_past(sequence.writing()).items():
-            prefill = Prefill(resident, sequence, rows, [*sequence.prompt, *ids])
-            self._reuse.begin(prefill)
-            self._prefills.append(prefill)
+            self._prefills.append(self._prefill_of(resident, sequence, rows, [*sequence.prompt, *ids]))
+
+    def _prefill_of(self, resident: Resident, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
+        """Return a prefill of `ids` that has looked into the prefix cache."""
+        prefill = Prefill(resident, sequence, rows, ids)
+        self._reuse.begin(prefill)
+        return prefill
 
     def holds(self, number: int) -> bool:
         """Whether a request is here."""
@@ -141,6 +146,12 @@ class Generation:
                     self._reuse.cancelled(prefill)
             self._release(sequence)
         return sequence is not None
+
+    def close(self) -> None:
+        """Give back what prompts hold that are being written: the process ends."""
+        for sequence in self._live.values():
+            self._leave(sequence)
+        self._live.clear()
 
     def shed(self, refused: Refused) -> bool:
         """End the newest request that holds memory, for this reason; whether there was one. What waits holds none."""
@@ -184,7 +195,9 @@ class Generation:
         """Give every row of every batch one token."""
         for resident in list(self._residents().values()):
             for number in list(resident.batches):
-                self._decode(resident, number)
+                # A row that grew in an earlier batch, or a forward over the cap, may have preempted this batch's last.
+                if number in resident.batches:
+                    self._decode(resident, number)
 
     def prefill(self) -> None:
         """Write one chunk of one prompt, or several short ones at once; after the last chunk, let them join."""
@@ -202,6 +215,10 @@ class Generation:
                 self._advance(first)
             for one, left in zip(members, lefts, strict=True):
                 self._reading.has_read(one.owner, max(0, left - one.left))
+
+    def check(self) -> list[str]:
+        """Return the broken rules of the bookkeeping (`node.engine.invariants`); empty when all hold."""
+        return violations(self._live, self._prefills, self._preempted, self._residents())
 
     def still(self) -> None:
         """Wait for the steps launched before, so that what follows is measured by itself."""
@@ -278,8 +295,10 @@ class Generation:
         """Let rows join that were read together; False where the gate refuses."""
         resident = members[0].resident
         longest = max(members, key=lambda one: one.written).rows[0].commitment
-        copied = resident.estimator.join(resident.ledger.joining(longest, len(members)), len(cache))
-        if self._forwards.ask(Site.JOIN, copied) is not None:
+        grown, layers = resident.ledger.joining(longest, len(members)), len(cache)
+        copied = resident.estimator.join(grown, layers)
+        rows = resident.ledger.joined_rows(longest) + len(members)
+        if self._forwards.ask(Site.JOIN, resident.estimator.widened_join(grown, layers, rows)) is not None:
             return False
         for place, one in enumerate(members):
             self._reuse.read_together(one, row_of(cache, place, len(one.ids) - 1), copied)
@@ -324,6 +343,8 @@ class Generation:
                 self._wait()
             if refused is None and prefill.logits is not None and prefill in self._prefills:
                 refused = self._join(prefill, prefill.logits)
+                if prefill not in self._prefills:  # a row that had joined failed, and its request with it
+                    refused = None
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._reuse.distrust(prefill.resident.name)
@@ -408,7 +429,8 @@ class Generation:
             for number, batch in list(resident.batches.items()):
                 begun = time.monotonic()
                 try:
-                    batch.wait()
+                    with self._forwards.waits(Doing.DECODE, resident.name, resident.step_seconds):
+                        batch.wait()
                 except Exception as error:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
@@ -451,12 +473,16 @@ class Generation:
         parts = by_batch(resident, prefill.rows)
         for rows in parts:
             rows[0].commitment.written = written
-            grown = resident.ledger.joining(rows[0].commitment, len(rows))
-            refused = self._forwards.ask(Site.JOIN, resident.estimator.join(grown, len(cache)))
+            grown, layers = resident.ledger.joining(rows[0].commitment, len(rows)), len(cache)
+            width = resident.ledger.joined_rows(rows[0].commitment) + len(rows)
+            refused = self._forwards.ask(Site.JOIN, resident.estimator.widened_join(grown, layers, width))
             if refused is not None:
                 return refused
-            self._reuse.prompt_written(prefill, grown // max(1, len(cache)))
+            self._reuse.prompt_written(prefill, grown // max(1, layers))
+            held = mx.get_active_memory()
             tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
+            above = self._forwards.height.above() - max(0, mx.get_active_memory() - held)
+            resident.estimator.observe_join(width, above - resident.estimator.join(grown, layers))
             for row in rows:
                 row.commitment.written, row.commitment.joined, row.commitment.room = written, True, 0
             prefill.rows = [row for row in prefill.rows if not row.commitment.joined]
@@ -526,9 +552,10 @@ class Generation:
         """Promise `more` tokens to a row. Until they fit, others give way, or its own request does."""
         while row.commitment.joined and not row.reason:
             length = row.commitment.promised + more
-            step = resident.estimator.step(self._rows(), length)
+            step = resident.estimator.widened_step(self._rows(), length)
             refused = self._forwards.ask(Site.GROW, resident.ledger.extension(row.commitment, more) + step)
-            if refused is None:
+            if refused is None or refused.code is Code.UNREADABLE:
+                # Nothing new is started on a memory that cannot be read; what runs goes on, and `over` looks after it.
                 resident.ledger.extend(row.commitment, more)
                 return
             message = f"the answer outgrew what was expected: {refused.message}"
@@ -565,7 +592,8 @@ class Generation:
         self._keep(resident, ended)
         self._drop(resident, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
-            if not any(sequence.writing()):
+            # A batch that broke while its ended rows were copied or dropped may have ended the whole request.
+            if sequence.number in self._live and not any(sequence.writing()):
                 self._gone(resident, sequence)
                 self._out.ends.append(finished(sequence, now))
 
@@ -591,12 +619,14 @@ class Generation:
         rows = [row for row in batch.rows() if id(row) not in known and not row.reason]
         log.warning("rebuild", model=resident.name, rows=len(rows), error=text_of(error))
         for row in rows:
+            if row.reason:  # its request failed by an earlier row of this loop
+                continue
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
             if row.rebuilt > MOST_REBUILDS:
                 self._fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
             else:
-                self._prefills.insert(0, Prefill(resident, row.sequence, [row], row.known()))
+                self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.known()))
         give_back()
 
     # giving way
@@ -624,8 +654,9 @@ class Generation:
         return max(waiting or holding, key=loss, default=None)
 
     def _give_way(self, sequence: Sequence, refused: Refused) -> None:
-        """Give a request's memory back: it is placed anew by whoever sent it, or comes back here by itself."""
-        if sequence.delivered and (len(self._live) > 1 or self._forwards.falls_at() is not None):
+        """Give a request's memory back: the router places it again, or it comes back here."""
+        unknown = refused.code is Code.UNREADABLE
+        if sequence.delivered and (unknown or len(self._live) > 1 or self._forwards.falls_at() is not None):
             self._preempt(sequence)
         else:
             self._end(sequence, refused, "no_headroom")
@@ -662,8 +693,10 @@ class Generation:
             self._preempted.remove(sequence)
             for row in sequence.writing():
                 (row.commitment,) = resident.ledger.commit(self._length(row), 1)
-                self._prefills.append(Prefill(resident, sequence, [row], row.known()))
-        elif not (len(self._live) > len(self._preempted) or self._forwards.falls_at() is not None):
+                self._prefills.append(self._prefill_of(resident, sequence, [row], row.known()))
+        elif refused.code is not Code.UNREADABLE and not (
+            len(self._live) > len(self._preempted) or self._forwards.falls_at() is not None
+        ):
             self._end(sequence, refused, "no_headroom")
 
     def _returning(self, sequence: Sequence) -> int:
@@ -674,7 +707,7 @@ class Generation:
         return sum(resident.ledger.cost(length, 1) for length in lengths) + forward
 
     def _length(self, row: Row) -> int:
-        shape, known = row.sequence.shape, len(row.known()) + row.sequence.prepared.budget
+        shape, known = row.sequence.shape, len(row.known())
         return max(known, min(known + GROWTH, shape.prompt + shape.limit))
 
     # the way out

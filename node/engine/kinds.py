@@ -34,6 +34,10 @@ class UnknownKindError(ValueError):
     """No engine kind has this name, or what it needs is not installed; the text says what to do."""
 
 
+class Halted(BaseException):
+    """The engine was halted, so no native call begins any more. No fault of an engine, which may not catch it."""
+
+
 Work = Frame | Prepared | Unread | Read
 
 
@@ -101,6 +105,14 @@ class Engine(Protocol):
 
     def report(self, now: float) -> EngineReport:
         """Read the memory and give the snapshot to publish."""
+        ...
+
+    def halt(self) -> None:
+        """On any thread: begin no further native call. `take` and `step` may raise Halted from now on."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what runs on the device, and give all memory back. Nothing is called after it."""
         ...
 
 

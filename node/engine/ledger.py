@@ -68,6 +68,13 @@ class Ledger:
         self._batches: list[_Batch] = []
         self._made = 0
 
+    def __len__(self) -> int:
+        return sum(len(batch.rows) for batch in self._batches)
+
+    def holds(self, row: Commitment) -> bool:
+        """Return whether a commitment is in force: made here and not released."""
+        return any(row in batch.rows for batch in self._batches)
+
     def groups(self) -> tuple[Group, ...]:
         """Give rows and longest promised row of every group, for the report."""
         return tuple(batch.promised() for batch in self._batches)
@@ -104,6 +111,10 @@ class Ledger:
         """Give the bytes of a row's batch once it and its equals (`rows` in all) have joined with what they hold."""
         joined = [other.written for other in self._batch_of(row).rows if other.joined]
         return padded(_group([*joined, *[row.written] * rows]), self.kv)
+
+    def joined_rows(self, row: Commitment) -> int:
+        """Return how many rows decode in this row's batch."""
+        return sum(other.joined for other in self._batch_of(row).rows)
 
     def extension(self, row: Commitment, more: int) -> int:
         """Give what `more` tokens for a row would add to its group."""

@@ -1,34 +1,43 @@
 """Which models are in memory: loading one at a time in pieces, evicting idle ones for it, keeping out what kills.
 
-A model must be loadable; it is the request that is refused. So a load first evicts idle models (least recently used,
-never a preloaded one, never one in use), then asks the gate once for all of the weights; what is not read yet counts as
-reserved. The owner calls `tick` while `busy`, and decodes between the ticks. A model that nobody has used for
-`patience` seconds leaves by itself (`leaves_at`, `leave`), so the memory of a Mac is its user's again after work.
+A model must be loadable; it is the request that is refused. So a load is judged without the run-time margin
+(`wire.verdict.judge_load`). It first evicts idle models (least recently used, never a preloaded one, never one in use),
+then asks the gate for all of the weights; weights that are not read yet count as reserved. Before each piece the gate
+is asked again, on a reading of that moment. The owner calls `tick` while `busy`, and decodes between the ticks.
 
-    asked ─► queued ─► (gate) ─► reading, piece by piece ─► resident
-               └ never fits / not now        └ its files are broken: `cause`, until they change or it is asked for anew
+A load is given up before any answer is: when the gate refuses its next piece, when a running request needs room, when
+the engine is over its cap, for a lease while no request waits for the model, and when it is unloaded by order. What was
+read is released at once, and the outcome stands in `ended`.
+
+A model that has been unused for `patience` seconds is unloaded (`leaves_at`, `leave`). One whose files were replaced on
+disk is unloaded as soon as it is idle, and loaded again if it is preloaded; until then it answers under the fingerprint
+that it was loaded with. A load whose files change before its end is given up, and the next request tries again.
+
+    asked ─► queued ─► (gate) ─► reading, piece by piece, each asked of the gate ─► resident
+               └ never fits / not now   └ given up: no room, an order       └ broken files: `cause`, until they change
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
 from node.engine.footprint import clear_pool, give_back
 from node.engine.found import Found
 from node.engine.gate import Gate, Site
-from node.engine.resident import Resident, load
+from node.engine.resident import Resident, Step, load
 from node.engine.returns import Returns
 from node.engine.reuse import Reuse
+from node.library import Library
 from wire.frames import Ban
 from wire.refusals import Code, Refused
 from wire.report import Memory
 from wire.units import MIB, show_size
-from wire.verdict import Fits, judge, most_bytes
+from wire.verdict import Fits, excess, hard_line, judge, judge_load, lacks, most_weights
 
 TRANSIENT_LEAST, TRANSIENT_MOST = 16 * MIB, 64 * MIB
 """Bytes beside the weights that a load needs for a moment: buffers of the file (half of a small model), the warm-up."""
@@ -38,12 +47,19 @@ log = structlog.get_logger("engine.loading")
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A load under way; `left` bytes are not read yet."""
+    """A load under way, in bytes: `left` are not read yet of `total`, which is exact once the model is built. `step` is
+    what the next piece takes."""
 
     found: Found
-    pieces: Iterator[int | Resident]
+    pieces: Iterator[Step | Resident]
+    total: int
     left: int
     begun: float
+    step: Step = field(default_factory=Step)
+
+
+class FilesChangedError(Exception):
+    """The files of a model changed while it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,8 @@ class Shelf:
     released: Callable[[], None]
     pinned: frozenset[str]
     kept: Reuse
-    pieces: Callable[[Found], Iterator[int | Resident]] = load
+    library: Library
+    pieces: Callable[[Found], Iterator[Step | Resident]] = load
     patience: float = 0.0
     """Seconds after which an unused model leaves; 0: never."""
     spares: list[Spare] = field(default_factory=list["Spare"])
@@ -99,6 +116,12 @@ class Shelf:
     departures: int = 0
     """Models that left because nobody had used them for long."""
     returns: Returns = field(default_factory=Returns)
+    ended: list[Outcome] = field(default_factory=list["Outcome"])
+    """Loads that ended since the owner last took them out."""
+    given_up: int = 0
+    """Loads that were given up for want of memory, or by order."""
+    _sizes: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes of a model once loaded, by fingerprint, as its first load showed."""
     _queue: deque[Found] = field(default_factory=deque["Found"])
     _reading: Reading | None = None
 
@@ -127,7 +150,18 @@ class Shelf:
     @property
     def read(self) -> int:
         """Bytes of weights that are read of a model that is not here yet."""
-        return 0 if self._reading is None else self._reading.found.weights - self._reading.left
+        return 0 if self._reading is None else self._reading.total - self._reading.left
+
+    def size_of(self, found: Found) -> int:
+        """Return the bytes of a model's weights once loaded: measured, or as its files let one expect."""
+        return self._sizes.get(found.fingerprint, found.weights)
+
+    def weights(self, name: str) -> int:
+        """Return the bytes of a model's weights that are in memory, loaded or being loaded."""
+        resident = self.residents.get(name)
+        if resident is not None:
+            return resident.weights
+        return self.read if self._reading is not None and self._reading.found.name == name else 0
 
     def loading(self, name: str) -> bool:
         """Whether a model is on its way."""
@@ -138,7 +172,7 @@ class Shelf:
         reading = self._reading
         if reading is None or reading.found.name != name:
             return 0.0
-        return 1.0 - reading.left / max(1, reading.found.weights)
+        return 1.0 - reading.left / max(1, reading.total)
 
     def ask(self, found: Found) -> None:
         """Load a model when its turn comes; does nothing when it is here or on its way."""
@@ -161,32 +195,87 @@ class Shelf:
         """Try again what was broken: somebody asked for it by name."""
         self.causes.pop(name, None)
 
-    def tick(self) -> Outcome | None:
-        """Begin the next load or read its next piece; an outcome when one ended."""
+    def tick(self) -> None:
+        """Begin the next load, or ask the gate for its next piece and read that."""
         if self._reading is None:
-            return self._begin(self._queue.popleft(), time.monotonic())
+            self._begin(self._queue.popleft(), time.monotonic())
+            return
         reading = self._reading
+        refused = self._asked(reading.step)
+        if refused is not None:
+            self.give_up(refused)
+            return
         try:
             piece = next(reading.pieces)
+        except FilesChangedError as error:
+            self.give_up(Refused(Code.NOT_READY, str(error), None, 1.0))
+            return
         except Exception as error:
             self._reading = None
-            return self._broken(reading.found, error)
-        if isinstance(piece, int):
-            reading.left = max(0, reading.left - piece)
+            self._broken(reading.found, error)
+            return
+        if isinstance(piece, Step):
+            self._advance(reading, piece)
+        else:
+            self._finish(reading, piece)
+
+    def _asked(self, step: Step) -> Refused | None:
+        """Ask the gate for the next piece: the weights that are left are reserved already."""
+        if not step.left and not step.transient:
             return None
+        memory = self.memory()
+        answer = self.gate.check(Site.LOAD, memory, step.transient, load=True)
+        no_room = isinstance(answer, Refused) and answer.code is Code.NO_ROOM
+        if no_room and self.make_room(step.transient - memory.margin):
+            answer = self.gate.check(Site.LOAD, self.memory(), step.transient, load=True)
+        return answer if isinstance(answer, Refused) else None
+
+    def _advance(self, reading: Reading, step: Step) -> None:
+        """Take the exact sizes of a load that is under way. Over the cap, it is given up at once."""
+        if reading.step.left == 0 and step.left:
+            reading.total = self._sizes[reading.found.fingerprint] = step.left
+        reading.left, reading.step = step.left, step
+        memory = self.memory()
+        if memory.guard and (over := excess(memory)) > 0:
+            text = f"reading {reading.found.name} took the engine {show_size(over)} over its cap"
+            self.give_up(Refused(Code.NO_ROOM, text))
+
+    def give_up(self, why: Refused, name: str = "") -> bool:
+        """Abort the load under way, or the named one that is queued, and release what it read. Return whether there was
+        one."""
+        reading = self._reading
+        if reading is None or name not in ("", reading.found.name):
+            queued = next((found for found in self._queue if found.name == name), None)
+            if queued is not None:
+                self._queue.remove(queued)
+                self.ended.append(NotLoaded(name, why))
+            return queued is not None
+        read, self._reading, self.given_up = self.read, None, self.given_up + 1
+        cast("Generator[Step | Resident]", reading.pieces).close()
+        log.warning("load given up", model=reading.found.name, read=show_size(read), cause=why.message)
+        self.returns.gone(read, time.monotonic())
+        self.ended.append(NotLoaded(reading.found.name, why))
+        del reading
+        give_back()
+        self.released()
+        return True
+
+    def _finish(self, reading: Reading, piece: Resident) -> None:
         self._reading = None
         now = time.monotonic()
         piece.load_seconds, piece.used_at = now - reading.begun, now
         self.residents[piece.name] = piece
+        self.library.hold(piece.found)
         give_back()
         log.info(
             "model loaded", model=piece.name, weights=show_size(piece.weights), seconds=round(piece.load_seconds, 2)
         )
-        return Loaded(piece)
+        self.ended.append(Loaded(piece))
 
     def drop(self, name: str) -> None:
         """Give a model's memory back."""
         resident = self.residents.pop(name)
+        self.library.release(name)
         self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
         self.returns.gone(resident.weights, time.monotonic())
@@ -194,48 +283,77 @@ class Shelf:
         give_back()
         self.released()
 
-    def make_room(self, need: int) -> bool:
+    def close(self) -> None:
+        """Give back all models, and what is kept of them, whoever uses them: the process ends."""
+        self._queue.clear()
+        self._reading = None
+        for one in self.spares:
+            one.give()
+        for name in list(self.residents):
+            self.residents[name].batches.clear()
+            self.drop(name)
+
+    def make_room(self, need: int, *, over_load: bool = False) -> bool:
         """Empty the pool, then give back what is spare, then the prefix cache, then evict idle models, least recently
-        used first, until `need` bytes fit; nothing if all of it would not do. Say whether they fit."""
+        used first, then give up the load under way if `over_load`, until `need` bytes fit; nothing if all of it would
+        not do. Return whether they fit. A load, which is judged without the margin, needs so much less."""
         clear_pool()
         if _fits(self.memory(), need):
             return True
         idle = self._idle()
         spare = self.kept.nbytes + sum(one.nbytes for one in self.spares)
-        if not _fits(self.memory(), need - spare - sum(self.residents[name].weights for name in idle)):
+        spare += sum(self.residents[name].weights for name in idle)
+        if over_load and self._reading is not None:
+            spare += self._reading.total
+        if not _fits(self.memory(), need - spare):
             return False
         if self.give_spare(lambda: _fits(self.memory(), need)):
             return True
         if self.kept.give(need):
             return True
         for name in idle:
-            if _fits(self.memory(), need):
-                return True
+            if not lacks(self.memory(), need):
+                break
             self._evict(name)
+        if over_load and not _fits(self.memory(), need):
+            self.give_up(Refused(Code.NO_ROOM, "its load was given up: running requests or a lease need the memory"))
         return _fits(self.memory(), need)
 
     def relieve(self, enough: Callable[[], bool]) -> None:
         """Give back what can be had again until it is `enough`: the pool, what is spare, the prefix cache, then idle
-        models."""
+        models. The only model stays where its size alone leaves no headroom: without it nothing would be gained, for
+        the next request would load it again."""
         if not enough():
             clear_pool()
         self.give_spare(enough)
         self.kept.relieve(enough)
         for name in self._idle():
-            if enough():
+            if enough() or (len(self.residents) == 1 and _by_size(self.memory())):
                 return
             self._evict(name)
 
     def leaves_at(self) -> float | None:
-        """Say when the next unused model leaves; None when none does by itself."""
+        """Return when the next model leaves: an unused one, or an idle one that was replaced on disk. None: none."""
+        if self._replaced():
+            return 0.0
         idle = self._idle() if self.patience else []
         return self.residents[idle[0]].used_at + self.patience if idle else None
 
     def leave(self, now: float) -> None:
-        """Give back the models whose time has come."""
+        """Unload the models whose time has come."""
+        for found in self._replaced():
+            log.info("model replaced on disk", model=found.name)
+            self.drop(found.name)
+            if found.name in self.pinned:
+                self.ask(found)
         while (due := self.leaves_at()) is not None and due <= now:
             self.departures += 1
             self.drop(self._idle()[0])
+
+    def _replaced(self) -> list[Found]:
+        """List what the disk holds in place of the models that are loaded and idle."""
+        found = (self.library.replacement(one.found) for one in self.residents.values() if not one.users)
+        return [one for one in found if one is not None]
 
     def give_spare(self, enough: Callable[[], bool]) -> bool:
         """Give back what is spare, in its order, until it is `enough`; say whether it is."""
@@ -254,34 +372,44 @@ class Shelf:
         self.evictions += 1
         self.drop(name)
 
-    def _begin(self, found: Found, now: float) -> Outcome | None:
+    def _begin(self, found: Found, now: float) -> None:
         cause = self.cause(found, now)
         if cause:
-            return NotLoaded(found.name, Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}"))
-        need = found.weights + max(TRANSIENT_LEAST, min(TRANSIENT_MOST, found.weights // 2))
-        self.make_room(need)
+            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+            self.ended.append(NotLoaded(found.name, refused))
+            return
+        weights = self.size_of(found)
+        need = weights + max(TRANSIENT_LEAST, min(TRANSIENT_MOST, weights // 2))
+        self.make_room(need - self.memory().margin)
         memory = self.memory()
-        answer = self.gate.check(Site.LOAD, memory, need)
+        answer = self.gate.check(Site.LOAD, memory, need, load=True)
         if not isinstance(answer, Refused):
-            self._reading = Reading(found, self.pieces(found), found.weights, now)
+            self._reading = Reading(found, self.pieces(found), weights, weights, now)
             self.returns.came()
-            return None
-        if answer.code is Code.NO_ROOM and need > most_bytes(memory):
+            return
+        if answer.code is Code.NO_ROOM and need > most_weights(memory):
             answer = Refused(Code.TOO_LARGE, (
                 f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
-                f"{show_size(max(0, most_bytes(memory)))}: use a smaller variant, or raise memory.cap"
+                f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
             ), answer.numbers)  # fmt: skip
         log.warning("model not loaded", model=found.name, cause=answer.message)
-        return NotLoaded(found.name, answer)
+        self.ended.append(NotLoaded(found.name, answer))
 
-    def _broken(self, found: Found, error: Exception) -> NotLoaded:
+    def _broken(self, found: Found, error: Exception) -> None:
         text = " ".join(str(error).split())[:300]
         cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
         self.causes[found.name] = (found.fingerprint, cause)
         give_back()
         log.error("model broken", model=found.name, cause=cause)
-        return NotLoaded(found.name, Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}"))
+        refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        self.ended.append(NotLoaded(found.name, refused))
 
 
 def _fits(memory: Memory, need: int) -> bool:
     return isinstance(judge(memory, need), Fits)
+
+
+def _by_size(memory: Memory) -> bool:
+    """Return whether only the margin is missing: all that is held fits under cap − leases, and no other application
+    lowers the ceiling below that."""
+    return memory.ceiling >= hard_line(memory) and isinstance(judge_load(memory, 0), Fits)

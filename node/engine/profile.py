@@ -56,6 +56,10 @@ log = structlog.get_logger("engine.profile")
 Ask = Callable[[int], bool]
 
 
+METHOD = 2
+"""What is measured: 2 since the residual counts joins and decode steps."""
+
+
 class Key(msgspec.Struct, frozen=True):
     """Of what a profile is: another model, machine or version takes other bytes."""
 
@@ -66,6 +70,7 @@ class Key(msgspec.Struct, frozen=True):
     mlx: str
     mlx_lm: str
     macpool: str
+    method: int = METHOD
 
     @property
     def file(self) -> str:
@@ -75,7 +80,8 @@ class Key(msgspec.Struct, frozen=True):
 
 class Profile(msgspec.Struct, frozen=True):
     """What was measured. `residual`: the most by which a forward went above what it wrote and its estimate, in bytes;
-    `chunk`, `reach` and `rows`: how far was measured; `share`: how much of the longest row that follows from the fit
+    `chunk`, `reach` and `rows`: how far was measured, in tokens of a chunk, tokens of a row, and rows that joined and
+    decoded together; `share`: how much of the longest row that follows from the fit
     passed when it was held against a reading."""
 
     key: Key
@@ -88,13 +94,17 @@ class Profile(msgspec.Struct, frozen=True):
     rows: int
     seconds: float
     share: float = 1.0
+    failed: str = ""
+    """What to change, where no attempt to hold the longest row against a reading passed; kept so that the next load
+    says it again instead of measuring for another 10 s."""
 
 
 def key_of(fingerprint: str, hardware: Hardware) -> Key:
     """Give the key of a model on this machine, as it is installed now."""
     device = "metal" if mx.metal.is_available() else "cpu"
-    names = ("mlx", "mlx-lm", "macpool")
-    return Key(fingerprint, hardware.chip, hardware.memory, device, *(_version(name) for name in names))
+    return Key(
+        fingerprint, hardware.chip, hardware.memory, device, _version("mlx"), _version("mlx-lm"), _version("macpool")
+    )  # fmt: skip
 
 
 def _version(name: str) -> str:
@@ -126,6 +136,10 @@ class Profiles:
             log.warning("profile foreign", file=path.name)
             return None
         return found
+
+    def has(self, key: Key) -> bool:
+        """Return whether a profile of this key is kept."""
+        return self._folder is not None and (self._folder / key.file).exists()
 
     def write(self, profile: Profile) -> None:
         """Keep a profile; a disk that is full costs the next load a probe, nothing else."""
@@ -177,6 +191,16 @@ class Taken:
     charged: int
 
 
+@dataclass(slots=True)
+class Stepped:
+    """One decode step of the probe: its shape, and the bytes that the process was charged beside what it wrote."""
+
+    rows: int
+    longest: int
+    grew: bool
+    charged: int
+
+
 @dataclass(slots=True, eq=False)
 class Probe:
     """See the module. `ask(bytes)` asks the gate; `ids` is text of the model's own tokens; `chunk` and `batch` are the
@@ -192,6 +216,9 @@ class Probe:
     seconds: float
     whole: bool = False
     taken: list[Taken] = field(default_factory=list[Taken])
+    stepped: list[Stepped] = field(default_factory=list[Stepped])
+    joined: list[int] = field(default_factory=list[int])
+    """Bytes by which each join went above what it wrote and its estimate."""
     rows: int = 0
     held: int = 0
     """Bytes that its rows have now, about."""
@@ -284,21 +311,31 @@ class Probe:
         logits = forward(resident.model, ids[-1:], cache, last=True)
         assert logits is not None  # noqa: S101  the last were asked for
         batch: DecodeBatch[int] = DecodeBatch(resident.model)
+        layers, held = len(cache), extent_of(cache).size
+        clear_pool()
+        self.spike.mark()
         batch.join([Joining(row, Guard(greedy, ())) for row in range(rows)], ids, cache, logits)
+        grown = batch.nbytes()
+        self.joined.append(self.spike.charged() - (grown - held) - estimator.join(grown, layers))
         for step in range(STEPS):
             before = batch.nbytes()
-            self.spike.height.mark()
+            self.spike.mark()
             batch.step()
             batch.wait()
             grown = batch.nbytes() - before
             estimator.observe_step(rows, tokens + step + 1, self.spike.height.above() - grown, grew=grown > 0)
+            self.stepped.append(Stepped(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
         return True
 
     def residual(self) -> int:
-        """Give the most by which a forward was charged above what it wrote and its fitted estimate, in bytes."""
+        """Return the most by which a chunk, a join or a decode step was charged above what it wrote and its fitted
+        estimate, in bytes."""
         estimator = self.resident.estimator
-        return max((one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew)
-                    for one in self.taken), default=0)  # fmt: skip
+        chunks = (
+            one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew) for one in self.taken
+        )
+        steps = (one.charged - estimator.step(one.rows, one.longest, grows=one.grew) for one in self.stepped)
+        return max(*self.joined, *chunks, *steps, 0, 0)
 
     def profile(self, key: Key) -> Profile:
         """Give what was measured."""
@@ -336,6 +373,19 @@ class Profiler:
         self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
         self._longest, self._narrowed, self._context = longest, narrowed, context
         self._chunk, self._batch, self._on = chunk, batch, on
+        self._keys: dict[str, Key] = {}
+        self._known: set[str] = set()
+
+    def seconds(self, fingerprint: str) -> float:
+        """Return the most seconds that the profile of a model will take at its next load; 0: it has one."""
+        if not self._on or fingerprint in self._known:
+            return 0.0
+        if fingerprint not in self._keys:
+            self._keys[fingerprint] = key_of(fingerprint, self._hardware)
+        if not self._profiles.has(self._keys[fingerprint]):
+            return PROBE_SECONDS
+        self._known.add(fingerprint)
+        return 0.0
 
     def probe(self, resident: Resident, *, alone: bool) -> Iterator[None]:
         """Give a model its profile, one forward at a step. A probe that breaks costs the profile, not the load."""
@@ -346,13 +396,15 @@ class Profiler:
         if kept is not None and kept.kv == resident.kv:
             self._adopt(resident, kept)
             log.info("profile", model=resident.name, source="kept", residual=show_size(kept.residual))
+            if kept.failed:
+                log.warning("profile", model=resident.name, cause=kept.failed)
             return
         try:
             probe = self._probe(resident, REACH, PROBE_SECONDS, whole=False)
             yield from probe.run()
-            settled = yield from self._measured(probe, key, self._ask if alone else None)
-            if settled is not None and not settled.ok:
-                log.warning("profile", model=resident.name, cause=diagnosis(resident.name, settled))
+            yield from self._measured(probe, key, self._ask if alone else None)
+            if resident.profile is not None and resident.profile.failed:
+                log.warning("profile", model=resident.name, cause=resident.profile.failed)
         except Exception as error:
             log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
 
@@ -376,10 +428,10 @@ class Profiler:
         resident, settled, profile = probe.resident, None, probe.profile(key)
         if probe.taken and ask is not None:
             settled = yield from self._settle(probe, ask)
-            profile = msgspec.structs.replace(profile, share=settled.share)
-        if probe.taken and (settled is None or settled.ok):
-            self._profiles.write(profile)
+            failed = "" if settled.ok else diagnosis(resident.name, settled)
+            profile = msgspec.structs.replace(profile, share=settled.share, failed=failed)
         if probe.taken:
+            self._profiles.write(profile)
             self._adopt(resident, profile)
         log.info(
             "profile", model=resident.name, source="measured", forwards=len(probe.taken), chunk=profile.chunk,
@@ -401,5 +453,5 @@ class Profiler:
 
     def _adopt(self, resident: Resident, profile: Profile) -> None:
         resident.estimator.adopt(profile.transient, profile.highest)
-        resident.estimator.cover(profile.chunk, self._narrowed)
+        resident.estimator.cover(profile.chunk, profile.rows, self._narrowed)
         resident.profile = profile

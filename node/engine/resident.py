@@ -1,12 +1,14 @@
 """A loaded model: its weights, its ledger, its decode batches, and how fast it has been.
 
 Loading is a generator, so that the loop can decode between its pieces: each `next` evaluates about TICK bytes of
-weights. mlx-lm builds the model with lazy arrays; nothing is read before its turn.
+weights. mlx-lm builds the model with lazy arrays; nothing is read before its turn. So the bytes that the model takes
+once its checkpoint is converted are known exactly before the first of them is read, and each piece can be judged before
+it is evaluated.
 """
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +28,7 @@ from node.engine.schedule import Pace, Speed, mean
 from node.engine.sequence import Row
 from wire.report import ROW_COST, Kv
 from wire.units import MIB
-from wire.verdict import tail
+from wire.verdict import prefill_transient, row_bytes, tail
 
 if TYPE_CHECKING:
     from node.engine.profile import Profile
@@ -34,12 +36,16 @@ if TYPE_CHECKING:
 TICK = 256 * MIB
 """Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
 WARM_TOKENS = 32
+STACKED, CONVERTED = 1, 3
+"""What evaluating an array takes for a moment, as a multiple of its bytes. Stacking the experts of a layer reads them
+all first. Converting fp8 blocks goes through a padded copy and a product in float32: 2 + 4 + 2 bytes for each final
+number of 2 bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
+UNCONVERTED = 1.02
+"""Size after the conversion over size of the files, up to which a checkpoint counts as loaded as it is."""
 MEASURED_TOKENS = 64
 """Prompts below this say little about bytes per token."""
 FIRST_SPEED = 50.0
 """Tokens per second assumed of a prefill before the first was measured: slow, so that the first chunks are short."""
-LOAD_SPEED = 200 * MIB
-"""Bytes per second that a load should reach at least (an external disk)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,16 +122,31 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
     return wanted
 
 
-def load(found: Found) -> Iterator[int | Resident]:
-    """Load a model piece by piece: gives the bytes of each piece, and at last the model. Raises whatever is wrong."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next step of a load, in bytes: weights that are not read yet, and what the step takes for a moment beside
+    them. A step without either judges itself: it is a forward of a profile's probe."""
+
+    left: int = 0
+    transient: int = 0
+
+
+def load(found: Found, weighed: Callable[[int], None] = lambda weights: None) -> Iterator[Step | Resident]:
+    """Load a model piece by piece. Yields what the next step takes before that step runs, and at last the model. Before
+    the model's first forward `weighed` is called with the bytes of its weights. Raises whatever is wrong with the
+    checkpoint; closing the generator drops what was read."""
     folder = Path(found.folder)
     model, config = load_model(folder, lazy=True)
-    weights = 0
-    for piece in _pieces(_parameters(model)):
-        evaluate(piece)
-        size = sum(array.nbytes for array in piece)
-        weights += size
-        yield size
+    arrays = _parameters(model)
+    left = weights = sum(array.nbytes for array in arrays)
+    converted = weights > UNCONVERTED * found.stored
+    for piece in _pieces(arrays):
+        yield Step(left, max(array.nbytes for array in piece) * (CONVERTED if converted else STACKED))
+        for part in ([one] for one in piece) if converted else (piece,):
+            evaluate(part)
+        left -= sum(array.nbytes for array in piece)
+    yield Step(0, prefill_transient(found.forward, WARM_TOKENS, 0, last=True) + row_bytes(found.kv, WARM_TOKENS + 2))
+    weighed(weights)
     warmth = _warm(model)
     resident = Resident(
         found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),

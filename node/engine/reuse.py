@@ -36,7 +36,7 @@ from node.engine.sequence import Row
 from node.engine.trie import WIDTH, pack
 from wire.report import CacheState, Memory
 from wire.units import parse_size
-from wire.verdict import Fits, judge, row_bytes
+from wire.verdict import Fits, judge, lacks, row_bytes
 
 if TYPE_CHECKING:
     from node.engine.prefill import Prefill
@@ -111,7 +111,7 @@ class Reuse:
     def give(self, need: int) -> bool:
         """Give back what was least recently used until `need` bytes fit or nothing is left; say whether they fit."""
         memory = self._memory()
-        while self.nbytes and not _fits(memory, need):
+        while self.nbytes and lacks(memory, need):
             self._kept.evict(max(1, need - (memory.headroom or 0)))
             clear_pool()
             trim()
@@ -139,7 +139,9 @@ class Reuse:
     # a prompt
 
     def begin(self, prefill: "Prefill") -> None:
-        """Look a new request's prompt up, so that all know how much of it is to be written."""
+        """Look the prefill's tokens up, of a new request or of a row that was preempted or rebuilt.
+
+        `sequence.cached` is what a request began with: rows that come back do not change it."""
         if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is Manner.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
@@ -147,7 +149,8 @@ class Reuse:
         sequence.prompt_hash = hash_of(prefill.resident.found.fingerprint, prompt)
         prefill.past = Past(key, sequence.prompt_hash, sequence.prepared.eos)
         self.find(prefill)
-        sequence.cached = prefill.written
+        if not sequence.joined:
+            sequence.cached = prefill.written
 
     def find(self, prefill: "Prefill") -> None:
         """Look again, before the first chunk: what was kept when the request came may be gone, or better by now."""
@@ -174,7 +177,8 @@ class Reuse:
         else:
             prefill.cache = copied(entry.value, found.length)
         if past is not None:
-            prefill.sequence.cached = found.length
+            if not prefill.sequence.joined:
+                prefill.sequence.cached = found.length
             past.found = NOTHING
         if found.length:
             self._kept.hit(found.length)
@@ -182,7 +186,8 @@ class Reuse:
 
     def begins_anew(self, prefill: "Prefill") -> None:
         """Hear that a prompt is read from its first token, whatever was found of it."""
-        prefill.sequence.cached = 0
+        if not prefill.sequence.joined:
+            prefill.sequence.cached = 0
         if prefill.past is not None:
             prefill.past.found = NOTHING
 
@@ -257,8 +262,9 @@ class Reuse:
 
     def _room(self, size: int, transient: int = 0) -> bool:
         """Whether `size` bytes may be kept; what is older goes for them."""
-        limit = self._limit(self._memory().cap)
-        if size > limit:
+        memory = self._memory()
+        limit = self._limit(memory.cap)
+        if size > limit or not _fits(memory, size + transient - self.nbytes):
             return False
         if self.nbytes + size > limit:
             self._kept.evict(self.nbytes + size - limit)

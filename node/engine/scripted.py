@@ -120,6 +120,7 @@ class Scripted:
         self._step = settings.step_ms / 1000
         self._total = parse_size(settings.memory)
         self._weights = parse_size(settings.weights)
+        self._metal = parse_size(settings.metal)
         self._ledger = Ledger(Kv(settings.kv_per_token))
         self._recent = Recent()
         self._waiting: list[Sequence] = []
@@ -185,7 +186,14 @@ class Scripted:
             Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps,
                    sheds=self._sheds),
             held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(), roomed=self._roomed,
+            metal_limit=self._metal,
         )  # fmt: skip
+
+    def halt(self) -> None:
+        """No native call is ever made."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     # requests
 
@@ -386,13 +394,14 @@ class Scripted:
         return self._finished(sequence, now)
 
     def _grow(self, sequence: Sequence, row: Row, now: float) -> Refused | None:
-        """Promise the next GROWTH tokens to a row that has written all that it had; a refusal when there is no room."""
+        """Promise the next GROWTH tokens to a row that has written all that it had; a refusal when there is no room.
+        Where the memory cannot be read rows go on growing: only what is new is refused for that."""
         commitment = row.commitment
         if commitment.written < commitment.promised:
             return None
         more = min(GROWTH, sequence.shape.limit - row.produced)
         answer = self.gate.check(Site.GROW, self._memory(now), self._ledger.extension(commitment, more))
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refused) and answer.code is not Code.UNREADABLE:
             return answer
         self._ledger.extend(commitment, more)
         return None
@@ -434,8 +443,9 @@ class Scripted:
     def _model(self) -> Model:
         settings = self._settings
         return Model(
-            name=settings.model, fingerprint=f"scripted:{settings.model}", loaded=True, weights=self._weights,
-            kv_per_token=settings.kv_per_token, context=settings.context, prefill_speed=PREFILL_SPEED,
+            name=settings.model, fingerprint=settings.identity or f"scripted:{settings.model}", loaded=True,
+            weights=self._weights, kv_per_token=settings.kv_per_token, context=settings.context,
+            prefill_speed=PREFILL_SPEED,
             decode_speed=1000 / max(settings.step_ms, 0.001), groups=self._ledger.groups(),
             expected_output=settings.tokens,
         )  # fmt: skip

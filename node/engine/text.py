@@ -11,7 +11,7 @@ request ends in exactly one Finished, Refusal or Failed, unless it was cancelled
 import gc
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -22,22 +22,24 @@ from msgspec.structs import replace
 from node.engine import preflight
 from node.engine.canary import Canary
 from node.engine.door import Door
-from node.engine.footprint import Footprint, clear_pool, give_back, limit_pool, wire
+from node.engine.footprint import Footprint, Metal, Wiring, clear_pool, give_back, limit_pool, open_metal
 from node.engine.forwards import Forwards
 from node.engine.found import Found
 from node.engine.gate import Site
 from node.engine.generation import Generation, finished
 from node.engine.kinds import Call, Doing, Recording, Work
 from node.engine.ledger import Commitment
-from node.engine.loading import Loaded, Outcome, Shelf
+from node.engine.load_times import LOAD_SPEED, LoadTimes
+from node.engine.loading import FilesChangedError, Loaded, Outcome, Shelf
 from node.engine.profile import Profiler, Profiles, Spike
 from node.engine.prompt import Prepared
-from node.engine.resident import LOAD_SPEED, TICK, Resident, load
+from node.engine.resident import TICK, Resident, Step, load
 from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
 from node.engine.sweeps import Sweeps
 from node.engine.unread import Read, Unread, too_long
+from node.engine.wiring import Wire
 from node.engine_environment import PROFILES
 from node.library import Library
 from node.memory.sensor import open_machine
@@ -78,6 +80,8 @@ from wire.verdict import (
 
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
+MOST_BROKEN = 10
+"""Broken rules of the bookkeeping that one line of the log names."""
 LOAD_EXPECTED = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 
@@ -88,24 +92,28 @@ class TextEngine:
     """See the module's text. In the folder `profiles` measurements are kept; None: nowhere."""
 
     def __init__(
-        self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware, profiles: Path | None
-    ) -> None:
+        self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware,
+        profiles: Path | None, metal: Callable[[], Metal] = open_metal,
+    ) -> None:  # fmt: skip
         self._settings = settings.engine.mlx
         self._library = library
-        self._door = Door(library)
+        self._door = Door(library, self._context)
         self._footprint = Footprint(hardware.memory, self._held)
         self._forwards = Forwards(
-            recorder, self._footprint, self._reserved, lambda need: self._shelf.make_room(need), self._residual
-        )
+            recorder, self._footprint, self._reserved, self._make_room, self._give_up_load, self._residual,
+            read=self._weights,
+        )  # fmt: skip
         self.gate = self._forwards.gate
         self._reuse = Reuse(self._forwards, self._kept_most, self._footprint.forget)
+        self._times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
         self._profiler = Profiler(
             Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
             self._longest, self.gate.narrowed, chunk=self._settings.chunk, batch=self._settings.batch,
             context=self._settings.context, on=settings.models.profile == "auto",
         )  # fmt: skip
-        self._shelf = Shelf(self.gate, self._memory, self._footprint.forget, pinned, self._reuse, self._pieces,
+        self._wiring = Wiring(Wire(settings.memory.wire), metal)
+        self._shelf = Shelf(self.gate, self._memory, self._released, pinned, self._reuse, library, self._pieces,
                             settings.models.idle_unload)  # fmt: skip
         self._generation = Generation(
             self._forwards,
@@ -125,7 +133,7 @@ class TextEngine:
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._unread: dict[int, tuple[int, Resident | None]] = {}
         self._orders: dict[int, str] = {}
-        self._acked = self._wired_for = self._enforced = self._roomed = 0
+        self._acked = self._cap = self._coming = self._enforced = self._roomed = 0
         self._cancelled: dict[int, None] = {}
         for name in settings.models.preload:
             found = library.find(name)
@@ -139,8 +147,9 @@ class TextEngine:
     def prepare(self, frame: Frame) -> Work | None:
         """On the I/O thread: put a short prompt into tokens, or count it; at a sign of life, look for new models."""
         if isinstance(frame, Generate | Count):
-            need = self._door.need(frame)
-            return Unread(frame, need, partial(self._read, frame)) if need else self._read(frame).work
+            if self._door.inline(frame):
+                return self._read(frame).work
+            return Unread(frame, self._door.need(frame), partial(self._read, frame))
         if isinstance(frame, Load | Profile):
             self._library.look(frame.model)
         if isinstance(frame, Ping):
@@ -169,7 +178,8 @@ class TextEngine:
                 return self._enforce(work)
             case MakeRoom():
                 self._roomed = work.number
-                self._shelf.make_room(work.size)
+                self._shelf.make_room(work.size, over_load=not self._waited_for(self._shelf.reading))
+                return self._ended_loads()
             case Load():
                 return self._load(work, now)
             case Unload():
@@ -188,7 +198,7 @@ class TextEngine:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
         or when the recent height falls, or an unused model leaves or has left."""
         works = self._generation.due(now)
-        if works is not None and works <= now:
+        if (works is not None and works <= now) or self._shelf.ended:
             return now
         if self._may_load() or (self._sweeps.busy and self.gate.closed() is None):
             return now
@@ -202,15 +212,19 @@ class TextEngine:
         self._generation.decode()
         yield from self._generation.said()
         if self._may_load():
-            yield from self._tick()
+            self._tick()
+        yield from self._ended_loads()
         self._generation.prefill()
         yield from self._generation.said()
+        yield from self._ended_loads()
         if self._sweeps.busy:
             yield from self._sweeps.step()
         self._shelf.leave(now)
         if (looks_at := self._looks_at()) is not None and looks_at <= now:
             self._look_back()
         if self._generation.due(now) is None:
+            if broken := self._generation.check():
+                log.error("bookkeeping", broken=broken[:MOST_BROKEN], count=len(broken))
             clear_pool()
             self._canary.tend(now)
 
@@ -228,7 +242,20 @@ class TextEngine:
             memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
             counts, self._reuse.state(), self.gate.held,
             self._enforced, shelf.returns.unreturned, self.gate.measures(), self._roomed,
+            metal_limit=self._wiring.metal.limit, wired=self._wiring.wired,
         )  # fmt: skip
+
+    def halt(self) -> None:
+        """Begin no further native call."""
+        self._forwards.halted = True
+
+    def close(self) -> None:
+        """Wait for what runs on the device, and give back rows, prefixes, models and free buffers."""
+        try:
+            self._generation.still()
+        finally:
+            self._generation.close()
+            self._shelf.close()
 
     def _looks_at(self) -> float | None:
         """Say when to look whether the memory of the models that went is back; None while one is here."""
@@ -244,34 +271,36 @@ class TextEngine:
             )
 
     def _hold(self, limits: Limits) -> None:
-        """Put limits in force; cap − leases is also how much Metal may keep wired, before anybody is told of it."""
+        """Put limits in force. The wired limit does not depend on them."""
         self.gate.hold(limits)
         self._canary.hold(limits.cap)
-        self._shelf.give_spare(lambda: (self._memory().headroom or 0) >= 0)
-        self._reuse.relieve(lambda: (self._memory().headroom or 0) >= 0)
-        ours = max(1, limits.cap - limits.leases)
-        if limits.cap and ours != self._wired_for:
-            self._wired_for = ours
+        self._shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
+        self._reuse.relieve(lambda: level(self._memory()) <= Level.OK)
+        if limits.cap != self._cap:
+            self._cap = limits.cap
             limit_pool(limits.cap)
             for resident in self._shelf.residents.values():
                 resident.bound_waste(waste_under(limits.cap))
-            wired = wire(ours)
-            log.info("wired", limit=show_size(wired) if wired else "no Metal here")
 
     def _enforce(self, order: Enforce) -> list[Frame]:
         """Give back what can be had again, judged between forwards; where that is not enough, the newest request."""
         self._enforced = order.poll
         if order.level < Level.OVER_HARD:
             # A height that has passed asks nobody for anything.
-            self._shelf.relieve(lambda: level(replace(self._memory(), recent=0)) is Level.OK)
+            self._shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
             return []
         before = excess(self._memory())
-        self._shelf.relieve(lambda: before - excess(self._memory()) >= order.excess)
-        memory = self._memory()
-        if before - excess(memory) < order.excess:
-            self._generation.shed(shed(memory, order.excess))
+
+        def enough() -> bool:
+            return before - excess(self._memory()) >= order.excess
+
+        self._shelf.relieve(enough)
+        if not enough():
+            self._shelf.give_up(shed(self._memory(), order.excess))
+        if not enough():
+            self._generation.shed(shed(self._memory(), order.excess))
             self._footprint.forget()
-        return self._generation.said()
+        return [*self._ended_loads(), *self._generation.said()]
 
     # requests
 
@@ -295,7 +324,7 @@ class TextEngine:
         self._unread[number] = (0, resident)
         if resident is not None:
             resident.users += 1
-        refused = self._forwards.ask(Site.PREFLIGHT, unread.need)
+        refused = self._forwards.ask(Site.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
@@ -316,13 +345,20 @@ class TextEngine:
             return []
         if self._generation.holds(request.request) or request.request in self._pending:
             return []
-        refused = self.gate.closed() or prepared.refused
+        refused = self.gate.closed() or prepared.refused or self._unlike(request)
         if refused is not None:
             return [Refusal(request.request, refused)]
         resident = self._shelf.residents.get(request.model)
         if resident is not None:
             return self._admit(resident, prepared, now, now)
         return self._await_model(prepared, now)
+
+    def _unlike(self, request: Generate) -> Refused | None:
+        """Refuse to continue an answer that another model of this name began: the router knows only the last report."""
+        found = self._library.find(request.model)
+        if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
+            return None
+        return Refused(Code.NOT_READY, f"{request.model} is another model here than the one that began the answer")
 
     def _await_model(self, prepared: Prepared, now: float) -> list[Frame]:
         """Let a request wait for its model, unless the model cannot come."""
@@ -449,6 +485,11 @@ class TextEngine:
         return None
 
     def _unload(self, order: Unload) -> list[Frame]:
+        cancelled = Refused(
+            Code.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
+        )
+        if self._shelf.loading(order.model) and self._shelf.give_up(cancelled, order.model):
+            return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
         resident = self._shelf.residents.get(order.model)
         if resident is None:
             return [Refusal(order.request, Refused(Code.NO_MODEL, f"{order.model} is not loaded here"))]
@@ -469,18 +510,34 @@ class TextEngine:
             if found is not None and not self._shelf.cause(found, now):
                 self._shelf.ask(found)
 
-    def _tick(self) -> list[Frame]:
+    def _waited_for(self, model: str) -> bool:
+        """Return whether a request waits for this model."""
+        return any(prepared.request.model == model for prepared, _ in self._pending.values())
+
+    def _make_room(self, site: Site, need: int) -> bool:
+        """Free memory for a forward. For a request that runs, a load under way is given up."""
+        return self._shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
+
+    def _give_up_load(self, why: Refused) -> bool:
+        return self._shelf.give_up(why)
+
+    def _tick(self) -> None:
         name = self._shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
         self._generation.still()
         with self._forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
-            outcome = self._shelf.tick()
-        return [] if outcome is None else self._loaded(outcome)
+            self._shelf.tick()
+
+    def _ended_loads(self) -> list[Frame]:
+        """Answer everyone who waited for a load that has ended."""
+        ended, self._shelf.ended = self._shelf.ended, []
+        return [frame for outcome in ended for frame in self._loaded(outcome)]
 
     def _loaded(self, outcome: Outcome) -> list[Frame]:
         """Go on with those who waited for a load, or tell them why it failed."""
+        self._rewire()
         if isinstance(outcome, Loaded):
-            outcome.resident.bound_waste(waste_under(self._wired_for))
+            outcome.resident.bound_waste(waste_under(self._cap))
         name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
         if not isinstance(outcome, Loaded):
             self._sweeps.failed(name, outcome.refused)
@@ -513,10 +570,28 @@ class TextEngine:
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
+    def _released(self) -> None:
+        """Forget the recent height of memory that was given back on purpose; a model may have gone with it."""
+        self._footprint.forget()
+        self._rewire()
+
+    def _weighed(self, weights: int) -> None:
+        """Wire a model whose weights (bytes) are all in memory, before its first forward."""
+        self._coming = weights
+        self._rewire()
+
+    def _rewire(self) -> None:
+        """Set the wired limit for the weights in memory."""
+        self._wiring.follow(self._coming + sum(one.weights for one in self._shelf.residents.values()))
+
     def _held(self) -> int:
         """Sum up what is known to be in memory: weights, as far as they are read, rows, kept prefixes."""
         rows = sum(one.weights + one.ledger.written() for one in self._shelf.residents.values())
         return rows + self._shelf.read + self._reuse.nbytes
+
+    def _weights(self, model: str) -> int:
+        """Return the bytes of a model's weights that are in memory."""
+        return self._shelf.weights(model)
 
     def _reserved(self) -> int:
         """Sum up what is promised: rows, weights on their way, the rows that wait for these, and prompts being read."""
@@ -530,15 +605,18 @@ class TextEngine:
         return reserved
 
     def _model(self, found: Found, now: float) -> Model:
-        resident = self._shelf.residents.get(found.name)
+        resident, weights = self._shelf.residents.get(found.name), self._shelf.size_of(found)
         if resident is None:
             return Model(
-                found.name, found.fingerprint, False, found.weights, found.kv.per_token, context=self._context(found),
-                load_seconds=found.weights / LOAD_SPEED, features=self._door.features(found), kv_step=found.kv.step,
+                found.name, found.fingerprint, False, weights, found.kv.per_token, context=self._context(found),
+                load_seconds=self._times.expected(
+                    found.fingerprint, weights, self._profiler.seconds(found.fingerprint)
+                ), features=self._door.features(found), kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
-                kv_waste=waste_under(self._wired_for),
+                kv_waste=waste_under(self._cap),
                 loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
-                progress=self._shelf.progress(found.name), **self._transients(found.forward),
+                progress=self._shelf.progress(found.name), pinned=found.name in self._shelf.pinned,
+                **self._transients(found.forward),
             )  # fmt: skip
         kv, rested = resident.kv, resident.rested(now)
         return Model(
@@ -548,7 +626,9 @@ class TextEngine:
             bytes_per_token=resident.bytes_per_token or 4.0, features=self._door.features(found),
             groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
-            kv_waste=kv.waste,
+            kv_waste=kv.waste, covered_rows=resident.estimator.rows,
+            uncovered=self.gate.narrowed() if resident.estimator.rows else 0,
+            pinned=found.name in self._shelf.pinned,
             **self._transients(resident.estimator.transient),
         )  # fmt: skip
 
@@ -576,12 +656,23 @@ class TextEngine:
         """Whether a model is the only one here, used by nobody but a sweep."""
         return list(self._shelf.residents.values()) == [resident] and resident.users == 1
 
-    def _pieces(self, found: Found) -> Iterator[int | Resident]:
-        """Load a model and give it its profile, piece by piece."""
-        for piece in load(found):
-            if isinstance(piece, Resident):
-                yield from (0 for _ in self._profiler.probe(piece, alone=not self._shelf.residents))
-            yield piece
+    def _pieces(self, found: Found) -> Iterator[Step | Resident]:
+        """Load a model and measure its profile, piece by piece, and how long that takes."""
+        begun = read = time.monotonic()
+        try:
+            for piece in load(found, self._weighed):
+                if isinstance(piece, Step):
+                    read = time.monotonic()
+                else:
+                    warm, first = time.monotonic(), self._profiler.seconds(found.fingerprint) > 0
+                    if not self._library.unchanged(found):
+                        raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
+                    yield from (Step() for _ in self._profiler.probe(piece, alone=not self._shelf.residents))
+                    probe = time.monotonic() - warm if first else 0.0
+                    self._times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                yield piece
+        finally:
+            self._coming = 0
 
     def _ask(self, need: int) -> bool:
         return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)

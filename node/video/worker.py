@@ -145,8 +145,12 @@ def _narrowed(known: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, An
     return {name: said.get(name, value) for name, value in known.items()}
 
 
-def bound(mx: Any, size: int) -> int:
-    """Keep MLX below the lease, before anything is loaded; say what was set."""
+def bound(mx: Any, size: int, *, wire: bool = True) -> int:
+    """Keep MLX below the lease, before anything is loaded; return the wired limit, 0 where none is to be set."""
+    mx.set_memory_limit(size)
+    mx.set_cache_limit(min(CACHE, size // 8))
+    if not wire:
+        return 0
     wired = max(size - WIRED_LEFT, size // 2)
     try:
         most = int(mx.device_info().get("max_recommended_working_set_size", 0))
@@ -155,15 +159,13 @@ def bound(mx: Any, size: int) -> int:
     if most:
         wired = min(wired, most)
     mx.set_wired_limit(wired)
-    mx.set_memory_limit(size)
-    mx.set_cache_limit(min(CACHE, size // 8))
     return wired
 
 
 def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
     """Make the clip of a job, telling how it goes; give what was made."""
     mx: Any = importlib.import_module("mlx.core")
-    wired = bound(mx, int(job["size"]))
+    wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
     line.say("start", pid=os.getpid(), wired=wired, isolated=sys.flags.isolated, names=sorted(os.environ),
              device=str(mx.default_device()))  # fmt: skip
     pulse.peak = mx.get_peak_memory

@@ -2,7 +2,7 @@
 
 `python -m tests.bench NAME…` runs only the groups with these names: begin, memory, idle, help, doctor, parts,
 simulation, metrics, video; those of the front door: stream, plain, delay, many, refusing; and those of the MLX engine:
-decode, server, itl, cancel, gate, prefix, estimate, torture, steady, grammar.
+decode, server, itl, cancel, gate, prefix, estimate, torture, pressure, tokenize, steady, grammar.
 """
 
 import asyncio

@@ -24,7 +24,7 @@ import psutil
 import structlog
 
 from tests import models
-from tests.bench import torture
+from tests.bench import pressure, tokenize, torture
 from tests.bench.chats import Chat, body, chat, words
 from tests.bench.peers import library, mlx_server
 from tests.bench.row import Row, at_least, at_most, commit, in_turn, not_measured, p99, ratio_of, spread
@@ -468,6 +468,8 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "prefix": bench_prefix,
     "estimate": bench_estimate,
     "torture": bench_torture,
+    "pressure": pressure.bench_pressure,
+    "tokenize": tokenize.bench_tokenize,
     "grammar": bench_grammar,
     "steady": bench_steady,
 }

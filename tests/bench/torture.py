@@ -121,7 +121,7 @@ class Node:
         self.limiter = Limiter(resolved.value, machine, resolved.origins)
         self.supervisor = Supervisor(
             resolved.value, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
-            scratch=folder / "scratch",
+            scratch=folder / "scratch", wired=self.limiter.wired,
         )  # fmt: skip
         self.poll = Poll(self.limiter, machine, self.supervisor)
         self._ends: dict[int, asyncio.Future[Frame]] = {}
@@ -158,13 +158,14 @@ class Node:
         """Send an order about a model, and give its end."""
         return await self._sent(lambda number: kind(number, model))
 
-    async def generate(self, kind: Kind, seed: int) -> Frame:
-        """Ask for one request of a kind, whose words follow from the seed, and give its end."""
+    async def generate(self, kind: Kind, seed: int, model: str = MODEL, expected: int = 0) -> Frame:
+        """Ask for one request of a kind, whose words follow from the seed, and return its end. `expected`: tokens that
+        are reserved for its answer, all of them where 0."""
         bias = ((_end_token(), -100.0),)
         params = Params(temperature=0.0, max_tokens=kind.answer, n=kind.choices, logit_bias=bias)
         message = Message("user", f"{seed} " + "word " * (kind.prompt // TOKENS_PER_WORD))
         return await self._sent(
-            lambda number: Generate(number, number, f"r{number}", MODEL, (message,), params, 0, kind.answer)
+            lambda number: Generate(number, number, f"r{number}", model, (message,), params, 0, expected or kind.answer)
         )
 
     async def _sent(self, frame: Callable[[int], Generate | Load | Unload]) -> Frame:

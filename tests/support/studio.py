@@ -119,7 +119,7 @@ class Node:
         self._changed = asyncio.Event()
         self.supervisor = Supervisor(
             self.settings, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
-            scratch=folder / "scratch", patience=Patience(first=0.01, longest=0.01),
+            scratch=folder / "scratch", wired=self.limiter.wired, patience=Patience(first=0.01, longest=0.01),
         )  # fmt: skip
         self.poll = Poll(self.limiter, self.machine, self.supervisor)
         self.studio = Studio(self.settings, folder, self.limiter, self.poll, self.supervisor)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from node.engine.footprint import Metal, open_metal
 from node.engine.kinds import Work
 from node.engine.recorder import Recorder
 from node.engine.text import TextEngine
@@ -47,17 +48,19 @@ class Driver:
         profiles: Path | None = None,
         idle_unload: float = 0.0,
         canary: str = "off",
+        wire: str = "auto",
+        metal: Callable[[], Metal] = open_metal,
         **mlx: int | str,
     ) -> None:
         models = ModelSettings(
             folders=tuple(map(str, folders)), hub=False, preload=preload, profile=profile, idle_unload=idle_unload
         )
         engine = EngineSettings(kind="mlx", mlx=MlxSettings(**mlx))  # type: ignore[arg-type]
-        settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(canary=canary))
+        settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(canary=canary, wire=wire))
         library = Library(models)
         library.scan()
         self.recorder = Recorder()
-        self.engine = TextEngine(settings, library, self.recorder, Hardware("test", 16 * GIB), profiles)
+        self.engine = TextEngine(settings, library, self.recorder, Hardware("test", 16 * GIB), profiles, metal)
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int, int], str] = defaultdict(str)
         self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -96,6 +99,8 @@ class Driver:
         """Let the engine take one step."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
+        broken = self.engine._generation.check()
+        assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
         """Turn until something holds; AssertionError when the engine has nothing to do before that."""

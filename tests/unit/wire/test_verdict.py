@@ -21,6 +21,7 @@ from wire.verdict import (
     join_bytes,
     joinable,
     judge,
+    lacks,
     level,
     max_batch,
     max_context,
@@ -71,6 +72,22 @@ def test_levels_follow_from_margin_and_cap(phys: int, expected: Level) -> None:
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=phys * GIB)
     assert level(memory) is expected
     assert level(replace(memory, phys=None)) is Level.UNKNOWN
+
+
+def test_a_ceiling_that_could_not_be_read_makes_no_level_below_the_hard_line():
+    memory = Memory(cap=100 * GIB, ceiling=1, margin=GIB, phys=50 * GIB, bound_by=UNREADABLE)
+    assert level(memory) is Level.UNKNOWN
+    assert level(replace(memory, phys=101 * GIB)) is Level.OVER_HARD, "the cap was read, and so was the footprint"
+    assert level(replace(memory, bound_by="dynamic")) is Level.OVER_SOFT
+
+
+def test_room_is_lacking_only_where_the_memory_was_read():
+    memory = Memory(cap=100, ceiling=100, margin=10, phys=80)
+    assert not lacks(memory, 10)
+    assert lacks(memory, 11)
+    assert not lacks(replace(memory, phys=None), 11)
+    assert not lacks(replace(memory, ceiling=1, bound_by=UNREADABLE), 11)
+    assert not lacks(replace(memory, guard=False), 11)
 
 
 def test_one_byte_makes_a_level():
@@ -356,6 +373,17 @@ def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins
     assert request_transient(many, 1, 1) == step_transient(TRANSIENT, 65, 10_000), "its step is that of all"
     assert alone_bytes(many, 10_000, 1) == alone_bytes(model, 10_000, 1), "alone there is nobody to step with"
     assert request_transient(model, 1, 300, 64) == step_transient(TRANSIENT, 64, 301)
+
+
+def test_a_batch_wider_than_measured_is_charged_with_what_the_margin_was_narrowed_by():
+    model = Model("m", loaded=True, kv_per_token=10, forward=TRANSIENT, covered_rows=4, uncovered=GIB)
+    model = replace(model, groups=(Group(3, 100, 300),))
+    plain = replace(model, uncovered=0)
+    assert request_transient(model, 50, 50) == request_transient(plain, 50, 50), "the fourth row is covered"
+    wider = replace(model, groups=(Group(4, 100, 400),))
+    assert request_transient(wider, 50, 50) == request_transient(replace(wider, uncovered=0), 50, 50) + GIB
+    assert request_transient(model, 50, 50, 6) == request_transient(plain, 50, 50, 6) + GIB, "five in a batch of theirs"
+    assert request_need(wider, 50, 50) - request_need(replace(wider, uncovered=0), 50, 50) == GIB
 
 
 def test_a_part_of_a_byte_is_a_byte():

@@ -6,15 +6,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.recorder import Recorder
-from node.engine.text import TextEngine
-from node.library import Library
-from node.settings import EngineSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.frames import Channel, Enforce, EngineReport, Failed, Finished, Limits, MakeRoom, Params, Refusal
 from wire.refusals import Code
-from wire.report import Hardware, Level
+from wire.report import Level
 from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
@@ -181,26 +177,6 @@ def test_the_report_says_which_limits_are_held_and_what_mlx_holds(driver: Driver
     memory = report(driver).memory
     assert memory.cache >= 32 * MIB
     assert memory.peak >= 32 * MIB
-
-
-def test_metals_wired_limit_follows_the_leases_before_they_are_confirmed(monkeypatch: pytest.MonkeyPatch):
-    """On a Mac; here the three calls of MLX are stood in for."""
-    folders = ModelSettings(folders=(), hub=False)
-    engine = TextEngine(
-        NodeSettings(engine=EngineSettings(), models=folders),
-        Library(folders),
-        Recorder(),
-        Hardware(memory=128 * GIB),
-        None,
-    )
-    wired: list[tuple[int, int]] = []
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 80 * GIB})
-    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: wired.append((limit, engine.report(0.0).memory.leases)))
-    for number, leases in enumerate((0, 0, 36 * GIB, 90 * GIB, 96 * GIB, 0), 1):
-        engine.take(Limits(90 * GIB, max(1, 90 * GIB - leases), 0, "setting", leases=leases, number=number), 0.0)
-        assert engine.report(0.0).held == number
-    assert [limit for limit, _ in wired] == [80 * GIB, 54 * GIB, 1, 80 * GIB]
 
 
 def test_room_for_a_lease_is_made_of_idle_models_and_of_nothing_in_use(tmp_path: Path):

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.engine.estimate import MOST_SAMPLES, NOISE, Estimator
+from node.engine.estimate import MOST_SAMPLES, NOISE, SEEN, STEPS, Estimator
 from wire.report import Transient
 from wire.verdict import prefill_transient, step_transient
 
@@ -104,9 +104,9 @@ def test_samples_are_bounded():
     assert len(estimator._chunks) <= MOST_SAMPLES
 
 
-def covered(tokens: int, narrowed: int) -> Estimator:
+def covered(tokens: int, narrowed: int, rows: int = 4) -> Estimator:
     estimator = Estimator(Transient(token=1000.0))
-    estimator.cover(tokens, lambda: narrowed)
+    estimator.cover(tokens, rows, lambda: narrowed)
     return estimator
 
 
@@ -138,5 +138,36 @@ def test_a_covered_chunk_above_its_estimate_raises_the_residual():
     assert estimator.residual == above > 0
     estimator.observe(2048, 0, 10**9)
     assert estimator.residual == above, "of what is not covered the fit learns, and the full margin holds"
-    estimator.cover(512, lambda: 0)
+    estimator.cover(512, 4, lambda: 0)
     assert estimator.residual == 0
+
+
+def test_a_join_and_a_step_of_more_rows_than_were_measured_need_room_for_the_full_margin():
+    estimator = covered(512, 10**9, rows=4)
+    assert estimator.widened_join(800, 8, 4) == estimator.join(800, 8) == 100
+    assert estimator.widened_join(800, 8, 5) == 100 + 10**9
+    assert estimator.widened_step(4, 100) == estimator.step(4, 100)
+    assert estimator.widened_step(5, 100) == estimator.step(5, 100) + 10**9
+    assert Estimator(Transient()).widened_step(99, 1) == 0, "without a profile the margin is full"
+
+
+def test_a_few_joins_and_steps_of_a_width_extend_what_is_covered():
+    estimator = covered(512, 10**9, rows=4)
+    for _ in range(SEEN):
+        assert (estimator.rows, estimator.uncovered(STEPS, 8)) == (4, 10**9)
+        estimator.observe_step(8, 100, 1)
+    assert estimator.uncovered(STEPS, 8) == 0
+    assert estimator.rows == 4, "joins of 8 rows are not measured yet"
+    for _ in range(SEEN):
+        estimator.observe_join(8, 0)
+    assert estimator.rows == 8
+
+
+def test_a_covered_join_or_step_above_its_estimate_raises_the_residual():
+    estimator = covered(512, 0, rows=4)
+    estimator.observe_join(5, 10**9)
+    assert estimator.residual == 0
+    estimator.observe_join(4, 3000)
+    assert estimator.residual == 3000
+    estimator.observe_step(4, 100, estimator.step(4, 100, grows=False) + 5000)
+    assert estimator.residual == 5000

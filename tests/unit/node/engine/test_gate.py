@@ -121,4 +121,5 @@ def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert memory.margin == margin
     assert memory.headroom == 100 * GIB - margin - 12 * GIB - 3 * GIB
-    assert under_test.describe() == {"state": "on", "cap": 100 * GIB, "margin": margin}
+    decided = "setting" if not automatic else "no profile" if residual is None else "profiles"
+    assert under_test.describe() == {"state": "on", "cap": 100 * GIB, "margin": margin, "margin_from": decided}

@@ -5,6 +5,7 @@ import pytest
 from node.engine.gate import Site
 from node.engine.kinds import KINDS, ROUTES, Engine, UnknownKindError, builder
 from node.engine.recorder import Recorder
+from node.engine.unread import Unread
 from node.settings import EngineSettings, ModelSettings, NodeSettings
 from wire.frames import Admitted, Cancel, Frame, Generate, Limits, Message, Params, Refusal
 from wire.refusals import Code
@@ -26,7 +27,9 @@ def ask(engine: Engine, route: str, number: int) -> list[Frame]:
     """Hand in a request, and let the engine load its model if that is what it does first."""
     work = engine.prepare(MAKE[route](engine.report(0.0).models[0].name, number))
     assert work is not None
-    said = list(engine.take(work, 0.0))
+    said: list[Frame] = []
+    for answer in engine.take(work, 0.0):
+        said += engine.take(answer.read(), 0.0) if isinstance(answer, Unread) else [answer]  # pyright: ignore
     while not said:
         said += engine.step(0.0)
     return said[:1]

@@ -59,6 +59,8 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
     number = driver.ask("Hello!", ENDLESS, model="two")
     driver.until(lambda: driver.ids[number, 0])
     assert loaded(driver) == {"one", "two"}
+    pinned = {model.name: model.pinned for model in driver.engine.report(time.monotonic()).models}
+    assert pinned == {"one": True, "two": False}, "the router asks no preloaded model to leave"
     list(driver.engine.step(time.monotonic() + 2 * HOUR))
     assert loaded(driver) == {"one", "two"}
     driver.cancel(number)

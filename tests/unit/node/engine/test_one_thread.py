@@ -114,7 +114,8 @@ class Io:
         self.said: queue.Queue[Frame] = queue.Queue()
         self.loop = Loop(self.engine, self.said.put)
         self.thread = threading.Thread(target=self.loop.run, name=INFERENCE, daemon=True)
-        threading.Thread(target=self.loop.read, name="prompts", daemon=True).start()
+        for name, work in (("prompts", self.loop.read), ("long prompts", self.loop.read_long)):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def hand_in(self, frame: Frame) -> None:
         """Do what `child.read_frames` does with a frame."""

@@ -217,7 +217,7 @@ def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Dri
     memory = driver.engine.report(time.monotonic()).memory
     gate = driver.engine.gate
     judged = gate._judge
-    gate._judge = lambda memory, estimate: None  # type: ignore[method-assign,assignment,return-value]
+    gate._judge = lambda memory, estimate, *, load: None  # type: ignore[method-assign,assignment,return-value]
     driver.take(Limits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
     driver.until(lambda: driver.ended(number))
     gate._judge = judged  # type: ignore[method-assign]

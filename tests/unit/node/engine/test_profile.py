@@ -42,7 +42,7 @@ def resident(driver: Driver):
 
 
 def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
-    (file,) = kept.iterdir()
+    (file,) = kept.glob("[0-9a-f]*.json")
     found = msgspec.json.decode(file.read_bytes(), type=tested.Profile)
     assert found.chunk == 256
     assert found.reach >= 1024
@@ -60,7 +60,7 @@ def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'{"key": 1}'])
 def test_a_file_that_makes_no_sense_is_ignored_and_written_anew(kept: Path, tmp_path: Path, content: bytes):
-    (file,) = kept.iterdir()
+    (file,) = kept.glob("[0-9a-f]*.json")
     (tmp_path / file.name).write_bytes(content)
     driver = loaded(tmp_path)
     assert driver.engine.gate.checks[Site.PROBE] > 10
@@ -68,7 +68,7 @@ def test_a_file_that_makes_no_sense_is_ignored_and_written_anew(kept: Path, tmp_
 
 
 def test_a_profile_of_something_else_is_not_taken(kept: Path, tmp_path: Path):
-    (file,) = kept.iterdir()
+    (file,) = kept.glob("[0-9a-f]*.json")
     found = msgspec.json.decode(file.read_bytes(), type=tested.Profile)
     other = msgspec.structs.replace(found, key=msgspec.structs.replace(found.key, mlx="0.0.1"))
     (tmp_path / file.name).write_bytes(msgspec.json.encode(other))
@@ -102,10 +102,25 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     assert mx.get_active_memory() - before <= found.weights * 1.01, "what the probe wrote is given back"
 
 
+def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tested.Probe, "again", lambda probe: False)
+    first = loaded(tmp_path)
+    assert first.engine.gate.checks[Site.PROBE] > 3
+    failed = resident(first).profile
+    assert failed is not None
+    assert "the profile of" in failed.failed
+    again = loaded(tmp_path)
+    assert again.engine.gate.checks[Site.PROBE] == 0, "the outcome is known"
+    assert resident(again).profile == failed
+    assert again.engine.report(time.monotonic()).models[0].max_context > 0
+
+
 def test_switched_off_nothing_is_measured(tmp_path: Path):
     driver = Driver(models.path("llama"), profile="off", profiles=tmp_path)
     driver.end(driver.ask("Hello!", SHORT))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("[0-9a-f]*.json")) == []
     assert not driver.engine.report(time.monotonic()).models[0].profiled
 
 

@@ -292,7 +292,7 @@ def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
     batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     driver.turn()
     assert not any(one.alive for one in before)
-    assert entries(driver) == []
+    assert not any(one in before for one in entries(driver)), "only what the rebuilt row has written since"
     assert isinstance(driver.end(number), Finished)
     assert driver.ids[number, 0] == driver.ids[wanted, 0]
 

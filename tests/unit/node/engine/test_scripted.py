@@ -33,6 +33,7 @@ from wire.frames import (
 )
 from wire.refusals import Code
 from wire.units import GIB, MIB, parse_size
+from wire.verdict import UNREADABLE
 
 STEP = 0.02
 ROOMY = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
@@ -339,6 +340,18 @@ def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_ther
     assert len(bench.ids[number, 0]) == 10 + 2 * GROWTH
     assert bench.report().memory.reserved == 0
     assert bench.report().memory.active == 4 * GIB
+
+
+def test_an_answer_that_runs_grows_where_the_memory_cannot_be_read_and_nothing_new_begins():
+    bench = Bench(tokens=10)
+    number = bench.ask(max_tokens=5 * GROWTH, expected=10)
+    bench.turn()
+    bench.turn()
+    bench.engine.take(Limits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
+    refused = bench.refused(bench.ask()).refused
+    assert refused.code is Code.UNREADABLE
+    bench.run()
+    assert bench.finished(number).completion_tokens == 5 * GROWTH
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def resident(driver: Driver):
 
 def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path):
     driver = a_driver(tmp_path, profile="auto")
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("[0-9a-f]*.json")
     first = msgspec.json.decode(file.read_bytes(), type=profiles.Profile)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(first, reach=1)))
     end = swept(driver)
@@ -68,7 +68,7 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
     assert model.max_batch >= 1
     assert model.kv_per_token == resident(driver).kv.per_token
     assert model.observed > 0
-    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+    assert [one.name for one in tmp_path.glob("[0-9a-f]*.json")] == [file.name]
     again = msgspec.json.decode(file.read_bytes(), type=profiles.Profile)
     assert again.reach > 512
     assert again == resident(driver).profile
@@ -169,14 +169,17 @@ def test_the_longest_row_follows_from_the_formula_and_shrinks_until_it_passes(mo
     assert end.measured.max_context == pytest.approx(formula * settle.SHRINK**2, abs=2)
 
 
-def test_what_never_passes_ends_in_the_diagnosis_and_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     driver = bounded(a_driver(tmp_path, context=0), monkeypatch)
     asked = tries(driver, monkeypatch, lambda attempt: False)
     end = swept(driver)
     assert isinstance(end, Refusal)
     assert settle.KNOBS in end.refused.message
     assert len(asked) == settle.ATTEMPTS
-    assert list(tmp_path.iterdir()) == []
+    (file,) = tmp_path.glob("[0-9a-f]*.json")
+    kept = msgspec.json.decode(file.read_bytes(), type=profiles.Profile)
+    assert kept.failed == end.refused.message
+    assert kept.share < 1
 
 
 def test_a_context_that_is_set_is_tried_once(monkeypatch: pytest.MonkeyPatch):

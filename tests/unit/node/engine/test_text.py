@@ -430,7 +430,7 @@ def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypat
     driver.answer(SHORT[0]["prompt"])
     (tokenizer,) = driver.engine._door._tokenizers.values()
     with monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer), "prompt", lambda self, request: 1 / 0)
+        patch.setattr(type(tokenizer), "prompt", lambda self, request, most: 1 / 0)
         end = driver.end(driver.ask("Hello!"))
     assert isinstance(end, Refusal)
     assert end.refused.code is Code.TEMPLATE

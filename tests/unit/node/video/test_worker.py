@@ -98,6 +98,9 @@ def test_the_wired_limit_is_below_the_lease_and_below_metals():
     assert worker.bound(metal, 16 * 2**30) == 14 * 2**30
     assert metal.set == {"wired": 14 * 2**30, "memory": 16 * 2**30, "cache": 10**9}
     assert worker.bound(metal, 36 * 2**30) == 20 * 2**30
+    unwired = Metal()
+    assert worker.bound(unwired, 16 * 2**30, wire=False) == 0
+    assert unwired.set == {"memory": 16 * 2**30, "cache": 10**9}, "memory.wire = off holds for the worker, too"
 
 
 def test_it_leaves_when_nobody_needs_it_and_runs_where_nothing_of_ours_is_installed():
