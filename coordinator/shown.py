@@ -111,6 +111,8 @@ def _engine(engine: EngineState, *, reported: bool) -> dict[str, Any]:
         "restarts": engine.restarts,
         "rows": engine.rows,
         "recycles": engine.recycles,
+        "wired": engine.wired,
+        "leaked": engine.leaked,
         "counts": asdict(engine.counts),
         "cache": {**asdict(engine.cache), "evicted": [one.hex() for one in engine.cache.evicted]},
     }

@@ -54,6 +54,8 @@ MEMORY = (
           _size("engine_phys"), _size("phys")),
     lines("The machine", "RAM, and what the system can give without pushing anyone out.", BYTES, _size("total"),
           (f"macpool_node_system_available_bytes{N}", "{{node}} available")),
+    lines("Lost wired memory", "What ended engines left wired: only a restart of that Mac brings it back.", BYTES,
+          (f"macpool_engine_leaked_bytes{N}", "{{node}}")),
     states("What binds the ceiling", "The term that settles it: look up its remedy in `cluster nodes`.",
            f"macpool_node_memory_ceiling_bound{N}", "{{node}} {{term}}"),
     states("Pressure", "The system's own word for its memory.", f"macpool_node_system_pressure{N}",

@@ -14,7 +14,6 @@ import pytest
 from coordinator.settings import OTHERS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
 from node.enforcer import BUSY, EMPTY
-from node.engine.prompt import IMAGE_TOKENS
 from node.engine.returns import LEAST
 from node.engine.reuse import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE, TIERS
@@ -85,7 +84,6 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
         f"every {BUSY} s while it works",
         f"every {EMPTY:.0f} s with no model",
         f"more than {LEAST // MIB} MiB",
-        f"counts as {IMAGE_TOKENS} tokens",
         f"from {MlxSettings().chunk} tokens",
         f"at most {AUTO_SHARE * 100:.0f} % of the cap without",
     }

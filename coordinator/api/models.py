@@ -46,14 +46,20 @@ class ModelRoutes:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Describe every model that a node has, by name."""
+        """Describe every model that a node has, by name. `fingerprint` is the one that new requests go to; `conflict`:
+        nodes hold different models under the name."""
         found: dict[str, dict[str, Any]] = {}
-        for node in self._registry.view().nodes:
+        view = self._registry.view()
+        served = view.models()
+        for node in view.nodes:
             for model in node.models.values():
-                row = found.setdefault(
-                    model.name, {"name": model.name, "nodes": [], "weights": model.weights, "context": model.context}
-                )
+                shown, identity = served[model.name], view.identity(model.name)
+                row = found.setdefault(model.name, {
+                    "name": model.name, "nodes": [], "weights": shown.weights, "context": shown.context,
+                    "fingerprint": identity.fingerprint, "conflict": identity.conflict,
+                })  # fmt: skip
                 place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
+                place["fingerprint"] = model.fingerprint
                 row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
         return [found[name] for name in sorted(found)]
 

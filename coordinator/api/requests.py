@@ -1,5 +1,6 @@
 """Routes of requests: where one would go, and what became of those that were."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from router.history import STORIES_KEPT, Story
 from router.placement import Demand, Placement, explain
 from router.problems import Problem
 from router.problems import from_refused as problem_of
+from router.ticket import Ticket
 
 LINES = "application/jsonl"
 
@@ -63,14 +65,17 @@ class RequestRoutes:
         return {"schema": 1, "requests": [story_row(story) for story in list(self._traffic.history.stories)[-last:]]}
 
     async def request(self, request_id: str) -> dict[str, Any]:
-        """Give everything that is kept of a request: steps, end, and each decision with every node's arithmetic."""
+        """Return everything that is kept of a request: the phase while it is under way, steps, end, and each decision
+        with every node's arithmetic."""
         history = self._traffic.history
         stories, decisions = history.told(request_id), history.decided_on(request_id)
-        if not stories and not decisions:
+        tickets = [ticket for ticket in self._traffic.under_way() if ticket.job.request_id == request_id]
+        if not stories and not decisions and not tickets:
             raise ProblemError(Problem(404, "request_not_found", f"nothing is kept of a request {request_id[:100]!r}: "
                                f"the newest {STORIES_KEPT} are"))  # fmt: skip
         return {
             "schema": 1,
+            "under_way": [_under_way(ticket, self._traffic.now()) for ticket in tickets],
             "requests": [story_row(story) for story in stories],
             "decisions": [
                 {
@@ -93,5 +98,31 @@ class RequestRoutes:
 def story_row(story: Story) -> dict[str, Any]:
     """Describe a request that has ended, with its steps by name."""
     told: dict[str, Any] = msgspec.to_builtins(story)
-    steps = [{"at": at, "what": what, "node": node} for at, what, node in story.steps]
-    return {**told, "steps": steps, "timings": None if story.timings is None else msgspec.structs.asdict(story.timings)}
+    return {
+        **told,
+        "steps": _steps(story.steps),
+        "timings": None if story.timings is None else msgspec.structs.asdict(story.timings),
+    }
+
+
+def phase_of(ticket: Ticket) -> str:
+    """Return what a request that has not ended waits for: the queue, a model swap, its prompt, its answer."""
+    if ticket.node is None:
+        return ticket.swap or "queued"
+    return "prefill" if ticket.first_at is None else "decode"
+
+
+def _under_way(ticket: Ticket, now: float) -> dict[str, Any]:
+    """Describe a request that has not ended, `now` in monotonic seconds."""
+    return {
+        "request_id": ticket.job.request_id,
+        "key": ticket.job.key,
+        "model": ticket.job.demand.model,
+        "phase": phase_of(ticket),
+        "seconds": now - ticket.arrived,
+        "steps": _steps(ticket.steps),
+    }
+
+
+def _steps(steps: Iterable[tuple[float, str, str]]) -> list[dict[str, Any]]:
+    return [{"at": at, "what": what, "node": node} for at, what, node in steps]

@@ -8,7 +8,7 @@ from coordinator.api.joins import JoinRoutes
 from coordinator.api.models import ModelRoutes
 from coordinator.api.nodes import NodeRoutes
 from coordinator.api.pool import PoolRoutes
-from coordinator.api.requests import story_row
+from coordinator.api.requests import phase_of, story_row
 from coordinator.api.traffic import Traffic
 from router.keys import KeyRing
 from router.ticket import Ticket
@@ -53,10 +53,9 @@ def _steady(row: dict[str, Any]) -> dict[str, Any]:
 
 def _under_way(ticket: Ticket, names: Mapping[str, str]) -> dict[str, Any]:
     """Describe a request that is here; not a word of what it says."""
-    phase = "queued" if ticket.node is None else "prefill" if ticket.first_at is None else "decode"
     return {
         "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
-        "node": ticket.node_name, "phase": phase, "prompt_tokens": ticket.read[0], "cached_tokens": ticket.read[1],
-        "completion_tokens": ticket.wrote, "attempts": ticket.attempts, "stream": ticket.job.stream,
-        "arrived": ticket.arrived,
+        "node": ticket.node_name, "phase": phase_of(ticket), "prompt_tokens": ticket.read[0],
+        "cached_tokens": ticket.read[1], "completion_tokens": ticket.wrote, "attempts": ticket.attempts,
+        "stream": ticket.job.stream, "arrived": ticket.arrived,
     }  # fmt: skip

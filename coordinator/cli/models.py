@@ -30,6 +30,8 @@ def _print_models(answer: dict[str, Any]) -> None:
     ]
     table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows)
     for model in answer["models"]:
+        if model.get("conflict"):
+            click.echo(_conflict(model))
         for node in model["nodes"]:
             if node["cause"]:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
@@ -37,6 +39,23 @@ def _print_models(answer: dict[str, Any]) -> None:
             told += [_measured(node["measured"])] if node.get("measured") else []
             if told:
                 click.echo(f"{model['name']} on {node['name']}: {'; '.join(told)}")
+
+
+def _conflict(model: dict[str, Any]) -> str:
+    """Write which nodes hold which model under one name, and the next step."""
+    holders: dict[str, list[str]] = {}
+    for node in model["nodes"]:
+        if not node["cause"] and node["state"] != "left":
+            holders.setdefault(node["fingerprint"], []).append(node["name"])
+    served = model["fingerprint"]
+    sides = [
+        f"{one[:8] or 'unknown'}{' (served)' if one == served else ''} on {', '.join(sorted(holders[one]))}"
+        for one in sorted(holders, key=lambda one: (one != served, one))
+    ]
+    return (
+        f"{model['name']} is not the same model everywhere: {'; '.join(sides)}. New requests go to the served one "
+        "only: download it again where it differs, or rename its folder there"
+    )
 
 
 def _speeds(node: dict[str, Any]) -> str:

@@ -91,13 +91,15 @@ def _print_requests(answer: dict[str, Any]) -> None:
 
 
 def _print_story(answer: dict[str, Any]) -> None:
+    for one in answer.get("under_way", ()):
+        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {one['phase']}, for {one['seconds']:.1f} s")
+        _print_steps(one["steps"])
     for one in answer["requests"]:
         took = f"{one['outcome']} after {one['seconds']:.3f} s"
         click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {took}")
         if one["message"]:
             click.echo(f"  {one['message']}")
-        for step in one["steps"]:
-            click.echo(f"  {step['at']:9.3f} s  {step['what']} {step['node']}".rstrip())
+        _print_steps(one["steps"])
         if one["timings"] is not None:
             times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
             click.echo(f"  on the node: {times}")
@@ -106,6 +108,11 @@ def _print_story(answer: dict[str, Any]) -> None:
     for one in answer["decisions"]:
         click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
         _print_placement({"candidates": one["candidates"], "node": None})
+
+
+def _print_steps(steps: list[dict[str, Any]]) -> None:
+    for step in steps:
+        click.echo(f"  {step['at']:9.3f} s  {step['what']} {step['node']}".rstrip())
 
 
 @click.command()

@@ -231,6 +231,8 @@ ENGINE: tuple[Family[NodePicture], ...] = (
     _counter("engine_restarts", "Deaths of the engine's process.", lambda p: p.view.engine.restarts),
     _counter("engine_recycles", "Engines replaced in good health, because memory did not come back.",
              lambda p: p.view.engine.recycles),
+    _gauge("engine_leaked_bytes", "Wired memory that ended engines left behind, until the machine restarts.",
+           lambda p: p.view.engine.leaked),
 )  # fmt: skip
 MODELS: tuple[Family[NodePicture], ...] = (
     Family("node_models", _G, "Models that the node knows, by how it stands to them.",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.membership import State
-from coordinator.metrics.families import Family, Histogram, Kind, Row, histogram, one
+from coordinator.metrics.families import MOST_MODELS, Family, Histogram, Kind, Row, histogram, one
 from coordinator.video.counters import ENDS, REASONS, VideoCounters, VideoPicture
 from router.metrics import OTHER, OUTCOMES, Counters, ModelCounts
 from router.view import ClusterView
@@ -131,6 +131,10 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
     _counter("router_resumes", "Answers that went on on another node.", lambda p: p.counters.resumes),
     _counter("router_moves", "Requests that went over to another node: theirs drained, fell silent or was busy.",
              lambda p: p.counters.moves),
+    Family("router_swaps", _C, "Turns of a model that needs others to leave a node; `dropped`: no request waited, "
+           "the node went away, or the time was up.",
+           lambda p: [((outcome,), count) for outcome, count in p.counters.swaps.items()],
+           (("outcome", "`done` or `dropped`"),)),
     _counter("router_losses", "Requests that were on a node when it was lost.", lambda p: p.counters.nodes_lost),
     _counter("router_slow_clients", "Streams that were ended because nobody read them.",
              lambda p: p.counters.slow_clients),
@@ -194,6 +198,11 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
     Family("cluster_node_certificate_expires_timestamp_seconds", _G, "End of the certificate that a node showed.",
            _by_node(lambda p: {node: life[1] for node, life in p.node_certificates.items()}), _NODE,
            "while it is linked"),
+    Family("cluster_model_fingerprints", _G,
+           "Different models that members hold under one name, by fingerprint.",
+           lambda p: [((name,), float(len(p.view.identity(name).holders)))
+                      for name in p.view.conflicts()[:MOST_MODELS]],
+           _MODEL, "while they differ"),
     _gauge("cluster_self_suspect", "1 while half of the members fell silent at once.", lambda p: p.self_suspect),
     _gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
     _gauge("cluster_strangers", "Open connections to the cluster port that are no links (yet).",

@@ -78,9 +78,10 @@ def _placed(turn: Turn, board: Board, event: Placed) -> None:
     if head is None or head.id != event.job or board.held(event.node) is not None:
         raise ValueError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
+    room_by = turn.room_by(head)
     job = turn.put(moved(
-        head, State.LEASING, generation=generation, node=event.node, lease=event.lease, phase="asking a node",
-        due=turn.now + turn.rules.lease_seconds,
+        replace(head, room_by=room_by), State.LEASING, generation=generation, node=event.node, lease=event.lease,
+        phase="asking a node", due=min(turn.now + turn.rules.lease_seconds, room_by),
     ))  # fmt: skip
     turn.holds[event.lease] = Hold(event.lease, event.node, generation, job.id, job.size, turn.now)
     turn.actions.append(Ask(job))
@@ -90,9 +91,9 @@ def _waits(turn: Turn, event: Waits) -> None:
     job = turn.jobs.get(event.job)
     if job is None or job.state != State.QUEUED:
         return
-    due = None if event.busy else job.due or turn.now + turn.rules.room_seconds
-    if (job.phase, job.due) != (event.phase, due):
-        turn.put(replace(job, phase=event.phase, due=due), save=False)
+    room_by = None if event.busy else turn.room_by(job)
+    if (job.phase, job.room_by) != (event.phase, room_by):
+        turn.put(replace(job, phase=event.phase, room_by=room_by), save=False)
 
 
 def _not_started(turn: Turn, event: NotStarted) -> None:
@@ -138,19 +139,22 @@ def _restarted(turn: Turn) -> None:
     turn.holds.clear()
     for job in list(turn.jobs.values()):
         if job.state == State.LEASING:
-            turn.again(job, "queued")
+            turn.again(replace(job, room_by=None), "queued")
         elif job.state == State.IN_PROGRESS:
             turn.holds[job.lease] = Hold(
                 job.lease, job.node, job.generation, job.id, job.size, job.started or turn.now, granted=True
             )
             turn.put(replace(job, away=True, due=turn.now + turn.rules.away_seconds), save=False)
         elif job.state == State.QUEUED:
-            turn.put(replace(job, due=None, phase="queued"), save=False)
+            turn.put(replace(job, room_by=None, phase="queued"), save=False)
 
 
 def _tick(turn: Turn) -> None:
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
         _overdue(turn, job)
+    for job in [job for job in turn.jobs.values() if job.state == State.QUEUED and turn.found_no_room(job)]:
+        text = f"no node had room for it within {turn.rules.room_seconds:.0f} s: {job.phase}"
+        turn.fail(job, "no_headroom", text)
     for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
         del turn.pauses[node]
     _retain(turn)
@@ -161,8 +165,6 @@ def _overdue(turn: Turn, job: Job) -> None:
         turn.give_back(job.lease, "lease_timeout")
         turn.pause(job.node, PAUSE_MOST / 2)
         turn.again(job, "its node did not answer")
-    elif job.state == State.QUEUED:
-        turn.fail(job, "no_headroom", f"no node had room for it within {turn.rules.room_seconds:.0f} s: {job.phase}")
     elif job.state == State.IN_PROGRESS and job.away:
         turn.holds.pop(job.lease, None)
         turn.actions.append(Stop(job.lease))

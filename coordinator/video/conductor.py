@@ -288,7 +288,7 @@ class Conductor:
             return
         if isinstance(found, Choice):
             self._events.append(events.Placed(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
-        elif (found.job.phase, found.job.due is None) != (found.phase, found.busy):
+        elif (found.job.phase, found.job.room_by is None) != (found.phase, found.busy):
             self._events.append(events.Waits(found.job.id, found.phase, found.busy))
 
     def _plan(self) -> None:

@@ -86,9 +86,11 @@ class Job(msgspec.Struct, frozen=True):
     """One job. Times in Unix seconds, sizes in bytes. `sequence` is its place in the line, for ever; `key` whose it is.
 
     `generation` counts its leases: what is said of an older one is not heard. `due` is when something has to have
-    happened: the answer to a lease, the start of the worker, the return of a node, room at the head of the line.
-    `away`: its node is not linked. `attempts` were begun and lost through no fault of its own. `misses`: reports of its
-    node that told nothing of files that are to be fetched."""
+    happened: the answer to a lease, the start of the worker, the return of a node. `room_by` is when a job fails that
+    has found no room: it is set when a node is first asked or none can be, stays through all refusals, and is cleared
+    when memory is granted or only other videos are in the way. `away`: its node is not linked. `attempts` were begun
+    and lost through no fault of its own. `misses`: reports of its node that did not list files that are to be fetched.
+    """
 
     id: str
     sequence: int
@@ -118,6 +120,7 @@ class Job(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     made: str = ""
     misses: int = 0
+    room_by: float | None = None
 
     @property
     def open(self) -> bool:

@@ -98,7 +98,7 @@ def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: 
     best = found[0] if found else None
     if best is not None and best.standing >= Standing.TIGHT:
         return Choice(job, best.node)
-    return Waiting(job, _phase(job, best), best is not None and best.standing in (Standing.BUSY, Standing.PAUSED))
+    return Waiting(job, _phase(job, best), best is not None and best.standing == Standing.BUSY)
 
 
 def candidate(
@@ -121,9 +121,9 @@ def candidate(
     absent = _absent(node, at)
     if absent:
         return stands(Standing.ABSENT, absent)
-    if held is not None:
+    if held is not None and held.granted:
         return stands(Standing.BUSY, "it makes another video")
-    if board.pauses.get(node.id, 0.0) > now:
+    if held is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
         return stands(Standing.PAUSED, job.phase)
     fits = judge(memory, job.size, node=node.name)
     if isinstance(fits, Fits):

@@ -41,7 +41,8 @@ def _granted(turn: Turn, node: str, frame: LeaseGranted) -> None:
         return
     turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
     begun = turn.put(moved(
-        job, State.IN_PROGRESS, phase="starting", started=turn.now, due=turn.now + turn.rules.start_seconds
+        replace(job, room_by=None), State.IN_PROGRESS, phase="starting", started=turn.now,
+        due=turn.now + turn.rules.start_seconds,
     ))  # fmt: skip
     turn.actions.append(Start(begun, frame.folder))
 

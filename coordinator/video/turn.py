@@ -58,6 +58,14 @@ class Turn:
             started=None,
         ))  # fmt: skip
 
+    def room_by(self, job: Job) -> float:
+        """Return when this job fails for want of room: `room_seconds` after the first time that it found none."""
+        return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
+
+    def found_no_room(self, job: Job) -> bool:
+        """Return whether this job's time to find room is over."""
+        return job.room_by is not None and job.room_by <= self.now
+
     def lost(self, job: Job, code: str, message: str) -> None:
         """A job that ran ended through no fault of its own: as the settings say."""
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:

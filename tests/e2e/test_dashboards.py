@@ -27,6 +27,7 @@ STEP, WINDOW = 2, 30
 SECONDS = {"__rate_interval": "20s", "__interval": f"{STEP}s", "__range": "120s"}
 EMPTY = {
     "Loads under way": "only while a model is loaded",
+    "Models that differ": "only while members hold different models under one name",
     "Failures": "only once a video failed",
     "Pressure": "only where the system has a word for it: macOS, and Linux with pressure stalls",
 }

@@ -28,7 +28,8 @@ def node(**changes: Any) -> dict[str, Any]:
         "age": 0.25, "guard": True, "gate_armed": True, "enforcement": enforcement,
         "system_memory": {"available": 31 * GIB, "pressure": "warn", "worker": 5 * GIB, "source": "vm_statistics64",
                           "age": 0.5},
-        "engine": {"restarts": 3, "counts": {"checks": 10, "refusals": 4, "sheds": 2, "evictions": 1}},
+        "engine": {"restarts": 3, "wired": 54 * GIB,
+                   "counts": {"checks": 10, "refusals": 4, "sheds": 2, "evictions": 1}},
     } | changes  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
         "current   60.0 GiB = highest of phys 58.0 GiB, active 57.0 GiB, recent 60.0 GiB; phys_footprint, 0.2 s old",
         "headroom  14.0 GiB = ceiling 90.0 GiB − margin 12.0 GiB − current 60.0 GiB − reserved 4.0 GiB",
         "guard     armed; level over soft; engine from outside 59.0 GiB, at most 70.0 GiB ever",
-        "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB; last reserve 256.0 MiB",
+        "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB; last reserve 256.0 MiB; wired 54.0 GiB",
         "system    available 31.0 GiB, pressure warn, video worker 5.0 GiB; vm_statistics64, 0.5 s old",
         "counts    10 checks, 4 refusals, 2 sheds, 1 evictions, 2 times over the cap, 1 engine kills, 3 restarts",
     ]

@@ -185,6 +185,17 @@ async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx
     assert read_line(lines[-1]).request_id == "mine-1"
 
 
+async def test_a_request_under_way_is_explained_by_its_phase_and_steps(built: Application, admin: httpx.AsyncClient):
+    job = Job(Demand("tiny", 100), "k", "mine-2", (Message("user", "hi"),), Params(), 0, stream=True)
+    ticket = built.dispatcher.submit(job)
+    for phase, swap in (("queued", ""), ("waiting for a model swap on studio (one -> two)",) * 2):
+        ticket.swap = swap
+        (now,) = (await admin.get("/api/v1/requests/mine-2")).json()["under_way"]
+        assert (now["phase"], now["model"], [step["what"] for step in now["steps"]]) == (phase, "tiny", ["queued"])
+    built.dispatcher.close(ticket)
+    assert (await admin.get("/api/v1/requests/mine-2")).json()["under_way"] == []
+
+
 async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.AsyncClient):
     models = tuple(a_model(name, context=4096) for name in ("qwen3", "llama"))
     built.dispatcher.set_view(ClusterView((

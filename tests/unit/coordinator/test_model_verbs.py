@@ -72,6 +72,20 @@ def row(
     return {"id": name, "name": name, "state": state, "model": model, "cause": cause, "progress": progress}
 
 
+def test_models_names_the_nodes_that_hold_different_models(server: Server):
+    nodes = [
+        {**row("studio"), "fingerprint": "abcdef0123456789"},
+        {**row("mini"), "fingerprint": "fedcba9876543210"},
+        {**row("gone", state="left"), "fingerprint": "0000"},
+        {**row("old", "failed", "truncated"), "fingerprint": ""},
+    ]
+    one = {"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096, "fingerprint": "fedcba9876543210"}
+    server.answer = {"models": [{**one, "conflict": True}, {**one, "name": "same", "conflict": False}]}
+    text = server.run("models").output
+    assert "a/b is not the same model everywhere: fedcba98 (served) on mini; abcdef01 on studio. New requests" in text
+    assert "same is not the same" not in text
+
+
 def test_models_says_how_every_node_stands_to_each(server: Server):
     nodes = [
         row("studio"),

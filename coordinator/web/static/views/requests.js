@@ -6,6 +6,8 @@ function One({ id }) {
   const [told, error] = useAsked(`/api/v1/requests/${encodeURIComponent(id)}`);
   if (!told) return html`<${Wrong} text=${error} />`;
   return html`<p><a href="#/requests">All requests</a></p>
+    ${told.under_way.map((one) => html`<div class="card"><h3>${one.request_id}</h3><p>${one.model}: ${one.phase}, for ${seconds(one.seconds)}.</p>
+      <${Table} caption="Steps" head=${["#after", "what", "node"]} rows=${one.steps.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} /></div>`)}
     ${told.requests.map((story) => html`<div class="card"><h3>${story.request_id}</h3>
       <p>${story.model}: <b class=${story.outcome === "ok" ? "good" : "bad"}>${story.outcome}</b> after ${seconds(story.seconds)}; ${count(story.prompt_tokens)} tokens read, ${count(story.cached_tokens)} of them known, ${count(story.completion_tokens)} written. ${story.message}</p>
       <${Table} caption="Steps" head=${["#after", "what", "node"]} rows=${story.steps.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} /></div>`)}

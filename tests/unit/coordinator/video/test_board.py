@@ -321,6 +321,37 @@ def test_a_head_without_room_gives_up_only_when_nobody_runs():
     assert "a has still too little" in (story.job(1).fault or Fault("", "")).message
 
 
+def refused(story: Story, job: Job) -> None:
+    story.tell(Said(job.node, LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=5)))
+
+
+def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_turn():
+    story = Story(room_seconds=60.0)
+    story.submit(1, 2)
+    began = story.now
+    while story.job(1).state == State.QUEUED:
+        assert story.now < began + 70
+        refused(story, story.place())
+        story.now += 5
+        story.tell(Tick())
+    fault = story.job(1).fault or Fault("", "")
+    assert (fault.code, story.now) == ("no_headroom", began + 60)
+    assert "within 60 s" in fault.message
+    assert story.place().id == "video_2"
+
+
+def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
+    story = Story(room_seconds=60.0, attempts=3)
+    story.submit(1)
+    refused(story, story.place())
+    assert story.job(1).room_by == story.now + 60
+    story.tell(Restarted())
+    assert story.job(1).room_by is None
+    refused(story, story.place())
+    story.grant(story.place())
+    assert story.job(1).room_by is None
+
+
 def completed(story: Story, number: int, size: int = 100) -> None:
     story.end(story.running(number))
     story.tell(Fetched(f"video_{number}", 1, (Kept("video.mp4", size, ""),)))

@@ -43,8 +43,15 @@ def test_a_node_without_room_now_is_asked_only_when_nobody_has_it():
     assert chosen(a_node("a", 10 * GIB), a_node("b", 2 * GIB)) == "a"
 
 
-def test_a_node_that_makes_a_video_takes_no_second_one():
+def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
     board = a_board(holds={"l": Hold("l", "a", 1, "video_0", LEASE, 0.0)})
+    found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    assert isinstance(found, Waiting)
+    assert not found.busy
+
+
+def test_a_node_that_makes_a_video_takes_no_second_one():
+    board = a_board(holds={"l": Hold("l", "a", 1, "video_0", LEASE, 0.0, granted=True)})
     assert chosen(a_node("a", 90 * GIB), a_node("b", 40 * GIB), board=board) == "b"
     found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
     assert isinstance(found, Waiting)
@@ -56,7 +63,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
     board = a_board(pauses={"a": 10.0})
     found = choose(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
     assert isinstance(found, Waiting)
-    assert found.busy, "waiting for an answer is no reason to give up"
+    assert not found.busy, "a node that refuses has no room, and the time to find room runs"
     assert chosen(a_node("a"), board=board, now=11.0) == "a"
 
 
