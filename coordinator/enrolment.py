@@ -216,7 +216,7 @@ class Conversation:
             store.deny_serial(before.serial, now, "the machine joined again")
         row = MemberRow(
             node, name, frame.machine, plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
-            cordoned=before.cordoned if before else False,
+            cordoned=before.cordoned if before else False, video=before.video if before else False,
         )  # fmt: skip
         store.put_member(row)
         log.info("node enrolled", node=node, name=name, address=self._address, by=by, again=before is not None)

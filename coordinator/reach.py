@@ -29,11 +29,6 @@ def reachable(host: str) -> str:
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
 
 
-def ray_host(host: str) -> str:
-    """Give the address at which Ray's head listens: the one where nodes reach us."""
-    return host if host not in ("0.0.0.0", "::") else next(iter(addresses()), "127.0.0.1")  # noqa: S104
-
-
 def from_here(host: str) -> str:
     """Give the host at which this machine itself reaches a listening address."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

@@ -221,6 +221,12 @@ class Registry:
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
 
+    def allow_video(self, node: NodeId, *, on: bool) -> None:
+        """Allow a node to make videos, or no longer: a video that it makes then is finished."""
+        self._store.put_member(replace(self._row(node), video=on))
+        self._views.pop(node, None)
+        self._publish()
+
     async def pause(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
         """Ask a node to take nothing new for so many seconds (None: until it is resumed; 0: resume), and give what it
         says of itself once it has done so; None when it does not answer in PAUSE_SECONDS. LookupError when it is not
@@ -342,7 +348,10 @@ class Registry:
     def _new_view(self, node: NodeId) -> NodeView:
         member, name, report = self._pool.members[node], self._row(node).name, self._reports.get(node)
         if report is None:
-            return NodeView(node, name, member.state, member.cordoned, labels=frozenset(self._row(node).labels))
+            row = self._row(node)
+            return NodeView(
+                node, name, member.state, member.cordoned, labels=frozenset(row.labels), video_allowed=row.video
+            )  # fmt: skip
         return view_of(
             report,
             node=node,
@@ -352,6 +361,7 @@ class Registry:
             cordoned=member.cordoned,
             epoch=member.link,
             labels=frozenset(self._row(node).labels),
+            video_allowed=self._row(node).video,
         )
 
     def _row(self, node: NodeId) -> MemberRow:

@@ -44,7 +44,7 @@ from coordinator.keeping.fence import Mark, SupersededError, moved_on
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
 from coordinator.metrics.service import Metrics
-from coordinator.reach import cluster_addresses, from_here, listen, ray_host, reachable
+from coordinator.reach import cluster_addresses, from_here, listen, reachable
 from coordinator.registry import Registry
 from coordinator.secured import lives_of, tls_of
 from coordinator.server import http_server
@@ -53,7 +53,6 @@ from coordinator.store import MemberRow, Store
 from coordinator.video.api import Videos
 from coordinator.video.conductor import Conductor
 from coordinator.video.placing import Both
-from coordinator.video.rays import Rays
 from coordinator.web.page import Page
 from coordinator.web.visitors import Visitors
 from machine.announce import Announcement
@@ -209,13 +208,9 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
 def _video(
     options: Options, state: Path, registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack
 ) -> Conductor:
-    video = options.settings.video
-    conductor = Conductor(state, video, registry.links)
+    conductor = Conductor(state, options.settings.video, registry.links)
     stack.push_async_callback(conductor.close)
     registry.placing = Both(dispatcher, conductor)
-    rays = Rays(state, video, lambda: ray_host(options.cluster_listen[0]), registry.links, conductor.not_started)
-    stack.push_async_callback(rays.close)
-    conductor.starter = rays
     return conductor
 
 

@@ -39,7 +39,7 @@ def node_row(view: NodeView, member: Member, row: MemberRow, told: Told) -> dict
         "joined": row.joined,
         "engine": _engine(view.engine, reported=told.reported),
         "models": [_model(model) for model in view.models.values()],
-        "video": video_row(view.video),
+        "video": video_row(view.video, allowed=view.video_allowed),
     }
 
 

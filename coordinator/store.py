@@ -57,6 +57,10 @@ MIGRATIONS = (
     """
     ALTER TABLE meta ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;
     """,
+    """
+    ALTER TABLE members ADD COLUMN video INTEGER NOT NULL DEFAULT 0;
+    UPDATE members SET video = 1;
+    """,
 )
 """One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
 
@@ -93,6 +97,8 @@ class MemberRow:
     cordoned: bool = False
     removed: float | None = None
     labels: tuple[str, ...] = ()
+    video: bool = False
+    """Whether an administrator allows it to make videos."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +245,9 @@ class Store:
         """Add or replace a member."""
         self._members[row.node] = row
         self._put(
-            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row.node, row.name, row.machine, msgspec.json.encode(row.hardware).decode(), row.serial, row.joined,
-            row.cordoned, row.removed, " ".join(row.labels),
+            row.cordoned, row.removed, " ".join(row.labels), row.video,
         )  # fmt: skip
 
     def put_token(self, row: TokenRow) -> None:
@@ -419,10 +425,10 @@ def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> No
 
 
 def _member(row: tuple[Any, ...]) -> MemberRow:
-    node, name, machine, hardware, serial, joined, cordoned, removed, labels = row
+    node, name, machine, hardware, serial, joined, cordoned, removed, labels, video = row
     decoded = msgspec.json.decode(hardware, type=Hardware)
     return MemberRow(NodeId(node), name, machine, decoded, serial, joined, bool(cordoned), removed,
-                     tuple(labels.split()))  # fmt: skip
+                     tuple(labels.split()), bool(video))  # fmt: skip
 
 
 def _token(row: tuple[Any, ...]) -> TokenRow:

@@ -39,11 +39,12 @@ from node.settings import NodeSettings
 from node.sharer import Sharer
 from node.sharing import Act, Holds, Standing
 from node.supervise import STOPPED, Supervisor
-from node.video.raylet import Raylet
+from node.video.local_ray import LocalRay
 from wire.codec import decode, encode, head_of
 from wire.frames import (
     TAGS,
     Admitted,
+    AllowVideo,
     Answer,
     Ask,
     Cancel,
@@ -140,7 +141,7 @@ class Agent:
         self.limiter: Limiter | None = None
         self.poll: Poll | None = None
         self.lender: Lender | None = None
-        self.raylet: Raylet | None = None
+        self.ray: LocalRay | None = None
         self.sharer: Sharer | None = None
         self.on_sharing: Callable[[str], None] = lambda why: None
         """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
@@ -316,8 +317,10 @@ class Agent:
                 self._denied(link, frame)
             case Ask():
                 self._answer(link, frame)
-            case Lease() | Release() | RayHead():
+            case Lease() | Release() | AllowVideo():
                 self._lend(frame)
+            case RayHead():
+                pass
             case Pause():
                 self._obey(frame)
             case Renewed():
@@ -330,17 +333,17 @@ class Agent:
             self.sharer.obey(order)
             self.report()
 
-    def _lend(self, frame: Lease | Release | RayHead) -> None:
+    def _lend(self, frame: Lease | Release | AllowVideo) -> None:
         """Hand on what is about video."""
         assert self.lender is not None  # noqa: S101  set before the first link
-        assert self.raylet is not None  # noqa: S101  set with it
+        assert self.ray is not None  # noqa: S101  set with it
         match frame:
             case Lease():
                 self.lender.ask(frame)
             case Release():
                 self.lender.release(frame)
-            case RayHead():
-                self.raylet.follow(frame)
+            case AllowVideo():
+                self.ray.allow(on=frame.allowed)
 
     def _welcomed(self, link: Link, welcome: Welcome) -> None:
         if welcome.generation < self._identity.generation:
@@ -455,13 +458,13 @@ class Agent:
         acked = snapshot.acked_seq if snapshot else 0
         video = self._video()
         told = self.lender.tellable() if self.lender is not None else ()
-        offered = (video.ready, video.cause, video.ray, video.ray_cause, len(video.packages))
+        offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
         return (state.state, state.running, state.waiting, ceiling, standing, acked, level, told, offered)
 
     def _video(self) -> VideoState:
-        if self.lender is None or self.raylet is None:
+        if self.lender is None or self.ray is None:
             return VideoState()
-        return replace(self.lender.video(), ray=self.raylet.node, ray_cause=self.raylet.cause)
+        return replace(self.lender.video(), ray=self.ray.node, ray_cause=self.ray.cause, allowed=self.ray.allowed)
 
     def _tell_ready(self) -> None:
         if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":

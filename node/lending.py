@@ -1,8 +1,8 @@
 """Lends memory to video jobs, one lease at a time. The shell around `node.leases`: what it decides is done here.
 
 Covers: the grant in two phases, the lease's life on the disk, its worker's watch, its end on every path, what was made
-until the coordinator has it. Does not cover: who starts a worker (`node.video.attendant`, under Ray's actor), what the
-job is (`node.video.spec`), which packages there are (`node.video.offer`).
+until the coordinator has it. Does not cover: the start of a worker (`node.video.local_ray`, `node.video.attendant`),
+what the job is (`node.video.spec`), which packages there are (`node.video.offer`).
 
 A restarted agent finds its lease on the disk: it ends what is left of the worker (its attendant has done so already, by
 the lock that went with the agent), and says that the job was lost. Until that is verified the ceiling stays lowered.
@@ -74,6 +74,7 @@ class Lender:
         self._watch: Watch | None = None
         self._asked: tuple[str, int] | None = None
         self._order = ""
+        self._unstarted = ""
         self._stopping = False
         self._paused = ""
         self._task: asyncio.Task[None] | None = None
@@ -83,6 +84,10 @@ class Lender:
         """Sends a frame to the coordinator, or nobody when there is no link."""
         self.changed: Callable[[], None] = lambda: None
         """Called when the report would be another."""
+        self.begin: Callable[[str, int, str, int], None] = lambda lease, generation, folder, size: None
+        """Starts the actor of a granted lease (lease, generation, its folder, its size in bytes)."""
+        self.finish: Callable[[str], None] = lambda lease: None
+        """Ends the actor of a lease."""
 
     # what it knows
 
@@ -181,6 +186,13 @@ class Lender:
         for held in self._ledger.leases:
             if held.ended is not None:
                 self.say(held.ended)
+
+    def not_started(self, lease: str, why: str) -> None:
+        """End a lease whose actor could not be started; one whose worker is here goes on."""
+        watch = self._watch
+        if watch is not None and watch.held.lease == lease and watch.worker is None:
+            self._unstarted = why
+            self._news.set()
 
     def engine_changed(self) -> None:
         """Something was heard of the engine."""
@@ -352,7 +364,9 @@ class Lender:
         self._watch = watch
         held = watch.held
         log.info("lease granted", lease=held.lease, generation=held.generation, job=held.job, size=show_size(held.size))
+        self._unstarted = ""
         self.say(LeaseGranted(held.lease, held.generation, str(watch.folder)))
+        self.begin(held.lease, held.generation, str(watch.folder), held.size)
         self.changed()
         end = End(watchdog.UNREADABLE, "the watch itself failed", at_once=True)
         try:
@@ -365,6 +379,8 @@ class Lender:
         while True:
             if self._order:
                 return End(self._order, self._ordered())
+            if self._unstarted and watch.worker is None:
+                return End(watchdog.NOT_STARTED, self._unstarted)
             end = watch.look()
             self._note(watch)
             if end is not None:
@@ -400,6 +416,7 @@ class Lender:
         began = time.monotonic()
         await watch.kill(end)
         self._give_back()
+        self.finish(watch.held.lease)
         log.info("lease ended", lease=watch.held.lease, code=end.code, message=end.message, peak=show_size(watch.peak),
                  seconds=round(time.monotonic() - began, 3))  # fmt: skip
         self.changed()

@@ -162,7 +162,7 @@ async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], t
     poll = Poll(limiter, machine, supervisor)
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
     studio = Studio(settings, state, limiter, poll, supervisor)
-    agent.lender, agent.raylet = studio.lender, studio.raylet
+    agent.lender, agent.ray = studio.lender, studio.ray
     studio.connect(agent.tell, agent.video_changed)
     sharer = Sharer(settings.node, state / "node")
     agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent

@@ -158,7 +158,7 @@ class WorkerSettings(Section, frozen=True):
         "Seconds that a worker has to leave after SIGTERM before SIGKILL; none where it has broken its lease."
         ))] = 1.0  # fmt: skip
     ray_ports: Annotated[int, Meta(ge=1024, le=65400, description=(
-        "First of the 60 TCP ports that this node's Ray uses while video is offered."))] = 6480  # fmt: skip
+        "First of the 60 loopback ports that this node's Ray uses while it may make videos."))] = 6480  # fmt: skip
     ray_folder: Annotated[str, Meta(description=(
         "Folder for Ray's sockets and logs; its path must be short (macOS takes 103 bytes of a socket's). Empty: one "
         "of this node's own below /tmp."))] = ""  # fmt: skip

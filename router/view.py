@@ -70,6 +70,8 @@ class NodeView:
     enforcement: Enforcement = field(default_factory=Enforcement)
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
+    video_allowed: bool = False
+    """Whether an administrator allows it to make videos."""
     sharing: Sharing = field(default_factory=Sharing)
 
     @cached_property
@@ -183,6 +185,7 @@ def view_of(
     cordoned: bool = False,
     epoch: int = 0,
     labels: frozenset[str] = frozenset(),
+    video_allowed: bool = False,
 ) -> NodeView:
     """Make a node's view from its report and what membership knows of it."""
     return NodeView(
@@ -200,6 +203,7 @@ def view_of(
         system=_honest_system(report.system),
         enforcement=_honest_enforcement(report.enforcement),
         labels=labels,
+        video_allowed=video_allowed,
         video=honest_video(report.video),
         sharing=_honest_sharing(report.sharing),
     )
@@ -211,7 +215,7 @@ def honest_video(video: VideoState) -> VideoState:
     leases = tuple(_honest_lease(one) for one in video.leases[:MOST_LEASES] if _LEASE_NAME.fullmatch(one.lease))
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
     return VideoState(
-        video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause)
+        video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause), video.allowed
     )  # fmt: skip
 
 

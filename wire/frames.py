@@ -466,22 +466,15 @@ class Release(Frame, frozen=True, array_like=True, gc=False):
 
 
 class RayHead(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: take part in this Ray cluster while you can make video; an empty `address`: leave it.
-
-    `address` is host:port of its head, `host` the address at which this node is reached, as its certificate says.
-    `authority`, `certificate` and `key` are PEM (empty: no TLS), `token` is what every process of it has to show.
-    `version` is the head's, which has to be the node's. `base_port` is where the ports of this node's Ray begin (0: as
-    the node's own setting says), `environment` what all of its processes must agree on beside these."""
+    """coordinator → node, from coordinators of 0.1 with a Ray cluster of the whole pool: nodes ignore it."""
 
     address: str
-    token: str = ""
-    host: str = ""
-    authority: bytes = b""
-    certificate: bytes = b""
-    key: bytes = b""
-    version: str = ""
-    base_port: int = 0
-    environment: tuple[tuple[str, str], ...] = ()
+
+
+class AllowVideo(Frame, frozen=True, array_like=True, gc=False):
+    """coordinator → node: whether this node may make videos. A node starts as one that may not."""
+
+    allowed: bool
 
 
 class LeaseGranted(Frame, frozen=True, array_like=True, gc=False):
@@ -618,7 +611,7 @@ TAGS: dict[int, type[Frame]] = {
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload, 39: Profile, 40: Count,
     50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom, 55: Stop,
-    60: Lease, 61: Release, 62: RayHead, 63: LeaseGranted, 64: LeaseRefused, 65: LeaseEnded,
+    60: Lease, 61: Release, 62: RayHead, 63: LeaseGranted, 64: LeaseRefused, 65: LeaseEnded, 66: AllowVideo,
 }  # fmt: skip
 """Never reuse a number."""
 

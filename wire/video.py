@@ -53,7 +53,8 @@ class LeaseState(Part, frozen=True, array_like=True, gc=False):
 
 class VideoState(Part, frozen=True, array_like=True, gc=False):
     """Whether this node can make video now; if not, `cause` says why, with the remedy. `ray` is the id of its Ray node
-    once that is up (empty: none): jobs are placed there. `ray_cause` says why there is none."""
+    once that is up (empty: none). `ray_cause` says why there is none. `allowed`: whether the coordinator allows it to
+    make videos, as the node knows it; None from a node of a version that runs no Ray of its own."""
 
     ready: bool = False
     cause: str = ""
@@ -61,6 +62,7 @@ class VideoState(Part, frozen=True, array_like=True, gc=False):
     packages: tuple[VideoPackage, ...] = ()
     leases: tuple[LeaseState, ...] = ()
     ray_cause: str = ""
+    allowed: bool | None = None
 
 
 class Artifact(Part, frozen=True, array_like=True, gc=False):

@@ -64,6 +64,8 @@ class NodeRoutes:
             Route("GET", "/api/v1/nodes/{node}/logs", "admin", self.logs, (503,), TEXT),
             Route("POST", "/api/v1/nodes/{node}/cordon", "admin", self.cordon),
             Route("POST", "/api/v1/nodes/{node}/uncordon", "admin", self.uncordon),
+            Route("POST", "/api/v1/nodes/{node}/allow-video", "admin", self.allow_video),
+            Route("POST", "/api/v1/nodes/{node}/deny-video", "admin", self.deny_video),
             Route("POST", "/api/v1/nodes/{node}/drain", "admin", self.drain),
             Route("POST", "/api/v1/nodes/{node}/pause", "admin", self.pause, (503,)),
             Route("POST", "/api/v1/nodes/{node}/resume", "admin", self.resume, (503,)),
@@ -118,6 +120,20 @@ class NodeRoutes:
         found = self._find(node)
         self._registry.cordon(found, on=on)
         return {"schema": 1, "node": found, "cordoned": on}
+
+    async def allow_video(self, node: str) -> dict[str, Any]:
+        """Allow a node to make videos."""
+        return await self._set_video(node, on=True)
+
+    async def deny_video(self, node: str) -> dict[str, Any]:
+        """Give a node no new videos; one that it makes now is finished."""
+        return await self._set_video(node, on=False)
+
+    async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
+        found = self._find(node)
+        self._registry.allow_video(found, on=on)
+        await self._store.flush()
+        return {"schema": 1, "node": found, "video_allowed": on}
 
     async def drain(self, node: str, body: Drain) -> dict[str, Any]:
         """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.

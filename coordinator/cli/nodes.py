@@ -77,6 +77,8 @@ def _video(video: dict[str, Any] | None) -> str:
     lent = [lease for lease in video["leases"] if lease["size"]]
     if lent:
         return ", ".join(f"lends {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
+    if not video["allowed"]:
+        return "not allowed"
     return "ready" if video["ready"] and video["ray"] else "not ready"
 
 
@@ -136,6 +138,26 @@ def cordon(session: Session, node: str) -> None:
 def uncordon(session: Session, node: str) -> None:
     """Send requests to a node again."""
     session.show(session.call("POST", f"/api/v1/nodes/{node}/uncordon"), lambda _: click.echo(f"{node} uncordoned"))
+
+
+@nodes.command("allow-video")
+@click.argument("node")
+@options
+def allow_video(session: Session, node: str) -> None:
+    """Allow a node to make videos; it then starts Ray where it has a video package."""
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{node}/allow-video"), lambda _: click.echo(f"{node} may make videos")
+    )
+
+
+@nodes.command("deny-video")
+@click.argument("node")
+@options
+def deny_video(session: Session, node: str) -> None:
+    """Give a node no new videos; one that it makes now is finished."""
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{node}/deny-video"), lambda _: click.echo(f"{node} makes no new videos")
+    )
 
 
 @nodes.command()

@@ -295,7 +295,7 @@ def identity(here: Here) -> Finding:
 
 
 def video(here: Here) -> Finding:
-    """Ray's ports and token, where video is offered."""
+    """Check that the ports of this Mac's Ray are free, where video is offered."""
     from importlib.metadata import PackageNotFoundError, version
 
     told = here.examined()
@@ -319,7 +319,7 @@ def _taken(port: int) -> bool:
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            line.bind(("", port))
+            line.bind(("127.0.0.1", port))
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False

@@ -7,7 +7,15 @@ import difflib
 
 from coordinator.video.board import Board
 from coordinator.video.jobs import Wanted
-from coordinator.video.ledger import Profiles, fits_nowhere, guard_off, packages_of, profile_of, video_models
+from coordinator.video.ledger import (
+    Profiles,
+    fits_nowhere,
+    guard_off,
+    packages_of,
+    profile_of,
+    video_denied,
+    video_models,
+)
 from coordinator.video.predictor import Clip, Impossible, Wish, plan, too_large
 from coordinator.video.settings import VideoSettings
 from router.dialects.video_body import VideoBody
@@ -100,14 +108,14 @@ def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
     if guard_off(here):
         return Problem(503, "guard_off", "memory.guard is off on every node that could make this: no memory is lent "
                        "without it")  # fmt: skip
-    causes = [_cause(node) for node in here if not node.video.ready]
+    causes = [_cause(node) for node in here if not node.video.ready or video_denied(node)]
     if len(causes) < len(here):
         return None
     return Problem(503, "video_not_ready", f"no node can make videos now: {'; '.join(causes[:5])}")
 
 
 def _cause(node: NodeView) -> str:
-    return f"{node.name}: {node.video.cause or 'it is not ready for videos'}"
+    return f"{node.name}: {node.video.cause or video_denied(node) or 'it is not ready for videos'}"
 
 
 def _full(board: Board, settings: VideoSettings) -> Problem | None:

@@ -23,12 +23,10 @@ from coordinator.video.events import (
     NodeAway,
     NodeRemoved,
     NotFetched,
-    NotStarted,
     Placed,
     Reported,
     Restarted,
     Said,
-    Stop,
     Submitted,
     Tick,
     Waits,
@@ -56,8 +54,6 @@ def advance(board: Board, event: Event, now: float) -> tuple[Board, Actions]:
             away(turn, node)
         case NodeRemoved(node):
             removed(turn, node)
-        case NotStarted():
-            _not_started(turn, event)
         case Fetched() | NotFetched():
             _fetched(turn, event)
         case Cancelled(job, message):
@@ -94,15 +90,6 @@ def _waits(turn: Turn, event: Waits) -> None:
     room_by = None if event.busy else turn.room_by(job)
     if (job.phase, job.room_by) != (event.phase, room_by):
         turn.put(replace(job, phase=event.phase, room_by=room_by), save=False)
-
-
-def _not_started(turn: Turn, event: NotStarted) -> None:
-    hold = turn.holds.get(event.lease)
-    job = None if hold is None else turn.job_of(event.lease, hold.generation)
-    if job is None or job.state != State.IN_PROGRESS or job.due is None or job.away:
-        return  # it began, and its node watches it
-    turn.give_back(event.lease, NOT_STARTED)
-    turn.not_begun(job, NOT_STARTED, event.message)
 
 
 def _fetched(turn: Turn, event: Fetched | NotFetched) -> None:
@@ -167,7 +154,6 @@ def _overdue(turn: Turn, job: Job) -> None:
         turn.again(job, "its node did not answer")
     elif job.state == State.IN_PROGRESS and job.away:
         turn.holds.pop(job.lease, None)
-        turn.actions.append(Stop(job.lease))
         turn.lost(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
     elif job.state == State.IN_PROGRESS:
         turn.give_back(job.lease, "start_timeout")

@@ -136,8 +136,6 @@ class Videos:
         wanted = admit(asked, conductor.view, conductor.board, conductor.profiles, conductor.settings, key.limits)
         if isinstance(wanted, Problem):
             return wanted
-        if conductor.starter is not None and conductor.starter.cause:
-            return Problem(503, "video_not_ready", conductor.starter.cause)
         return await conductor.submit(wanted, owner, idempotency, digest)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:

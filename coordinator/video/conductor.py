@@ -1,7 +1,7 @@
 """The conductor: tells the board what happens and does what it says, on the coordinator's loop.
 
 It owns the board, the store and the files. What nodes say comes through `hear` and `see`, what people want through
-`submit`, `cancel` and `delete`; Ray is somebody else's (`Starter`). Nothing here decides anything about a job.
+`submit`, `cancel` and `delete`. Nothing here decides anything about a job.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from coordinator.video.predictor import Profile, ProfileKey, key_of
 from coordinator.video.settings import VideoSettings
 from coordinator.video.store import VideoStore
 from router.view import ClusterView, NodeView
-from wire.frames import Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.frames import AllowVideo, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
 from wire.identity import NodeId
 from wire.video import Artifact
 
@@ -54,31 +54,6 @@ class Links(Protocol):
         ...
 
 
-class Starter(Protocol):
-    """Who starts the actors of leases."""
-
-    @property
-    def cause(self) -> str:
-        """Why it cannot; empty when it can."""
-        ...
-
-    def see(self, view: ClusterView) -> None:
-        """Take the newest picture: which nodes there are to start something on."""
-        ...
-
-    def start(self, lease: str, generation: int, ray: str, folder: str, size: int) -> None:
-        """Start the actor of a lease on a node of Ray's; `failed` hears when that is not possible."""
-        ...
-
-    def stop(self, lease: str) -> None:
-        """End the actor of a lease, if there is one."""
-        ...
-
-    def forget(self, node: NodeId) -> None:
-        """A node is no member any more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
     """A job that was asked for before under the same idempotency key; `same`: with the same words."""
@@ -101,7 +76,6 @@ class Conductor:
     ) -> None:
         self.settings = settings
         self.artifacts = Artifacts(folder / "videos", links.ask)
-        self.starter: Starter | None = None
         self._links = links
         self._wall = wall
         self._loop = asyncio.get_running_loop()
@@ -115,8 +89,8 @@ class Conductor:
         self._heard: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
-        self._rays: dict[str, tuple[NodeId, str]] = {}
-        """By lease whose actor was asked for: its node, and that node's name in Ray's cluster."""
+        self._permits: dict[NodeId, tuple[int, bool]] = {}
+        """By node: the epoch of its link, and the permission that was sent over it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -195,21 +169,22 @@ class Conductor:
     def see(self, view: ClusterView) -> None:
         """Take the newest picture of the cluster."""
         self.view = view
-        if self.starter is not None:
-            self.starter.see(view)
         for node in view.nodes:
+            self._permit(node)
             if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
                 self._heard[node.id] = node.heard_at
                 self.tell(events.Reported(node.id, node.video.leases))
-        for lease, (node, ray) in list(self._rays.items()):
-            found = view.node(node)
-            if found is not None and found.video.ray != ray:
-                del self._rays[lease]
-                log.info("ray of a lease ended", lease=lease, node=node)
-                self.tell(events.NotStarted(lease, "Ray has ended on its node"))
         if not self._running:
             self._look()
             self._run()
+
+    def _permit(self, node: NodeView) -> None:
+        """Send a node whether it may make videos, where it does not know."""
+        allowed = node.video_allowed and self.settings.enabled
+        if node.video.allowed in (None, allowed) or self._permits.get(node.id) == (node.epoch, allowed):
+            return
+        if self._links.send(node.id, AllowVideo(allowed)):
+            self._permits[node.id] = node.epoch, allowed
 
     def _concerns(self, node: NodeView) -> bool:
         """Whether what a node tells of its leases can change anything, its silence included."""
@@ -229,14 +204,8 @@ class Conductor:
     def forget(self, node: NodeId) -> None:
         """A node is no member any more."""
         self._heard.pop(node, None)
-        if self.starter is not None:
-            self.starter.forget(node)
+        self._permits.pop(node, None)
         self.tell(events.NodeRemoved(node))
-
-    def not_started(self, lease: str, message: str) -> None:
-        """Ray could not start the actor of a lease."""
-        log.warning("actor not started", lease=lease, message=message)
-        self.tell(events.NotStarted(lease, message))
 
     # -- the board -------------------------------------------------------------------------
 
@@ -318,12 +287,6 @@ class Conductor:
                 self._ask(job)
             case events.GiveBack(node, lease, generation, cause):
                 self._links.send(NodeId(node), Release(lease, generation, cause))
-            case events.Start(job, folder):
-                self._start(job, folder)
-            case events.Stop(lease):
-                self._rays.pop(lease, None)
-                if self.starter is not None:
-                    self.starter.stop(lease)
             case events.Fetch(job, artifacts):
                 if job.id not in self._fetching:
                     task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
@@ -348,14 +311,6 @@ class Conductor:
             why = "its node is not linked"
             refused = LeaseRefused(job.lease, job.generation, "link_lost", why, retry_after=AGAIN, waiting_for=why)
             self._events.append(events.Said(job.node, refused))
-
-    def _start(self, job: Job, folder: str) -> None:
-        node = self.view.node(NodeId(job.node))
-        if self.starter is None or node is None or not node.video.ray:
-            self._events.append(events.NotStarted(job.lease, "Ray is not up on its node"))
-        else:
-            self._rays[job.lease] = node.id, node.video.ray
-            self.starter.start(job.lease, job.generation, node.video.ray, folder, job.size)
 
     async def _fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> None:
         while True:

@@ -68,14 +68,6 @@ class NodeRemoved:
 
 
 @dataclass(frozen=True, slots=True)
-class NotStarted:
-    """Ray could not start the actor of a lease, or lost it."""
-
-    lease: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Fetched:
     """The files of a job are here, whole."""
 
@@ -119,7 +111,7 @@ class Tick:
 
 
 Event = (
-    Submitted | Placed | Waits | Said | Reported | NodeAway | NodeRemoved | NotStarted | Fetched | NotFetched
+    Submitted | Placed | Waits | Said | Reported | NodeAway | NodeRemoved | Fetched | NotFetched
     | Cancelled | Deleted | Restarted | Tick
 )  # fmt: skip
 
@@ -142,21 +134,6 @@ class GiveBack:
     lease: str
     generation: int
     cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Have Ray start the actor of the job's lease; `folder` is for the actor."""
-
-    job: Job
-    folder: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Have Ray end the actor of a lease, if there is one."""
-
-    lease: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,5 +173,5 @@ class Measured:
     peak: int
 
 
-Action = Ask | GiveBack | Start | Stop | Fetch | Save | Drop | Expire | Measured
+Action = Ask | GiveBack | Fetch | Save | Drop | Expire | Measured
 Actions = tuple[Action, ...]

@@ -136,6 +136,13 @@ def could_ever(node: NodeView, size: int) -> bool:
     return not node.memory.cap or size <= most_bytes(node.memory)
 
 
+def video_denied(node: NodeView) -> str:
+    """Return why a node may not make videos, with the remedy; empty when it may."""
+    if node.video_allowed:
+        return ""
+    return f"it is not allowed to make videos: `cluster nodes allow-video {node.name}` allows it"
+
+
 def _absent(node: NodeView, at: float) -> str:
     """Say why a node that has the package cannot take a job now; empty when it can."""
     if node.state == "paused":
@@ -148,7 +155,7 @@ def _absent(node: NodeView, at: float) -> str:
         return "its memory.guard is off, and without it no memory is lent"
     if not node.video.ready:
         return node.video.cause or "it cannot make videos now"
-    return "" if node.video.ray else node.video.ray_cause or "Ray is starting there"
+    return video_denied(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
 
 
 def _phase(job: Job, best: Candidate | None) -> str:

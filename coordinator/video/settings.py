@@ -48,19 +48,6 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     poll_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="How often clients are told to ask (openai-poll-after-ms).")
     ] = 2.0
-    ray_tls: Annotated[
-        bool, Meta(description="Encrypt what Ray says between machines, with an authority of its own.")
-    ] = True
-    ray_port: Annotated[
-        int,
-        Meta(ge=0, le=65_000, description="First of the 51 ports of Ray on the coordinator (docs/video.md); 0: any."),
-    ] = 6380
-    ray_storage: Annotated[
-        Literal["rocksdb", "memory"],
-        Meta(
-            description="Where Ray's head remembers: on disk, so that it may be restarted under running jobs, or not."
-        ),
-    ] = "rocksdb"
 
     @property
     def lease_bytes(self) -> int:

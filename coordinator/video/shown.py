@@ -6,7 +6,7 @@ from msgspec.structs import asdict
 
 from coordinator.video.board import Board, Hold
 from coordinator.video.jobs import Job
-from coordinator.video.ledger import Profiles, profile_of
+from coordinator.video.ledger import Profiles, profile_of, video_denied
 from coordinator.video.predictor import Profile
 from router.view import ClusterView, NodeView
 from wire.identity import NodeId
@@ -25,8 +25,10 @@ def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
 
 def _package_row(node: NodeView, package: VideoPackage, profile: Profile) -> dict[str, Any]:
     return {
-        "id": node.id, "name": node.name, "state": str(node.state), "ready": node.video.ready and bool(node.video.ray),
-        "cause": package.cause or node.video.cause or node.video.ray_cause, "weights": package.weights,
+        "id": node.id, "name": node.name, "state": str(node.state),
+        "ready": node.video_allowed and node.video.ready and bool(node.video.ray),
+        "cause": package.cause or node.video.cause or video_denied(node) or node.video.ray_cause,
+        "weights": package.weights,
         "engine": package.engine, "bits": package.bits, "profile": _profile(profile),
     }  # fmt: skip
 
@@ -63,9 +65,9 @@ def _runs(hold: Hold, job: Job | None) -> bool:
     return job is not None and job.lease == hold.lease and job.generation == hold.generation
 
 
-def video_row(video: VideoState) -> dict[str, Any]:
-    """Give what a node says of its video."""
+def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
+    """Return what a node reports of its video, and whether it is allowed to make any."""
     return {
-        "ready": video.ready, "cause": video.cause, "ray": video.ray, "ray_cause": video.ray_cause,
+        "ready": video.ready, "allowed": allowed, "cause": video.cause, "ray": video.ray, "ray_cause": video.ray_cause,
         "packages": [asdict(package) for package in video.packages], "leases": [asdict(one) for one in video.leases],
     }  # fmt: skip

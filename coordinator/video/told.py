@@ -5,7 +5,7 @@ from dataclasses import replace as changed
 from msgspec.structs import replace
 
 from coordinator.video.board import Hold
-from coordinator.video.events import ACKNOWLEDGED, Fetch, GiveBack, Measured, Reported, Start, Stop
+from coordinator.video.events import ACKNOWLEDGED, Fetch, GiveBack, Measured, Reported
 from coordinator.video.jobs import FETCHING, Job, State, moved
 from coordinator.video.turn import NOT_STARTED, PAUSE_MOST, Turn
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
@@ -40,11 +40,10 @@ def _granted(turn: Turn, node: str, frame: LeaseGranted) -> None:
     if job.state != State.LEASING:
         return
     turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
-    begun = turn.put(moved(
+    turn.put(moved(
         replace(job, room_by=None), State.IN_PROGRESS, phase="starting", started=turn.now,
         due=turn.now + turn.rules.start_seconds,
     ))  # fmt: skip
-    turn.actions.append(Start(begun, frame.folder))
 
 
 def _refused(turn: Turn, node: str, frame: LeaseRefused) -> None:
@@ -60,7 +59,6 @@ def _refused(turn: Turn, node: str, frame: LeaseRefused) -> None:
 def _ended(turn: Turn, node: str, frame: LeaseEnded) -> None:
     job = turn.job_of(frame.lease, frame.generation) or _fetching(turn, frame)
     turn.holds.pop(frame.lease, None)
-    turn.actions.append(Stop(frame.lease))
     if job is None or not job.open or job.state == State.QUEUED:
         turn.actions.append(GiveBack(node, frame.lease, frame.generation, ACKNOWLEDGED))
         return
@@ -159,7 +157,6 @@ def _told(turn: Turn, hold: Hold, present: bool) -> None:
     if job is not None and job.state == State.LEASING:
         return  # the node is still making up its mind; the deadline rules
     del turn.holds[hold.lease]
-    turn.actions.append(Stop(hold.lease))
     if job is not None and job.state == State.IN_PROGRESS:
         turn.lost(job, "worker_lost", "its node came back without it")
 
@@ -184,7 +181,6 @@ def removed(turn: Turn, node: str) -> None:
     away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
         turn.holds.pop(job.lease, None)
-        turn.actions.append(Stop(job.lease))
         _gone(turn, job, "its node was removed from the cluster")
     for job in [job for job in turn.jobs.values() if job.node == node]:
         turn.put(replace(job, node=""))

@@ -6,7 +6,7 @@ What several events have in common is here: a job that fails, is lost, or is put
 from msgspec.structs import replace
 
 from coordinator.video.board import Board
-from coordinator.video.events import Action, GiveBack, Save, Stop
+from coordinator.video.events import Action, GiveBack, Save
 from coordinator.video.jobs import Fault, Job, State, moved
 
 PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
@@ -45,7 +45,7 @@ class Turn:
         """Tell the node of a hold; the hold stays until the node says so."""
         hold = self.holds.get(lease)
         if hold is not None:
-            self.actions += [GiveBack(hold.node, lease, hold.generation, cause), Stop(lease)]
+            self.actions.append(GiveBack(hold.node, lease, hold.generation, cause))
 
     def fail(self, job: Job, code: str, message: str) -> None:
         """End a job."""

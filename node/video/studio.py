@@ -10,8 +10,8 @@ from node.limits import Limiter
 from node.poll import Poll
 from node.settings import NodeSettings
 from node.supervise import Supervisor
+from node.video.local_ray import LocalRay
 from node.video.offer import Offer
-from node.video.raylet import Raylet
 from wire.frames import Frame
 from wire.units import GIB
 
@@ -28,7 +28,7 @@ class Studio:
         self.offer = Offer(settings, state)
         self.lender = Lender(settings, limiter, poll, supervisor, self.offer, folder / "leases")
         gib = limiter.cap.bytes // GIB
-        self.raylet = Raylet(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
+        self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed: Callable[[], None] = lambda: None
         self._paused = ""
 
@@ -36,7 +36,8 @@ class Studio:
         """Say by whom the coordinator is told, and who wants to know that something changed."""
         self._changed = changed
         self.lender.say, self.lender.changed = tell, self._offered
-        self.raylet.changed, self.offer.changed = changed, self._offered
+        self.lender.begin, self.lender.finish = self.ray.begin, self.ray.end
+        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lender.not_started, self._offered
 
     async def start(self) -> None:
         """Take up leases of an earlier agent, and look for packages."""
@@ -52,7 +53,7 @@ class Studio:
         """End the job, then Ray."""
         await self.offer.stop()
         await self.lender.stop()
-        await self.raylet.stop()
+        await self.ray.stop()
 
     def pause(self, why: str) -> None:
         """Lend nothing new, because of `why`, and let Ray go once nothing is lent; an empty text: as before."""
@@ -61,6 +62,6 @@ class Studio:
         self._offered()
 
     def _offered(self) -> None:
-        self.raylet.lend(on=self.lender.holding)
-        self.raylet.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
+        self.ray.lend(on=self.lender.holding)
+        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
         self._changed()

@@ -143,15 +143,15 @@ def bench_clip(folder: Path) -> list[Row]:
     with pool(folder) as made:
         one = _real(made, folder)
         pairs = in_turn(lambda number: _made(one, number), lambda number: _alone(folder, number), ROUNDS)
-        rays = [*one.find("head's launcher"), *one.find("launcher"), *one.find("broker")]
+        rays = [*one.find("launcher"), *one.find("driver")]
         family = {p.pid: p for ray in rays for p in [ray, *ray.children(recursive=True)]}.values()
         own, resident = sum(p.memory_full_info().uss for p in family), sum(p.memory_info().rss for p in family)
         one.close()
     ours, alone, ratio, ratios = ratio_of(pairs)
     figure = f"the engine alone ({ours:.1f} s against {alone:.1f}; {spread(ratios)})"
-    told = f"{own / MIB:.0f} MiB of its own, {resident / MIB:.0f} resident, {len(family)} processes on both sides"
+    told = f"{own / MIB:.0f} MiB of its own, {resident / MIB:.0f} resident, {len(family)} processes"
     return [at_most("a clip, created to completed", 3, ratio, figure, "the bare engine"),
-            Row("Ray's footprint, head and one node", "told", told, True, commit())]  # fmt: skip
+            Row("Ray's footprint on a node", "told", told, True, commit())]  # fmt: skip
 
 
 def _real(made: Pool, folder: Path, **settings: str) -> Chain:

@@ -31,7 +31,7 @@ WIDE, PHONE = {"width": 1120, "height": 700}, {"width": 390, "height": 780}
 def at_work(folder: Path) -> Iterator[Pool]:
     """Give the pool of the pictures."""
     with pool(folder) as made:
-        made.up("video.ray_port=0", "video.max_steps=1000", "cluster.name=home", "router.queue_seconds=1")
+        made.up("video.max_steps=1000", "cluster.name=home", "router.queue_seconds=1")
         filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy=0.2)
         made.join("studio", *filming)
         made.join("mini", *MLX)

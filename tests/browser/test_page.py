@@ -13,6 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from openai import OpenAI
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from tests.support.chain import until_ray
 from tests.support.processes import Pool, pool, until
 from tests.support.studio import words
 
@@ -32,7 +33,7 @@ expect.set_options(timeout=WAIT)
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("page")) as made:
-        made.up("video.ray_port=0", "video.max_steps=1000")
+        made.up("video.max_steps=1000")
         made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy=0.2))
         for name in ("mini", "laptop"):
             made.join(name)
@@ -240,7 +241,7 @@ def sound(page: Page, what: str) -> None:
 
 
 def ask_for_a_video(home: Pool, **changes: object) -> str:
-    until(lambda: home.node("studio")["video"]["ray"], 120, "Ray")
+    until_ray(home, "studio")
     headers = {"authorization": f"Bearer {home.key}"}
     url = f"{home.base}/v1/videos"
     return (

@@ -17,7 +17,7 @@ from tests.support.loopback_cluster import a_memory
 from tests.support.video_peer import CLIP, VideoPeer, artifacts_of
 from tests.unit.coordinator.test_forgetting import found
 from tests.unit.coordinator.video.test_board import a_job
-from wire.frames import Generate, Lease, LeaseGranted, LeaseRefused, Release
+from wire.frames import AllowVideo, Generate, Lease, LeaseGranted, LeaseRefused, Release
 from wire.units import GIB
 from wire.video import Artifact
 
@@ -130,12 +130,9 @@ async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path
         assert fault(one, video) == "worker_lost"
 
 
-@pytest.mark.parametrize("ray", ["no such node", ""])
-async def test_what_ray_cannot_start_is_tried_again_and_then_fails(tmp_path: Path, ray: str):
-    async with pool(tmp_path, peer={"plays": False}, start_seconds=0.2) as one:
-        one.started.refuses = ray
-        if not ray:
-            one.started.peers = []
+@pytest.mark.parametrize("peer", [{"refuses": "Ray has no room"}, {"starts": False}])
+async def test_an_actor_that_does_not_start_is_tried_again_and_then_fails(tmp_path: Path, peer: dict[str, Any]):
+    async with pool(tmp_path, peer={"plays": False, **peer}, start_seconds=0.2) as one:
         one.conductor.board = type(one.conductor.board)(
             type(one.conductor.board.rules)(attempts=0, start_seconds=0.2), {}, {}, {}
         )
@@ -143,25 +140,31 @@ async def test_what_ray_cannot_start_is_tried_again_and_then_fails(tmp_path: Pat
         await one.until(video, "failed")
         assert fault(one, video) == "start_failed"
         await one.port.until(lambda: not one.conductor.board.holds)
-        assert one.started.stopped
 
 
-async def test_a_worker_that_has_not_begun_never_will_once_its_nodes_ray_is_another(tmp_path: Path):
-    async with pool(tmp_path, peer={"plays": False}) as one:
-        one.started.peers = []  # Ray has been asked, and is about to be killed
+async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_gets_a_job(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", peer={"permitted": False, "plays": False}) as one:
+        registry = one.port.application.registry
+        first, second = one.peers
+        assert [one.allowed for one in one.peers] == [False, False]
+        assert second.who is not None
+        registry.allow_video(second.who.node, on=True)
+        await one.port.until(lambda: second.allowed)
         video = await asked(one)
         await one.until(video, "in_progress")
-        (lease,) = one.peer.leases
-        one.peer.video = {"ray": ""}
-        await one.port.until(lambda: "Ray is starting" in one.conductor.board.jobs[video].phase)
-        assert one.peer.of(Release)[0].lease == lease
-        one.started.peers = one.peers
-        one.peer.video = {"ray": "ray-a"}
-        await one.until(video, "in_progress")
-        await one.port.until(lambda: one.conductor.board.jobs[video].phase == "denoising", 20)
-        one.peer.video = {"ray": ""}
-        await one.port.until(lambda: one.conductor.view.nodes[0].video.ray == "")
-        assert state(one, video) == State.IN_PROGRESS, "whoever runs is watched by the node"
+        assert [len(peer.of(Lease)) for peer in one.peers] == [0, 1]
+        waiting = await asked(one)
+        registry.allow_video(second.who.node, on=False)
+        await one.port.until(lambda: not second.allowed)
+        second.finish(next(iter(second.leases)))
+        await one.until(video, "completed")
+        await one.port.until(lambda: "allow-video" in one.conductor.board.jobs[waiting].phase)
+        assert first.of(AllowVideo) == [], "it knew"
+        assert [frame.allowed for frame in second.of(AllowVideo)] == [True, False]
+        await second.cut()
+        registry.allow_video(second.who.node, on=True)
+        await second.link()
+        await one.port.until(lambda: second.allowed)
 
 
 async def test_this_process_begins_again_and_finds_its_jobs(tmp_path: Path):

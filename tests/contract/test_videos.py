@@ -15,7 +15,7 @@ import pytest_asyncio
 from coordinator.video.settings import VideoSettings
 from tests.support.cluster_port import Port, a_report, opened
 from tests.support.loopback_cluster import a_memory
-from tests.support.video_peer import CLIP, PICTURE, Started, VideoPeer
+from tests.support.video_peer import CLIP, PICTURE, VideoPeer
 from wire.frames import Generate, Lease, Release
 from wire.units import GIB
 from wire.video import VideoPackage
@@ -30,9 +30,6 @@ class Pool:
         self.port = port
         self.peers = peers
         self.conductor = port.application.conductor
-        self.started = Started(peers)
-        self.started.failed = self.conductor.not_started
-        self.conductor.starter = self.started
         self.key = self.new_key()
 
     @property
@@ -389,11 +386,11 @@ async def test_where_no_videos_are_made_it_is_a_503(
         assert ("cluster video install" in answer.text) == (code == "video_not_ready")
 
 
-async def test_without_ray_here_it_is_a_503(tmp_path: Path):
-    async with pool(tmp_path) as one, one.http() as http:
-        one.started.cause = "Ray is not installed here: install macpool[video]"
+async def test_without_a_node_that_is_allowed_it_is_a_503_that_names_the_command(tmp_path: Path):
+    async with pool(tmp_path, peer={"permitted": False}) as one, one.http() as http:
         answer = await http.post("/v1/videos", json={"prompt": "x"})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (503, one.started.cause)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "video_not_ready")
+        assert "`cluster nodes allow-video a`" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

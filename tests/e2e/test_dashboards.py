@@ -16,6 +16,7 @@ import pytest
 from coordinator.metrics.prometheus import configuration
 from dashboards.generate import BOARDS
 from dashboards.panels import Board, Kind, Panel
+from tests.support.chain import until_ray
 from tests.support.engine_pool import HELLO, MLX, said
 from tests.support.processes import Pool, pool, until
 from tests.support.prometheus import Prometheus, needs, prometheus, token_file
@@ -112,7 +113,7 @@ def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]
 def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, object], None]):
     needs("prometheus")
     with pool(tmp_path) as made:
-        made.up("router.queue_seconds=20", "video.ray_port=0", "video.max_steps=1000")
+        made.up("router.queue_seconds=20", "video.max_steps=1000")
         filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="filmed", node__report_busy=0.2)
         settings = {"film": filming, "one": SMALL, "two": SMALL, "mlx": MLX, "away": SMALL}
         for name, own in settings.items():
@@ -120,7 +121,7 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
         for name in settings:
             until(lambda name=name: made.serves(name), 60, f"{name} serves")
         made.cli("pause", "away", "1h")
-        until(lambda: made.node("film").get("video", {}).get("ray"), 120, "Ray")
+        until_ray(made, "film")
         key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
         text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
         with prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:

@@ -23,6 +23,7 @@ import pytest
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
+from tests.support.chain import until_ray
 from tests.support.hosts import NET, Hosts, unsupported
 from tests.support.processes import CLI, Pool, Process, environment, pool, until
 from tests.support.studio import flat
@@ -36,7 +37,7 @@ WORK = 3.0
 """Seconds that a loaded machine may add."""
 CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
 """How clients ask, without TLS: a context of their own would read all authorities of this machine each time."""
-VIDEO = ("video.ray_port=0", "video.max_steps=1000")
+VIDEO = ("video.max_steps=1000",)
 
 
 def flat_settings(**more: Any) -> list[str]:
@@ -337,7 +338,8 @@ def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, t
     lab.up(*VIDEO)
     for name, number in (("studio", 2), ("macbook", 3)):
         lab.join(name, number, *flat_settings(worker__ray_ports=6480, node__report_busy=0.2))
-    until(lambda: all(lab.pool.node(name)["video"]["ray"] for name in ("studio", "macbook")), 120, "Ray on both")
+    for name in ("studio", "macbook"):
+        until_ray(lab.pool, name)
     body = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 100, "seed": 1}
     job = lab.on_client(lambda: lab.ask("POST", "/v1/videos", json=body)).result().json()["id"]
 

@@ -49,7 +49,7 @@ def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai
     """Start a coordinator and nodes, with a stand-in for the engine behind a gate; give a client once Ray is up. Nodes
     with a stand-in live beside those of `real`, so their ports are others."""
     extra = [f"video.{key}={value}" for key, value in more.items()]
-    pool.up("video.ray_port=0", "video.max_steps=1000", *extra)
+    pool.up("video.max_steps=1000", *extra)
     engine = {} if gate is None else {"worker__environments": str(gate.environments)}
     for number, name in enumerate(names or ("a",)):
         pool.join(name, *settings(PORTS + 100 * number + (0 if gate is None else 300), **engine))
@@ -177,7 +177,6 @@ def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
     pool.up()
     pool.join("a")
     assert below(pool) == []
-    assert not (pool.state / "ray").exists()
     assert not (pool.state / "videos.db").exists()
     client = again(pool)
     with pytest.raises(openai.NotFoundError):

@@ -21,10 +21,11 @@ from tests.support.standin import CLIP, Gate, standin
 from tests.support.studio import tiny_wan
 
 PHASES = ("queued", "acquiring", "loading", "denoising", "saving", "pulling")
-VICTIMS = ("worker", "actor", "raylet", "launcher", "agent", "engine", "broker", "gcs_server", "head's raylet",
-           "head's launcher", "coordinator")  # fmt: skip
+VICTIMS = ("worker", "actor", "raylet", "gcs_server", "launcher", "driver", "agent", "engine", "coordinator")
 WORKERS = ("worker", "actor")
 """Processes that are there only while a lease is."""
+RAY = ("raylet", "gcs_server", "launcher")
+"""Processes of Ray whose end is the end of all of it."""
 RUNNING = ("loading", "denoising", "saving")
 LARGE = 64 * 2**20
 """Bytes of a clip that takes long enough to be fetched for somebody to be killed meanwhile."""
@@ -38,7 +39,7 @@ def expected(victim: str, phase: str) -> str:
         return "completed"
     if victim == "worker":
         return "worker_crashed"
-    return "worker_lost" if victim in ("actor", "raylet", "launcher", "agent") else "completed"
+    return "worker_lost" if victim in ("actor", *RAY, "agent") else "completed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Chain:
         self.whole()
 
     def _coordinator(self, **how: Any) -> None:
-        self.pool.up("video.ray_port=0", "video.max_steps=1000", *self._ours, **how)
+        self.pool.up("video.max_steps=1000", *self._ours, **how)
 
     def join(self) -> None:
         settings = {
@@ -91,7 +92,7 @@ class Chain:
         """Wait until every process of the chain is there again and nothing is lent."""
         until_ray(self.pool, "a")
         until(lambda: self.pool.serves("a"), SECONDS, "the node serves")
-        until(lambda: self.find("broker") and self.find("head's raylet"), SECONDS, "head and broker")
+        until(lambda: self.find("driver"), SECONDS, "the driver")
         until(lambda: not self.lent(), SECONDS, "all memory back")
 
     def close(self) -> None:
@@ -167,7 +168,6 @@ class Chain:
     def _find(self, victim: str) -> Iterator[psutil.Process]:
         coordinator, node = self.pool.coordinator, self.pool.nodes["a"]
         assert coordinator is not None
-        ours = coordinator.children() if victim in ("broker", "gcs_server") or "head" in victim else node.children()
         match victim:
             case "agent":
                 yield psutil.Process(node.pid)
@@ -178,11 +178,10 @@ class Chain:
                     yield psutil.Process(worker.ppid())
             case _:
                 words = {
-                    "worker": "node/video/worker.py", "launcher": "node.video.raylet_child", "raylet": "raylet/raylet",
-                    "engine": "node.engine.child", "broker": "coordinator.video.broker", "gcs_server": "gcs_server",
-                    "head's raylet": "raylet/raylet", "head's launcher": "node.video.raylet_child",
+                    "worker": "node/video/worker.py", "launcher": "node.video.ray_child", "raylet": "raylet/raylet",
+                    "engine": "node.engine.child", "driver": "node.video.driver", "gcs_server": "gcs_server",
                 }[victim]  # fmt: skip
-                for process in ours:
+                for process in node.children():
                     with suppress(psutil.Error):
                         if any(words in word for word in process.cmdline()[:8]):
                             yield process
@@ -225,10 +224,9 @@ class Chain:
         """Name what is another one once this victim is whole again."""
         if victim in WORKERS:
             return {}
-        if victim in ("raylet", "launcher"):
+        if victim in RAY:
             return {"ray": self.ray()}
-        head = ("head's launcher", "broker") if victim == "gcs_server" or "head" in victim else (victim,)
-        return {name: [one.pid for one in self.find(name)] for name in head}
+        return {victim: [one.pid for one in self.find(victim)]}
 
     def _others(self, before: dict[str, object]) -> bool:
         now = {name: self.ray() if name == "ray" else [one.pid for one in self.find(name)] for name in before}
@@ -262,7 +260,9 @@ class Chain:
 
 
 def until_ray(pool: Pool, node: str, seconds: float = 120.0) -> None:
-    """Wait for a node's Ray; AssertionError with what both sides say of theirs."""
+    """Allow a node to make videos and wait for its Ray; AssertionError with what both sides say of it."""
+    if not pool.node(node).get("video", {}).get("allowed"):
+        pool.cli("nodes", "allow-video", node)
     try:
         until(lambda: pool.node(node).get("video", {}).get("ray"), seconds, f"Ray on {node}")
     except AssertionError as error:

@@ -1,22 +1,21 @@
 """A node that makes videos, as the coordinator sees it: a peer on the real link that answers leases as a script says.
 
 It holds what a node holds (leases with generations, ended ones until they are acknowledged, files), reports it, and
-answers `Ask` for files in windows as an agent does. Ray is not here: `Started` stands in for it and tells the peer.
+answers `Ask` for files in windows as an agent does. Ray is not here: a granted lease begins at once, or with `refuses`
+ends because its actor could not be started.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from node.identity import Identity
-from router.view import ClusterView
 from tests.support.cluster_port import Ended, Line, Port, a_report
 from tests.support.loopback_cluster import a_memory
-from wire.frames import Answer, Ask, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.frames import AllowVideo, Answer, Ask, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
 from wire.units import GIB
 from wire.video import Artifact, LeaseState, VideoPackage, VideoState
 
@@ -31,43 +30,17 @@ def artifacts_of(files: dict[str, bytes]) -> tuple[Artifact, ...]:
 
 
 @dataclass
-class Started:
-    """Stands in for Ray: an actor starts on the peer whose Ray node it names, or not at all with `refuses`."""
-
-    peers: list["VideoPeer"]
-    refuses: str = ""
-    cause: str = ""
-    failed: Callable[[str, str], None] = lambda lease, why: None
-    stopped: list[str] = field(default_factory=list)
-
-    def see(self, view: ClusterView) -> None:
-        return
-
-    def start(self, lease: str, generation: int, ray: str, folder: str, size: int) -> None:
-        assert folder == "/leases"
-        if self.refuses:
-            self.failed(lease, self.refuses)
-            return
-        for peer in self.peers:
-            if ray == f"ray-{peer.name}":
-                peer.begin(lease)
-
-    def stop(self, lease: str) -> None:
-        self.stopped.append(lease)
-
-    def forget(self, node: str) -> None:
-        return
-
-
-@dataclass
 class VideoPeer:
-    """One Mac. `refusal`: what it answers to leases; `plays`: a started worker goes on to its end by itself; `muted`:
-    say nothing to a lease; `files`: what a job makes, and `told` what is said of them if that is something else."""
+    """One Mac. `permitted`: an administrator allows it to make videos, `allowed`: it knows. `refusal`: its answer to
+    leases; `muted`: it answers nothing; `starts`: a granted lease gets its worker; `refuses`: why its actor cannot be
+    started; `plays`: a worker finishes; `files`: what a job makes, and `told` what is said of them if that differs."""
 
     port: Port
     name: str
     plays: bool = True
     muted: bool = False
+    starts: bool = True
+    refuses: str = ""
     refusal: LeaseRefused | None = None
     room: int = 80 * GIB
     package: VideoPackage = WAN
@@ -79,12 +52,16 @@ class VideoPeer:
     ended: dict[str, LeaseEnded] = field(default_factory=dict)
     heard: list[Frame] = field(default_factory=list)
     who: Identity | None = None
+    permitted: bool = True
+    allowed: bool = False
     line: Line | None = None
     task: asyncio.Task[None] | None = None
 
     async def link(self) -> None:
         """Join once, link, and answer from then on."""
-        self.who = self.who or self.port.member(self.name)
+        if self.who is None:
+            self.who = self.port.member(self.name)
+            self.port.application.registry.allow_video(self.who.node, on=self.permitted)
         self.line = await self.port.link(self.who, self.report())
         for ended in self.ended.values():
             self.line.send(ended)
@@ -100,7 +77,9 @@ class VideoPeer:
         await self.port.until(lambda: self.port.state(self.who) != "ready")
 
     def report(self) -> Any:
-        video = VideoState(True, "", f"ray-{self.name}", (self.package,), tuple(self.leases.values()))
+        video = VideoState(
+            True, "", f"ray-{self.name}", (self.package,), tuple(self.leases.values()), allowed=self.allowed
+        )  # fmt: skip
         lent = sum(lease.size for lease in self.leases.values())
         memory = a_memory(self.room - lent, 128 * GIB, leases=lent)
         changes = {"memory": memory, "video": replace(video, **self.video)} | self.report_changes
@@ -135,6 +114,8 @@ class VideoPeer:
                 self._release(frame)
             case Ask():
                 self._ask(frame)
+            case AllowVideo(allowed):
+                self.allowed = allowed
             case _:
                 pass
 
@@ -144,6 +125,10 @@ class VideoPeer:
             return
         self.leases[frame.lease] = LeaseState(frame.lease, frame.generation, frame.job, frame.size, "granted")
         self.say(LeaseGranted(frame.lease, frame.generation, "/leases"))
+        if self.refuses:
+            self.finish(frame.lease, "start_failed", self.refuses)
+        elif self.starts:
+            self.begin(frame.lease)
 
     def begin(self, lease: str) -> None:
         """The actor is here: the worker runs."""

@@ -25,7 +25,7 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 MEMBER = MemberRow(
-    NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0, cordoned=True, labels=("lab", "big")
+    NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0, cordoned=True, labels=("lab", "big"), video=True
 )
 TOKEN = TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab")
 KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None, KeyLimits(models=("qwen*",), concurrency=2))
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> No
 def test_a_row_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "cluster.db")
-    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL, '')")
+    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL, '', 0)")
     connection.commit()
     connection.close()
     for _ in range(2):

@@ -24,13 +24,11 @@ from coordinator.video.events import (
     NodeAway,
     NodeRemoved,
     NotFetched,
-    NotStarted,
     Placed,
     Reported,
     Restarted,
     Said,
     Save,
-    Start,
     Submitted,
     Tick,
     Waits,
@@ -103,13 +101,12 @@ def test_a_job_from_the_line_to_its_files():
     story.submit(1)
     job = story.place()
     assert story.actions[-1] == Ask(job)
-    (started,) = story.grant(job)
-    assert isinstance(started, Start)
-    assert started.folder == "/f"
+    story.grant(job)
+    assert story.job(1).state == State.IN_PROGRESS
     story.report("a", state_of(job, progress=40, step=8, peak=77))
     assert (story.job(1).progress, story.job(1).phase, story.job(1).due) == (40, "denoising", None)
     actions = story.end(job, peak=80, seconds=9.0, made=b'{"frames":49}')
-    assert [type(one) for one in actions][1:] == [Measured, Fetch]
+    assert [type(one) for one in actions] == [Measured, Fetch]
     assert shown(story.job(1))["status"] == "in_progress"
     assert story.board.holds == {}, "its memory is back before its files are fetched"
     assert story.tell(Fetched("video_1", 1, FILES)) == [GiveBack("a", job.lease, 1, ACKNOWLEDGED)]
@@ -250,7 +247,7 @@ def test_a_deleted_job_whose_files_come_late_leaves_none():
     assert Drop("video_1") in story.tell(Fetched("video_1", 1, FILES))
 
 
-@pytest.mark.parametrize("event", ["late", "ray", "node"])
+@pytest.mark.parametrize("event", ["late", "node"])
 def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
     story = Story(attempts=2)
     story.submit(1)
@@ -262,8 +259,6 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
         if event == "late":
             story.now += 91
             actions = story.tell(Tick())
-        elif event == "ray":
-            actions = story.tell(NotStarted(job.lease, "Ray has no such node"))
         else:
             actions = story.end(job, "start_failed")
             assert story.board.held("a") is None, "the node has said that it ended"
@@ -274,14 +269,6 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
         assert event == "node" or story.board.held("a") is not None, "until the node says that it ended"
         story.end(job, "start_failed")
     assert (story.job(1).fault or Fault("", "")).code == "start_failed"
-
-
-def test_an_actor_that_goes_once_the_worker_runs_disturbs_nobody():
-    story = Story()
-    job = story.running()
-    story.report("a", state_of(job))
-    story.tell(NotStarted(job.lease, "the broker died"))
-    assert story.job(1).state == State.IN_PROGRESS
 
 
 def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
@@ -425,7 +412,6 @@ EVENTS = st.one_of(
     st.builds(Reported, NODES, st.lists(STATES, max_size=2).map(tuple)),
     st.builds(NodeAway, NODES),
     st.builds(NodeRemoved, NODES),
-    st.builds(NotStarted, LEASES, st.just("no")),
     st.builds(Fetched, JOBS, GENERATIONS, st.just(FILES)),
     st.builds(NotFetched, JOBS, GENERATIONS, st.just(Fault("artifact_lost", ""))),
     st.builds(Cancelled, JOBS),

@@ -19,7 +19,8 @@ WAN = VideoPackage("wan", engine="0.18.14", bits=8, expert=int(14.35 * GIB))
 
 def a_node(name: str, room: int = 80 * GIB, cap: int = 128 * GIB, **changes: Any) -> NodeView:
     video = VideoState(True, "", f"ray-{name}", (changes.pop("package", WAN),))
-    return NodeView(NodeId(name), name, **({"state": "ready", "memory": a_memory(room, cap), "video": video} | changes))
+    known = {"state": "ready", "memory": a_memory(room, cap), "video": video, "video_allowed": True}
+    return NodeView(NodeId(name), name, **(known | changes))
 
 
 def a_board(**changes: Any) -> Board:
@@ -79,6 +80,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
         ({"video": VideoState(False, "no environment", "", (WAN,))}, "no environment"),
         ({"video": VideoState(True, "", "", (WAN,), ray_cause="Ray is missing")}, "Ray is missing"),
         ({"video": VideoState(True, "", "", (WAN,))}, "Ray is starting"),
+        ({"video_allowed": False}, "`cluster nodes allow-video a`"),
         ({"package": VideoPackage("wan", engine="0.38.0", bits=8, expert=26 * GIB)}, "its engine needs"),
     ],
 )

@@ -1,7 +1,7 @@
-"""One `ray start --block` as a child process: what the coordinator's head and a node's part in its cluster have alike.
+"""`ray start --head --block` as a child process, confined to loopback.
 
-The child is an interpreter of ours that becomes Ray's command line and leaves when its life line does. It says much
-until it is up, and no more than that is read; afterwards its own logs say it, in its folder.
+The child is an interpreter of ours that becomes Ray's command line and exits when its standard input ends. Its output
+is kept until Ray is up; afterwards Ray writes logs into its own folder.
 """
 
 import asyncio
@@ -27,19 +27,22 @@ STORE = 80_000_000
 MOST_SAID = 2**20
 STARTED = b"Ray runtime started"
 LAST_LINES = 3
-CHILD = ("-P", "-m", "node.video.raylet_child", "start", "--block")
+CHILD = ("-P", "-m", "node.video.ray_child", "start", "--block")
 """What an interpreter is told so that it becomes Ray with a life line."""
-QUIET = ("--disable-usage-stats", "--include-log-monitor=false")
+QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dashboard=false", "--no-monitor")
+HOST = "127.0.0.1"
+"""The address of every socket of Ray: no other machine reaches it."""
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """What Ray's processes inherit."""
 SLIM = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    "PYTHONUNBUFFERED": "1",
+    "RAY_kill_child_processes_on_worker_exit": "false", "RAY_raylet_start_wait_time_s": "90",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
-"""What every process of Ray is told."""
+"""Settings of every process of Ray. Its actor ends a worker of ours: if Ray ended it first, its end would look like a
+crash. Without a "cluster" Ray takes loopback for the address of the machine, on Linux as on macOS."""
 
 
 def command(*words: str) -> list[str]:
@@ -52,17 +55,10 @@ def numbered(numbers: Mapping[str, int]) -> list[str]:
     return [f"--{name}={number}" for name, number in numbers.items()]
 
 
-def environment(inherited: Mapping[str, str], files: Path, *, token: bool, tls: bool) -> dict[str, str]:
-    """Give the environment of Ray's processes: named, with paths of secrets and never a secret. `files` holds them."""
+def environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
+    """Return the environment of the processes of Ray: named variables only, and the path of the token in `files`."""
     found = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
-    if token:
-        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
-    if tls:
-        found |= {
-            "RAY_USE_TLS": "1", "RAY_TLS_CA_CERT": str(files / "authority.pem"),
-            "RAY_TLS_SERVER_CERT": str(files / "certificate.pem"), "RAY_TLS_SERVER_KEY": str(files / "key.pem"),
-        }  # fmt: skip
-    return found
+    return found | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
 
 
 async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:

@@ -1,4 +1,4 @@
-"""Ray as a child process; a true one runs in tests/e2e/test_video_ray.py."""
+"""Ray as a child process; a real one runs in tests/e2e/test_video_ray.py."""
 
 import asyncio
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from machine import ray_process
-from machine.ray_process import STARTED
+from node.video import ray_process
+from node.video.ray_process import STARTED
 
 
 def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -25,13 +25,14 @@ def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch:
         ray_process.short_folder(Path("/some/state", "x" * 90))
 
 
-def test_the_environment_holds_paths_of_secrets_alone_and_only_where_there_are_some(tmp_path: Path):
-    told = ray_process.environment({"PATH": "/bin", "RAY_AUTH_TOKEN": "s3cret"}, tmp_path, token=True, tls=True)
-    assert (told["PATH"], told["RAY_AUTH_TOKEN_PATH"]) == ("/bin", str(tmp_path / "token"))
-    assert "s3cret" not in told.values()
-    assert told["RAY_USE_TLS"] == "1"
-    bare = ray_process.environment({}, tmp_path, token=False, tls=False)
-    assert not [name for name in bare if "TLS" in name or "AUTH" in name]
+def test_the_environment_is_named_confines_ray_to_loopback_and_holds_no_secret(tmp_path: Path):
+    inherited = {"PATH": "/bin", "RAY_AUTH_TOKEN": "s3cret", "OPENAI_API_KEY": "sk", "RAY_ADDRESS": "evil",
+                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_AUTH_MODE": "disabled"}  # fmt: skip
+    found = ray_process.environment(inherited, tmp_path)
+    assert (found["PATH"], found["RAY_AUTH_TOKEN_PATH"]) == ("/bin", str(tmp_path / "token"))
+    assert (found["RAY_AUTH_MODE"], found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == ("token", "0")
+    assert not {"RAY_AUTH_TOKEN", "OPENAI_API_KEY", "RAY_ADDRESS"} & set(found)
+    assert "s3cret" not in found.values()
 
 
 async def started(script: str, folder: Path, seconds: float = 20.0) -> tuple[asyncio.subprocess.Process, bytes]:

@@ -1,0 +1,93 @@
+"""Messages between the agent and the driver of its Ray, over a socket pair.
+
+Each is a length (4 bytes, big endian) and a msgpack object."""
+
+from typing import Any
+
+import msgspec
+
+LONGEST = 64 * 1024
+"""Bytes of the longest message."""
+
+
+class DriverMessage(msgspec.Struct, frozen=True, tag=True):
+    """Base class of all messages."""
+
+
+class Connect(DriverMessage, frozen=True, tag=True):
+    """agent → driver, first: connect to the Ray at this address (host:port)."""
+
+    address: str
+
+
+class Create(DriverMessage, frozen=True, tag=True):
+    """agent → driver: start the actor of a lease of `gib` GiB within `seconds`; `folder` is the folder of the lease."""
+
+    lease: str
+    generation: int
+    folder: str
+    gib: float
+    seconds: float
+
+
+class Kill(DriverMessage, frozen=True, tag=True):
+    """agent → driver: end the actor of a lease, if there is one."""
+
+    lease: str
+
+
+class Connected(DriverMessage, frozen=True, tag=True):
+    """driver → agent: the driver is connected to Ray."""
+
+
+class Created(DriverMessage, frozen=True, tag=True):
+    """driver → agent: the actor answers."""
+
+    lease: str
+
+
+class NotCreated(DriverMessage, frozen=True, tag=True):
+    """driver → agent: there is no actor, and why."""
+
+    lease: str
+    message: str
+
+
+ToDriver = Connect | Create | Kill
+FromDriver = Connected | Created | NotCreated
+
+
+class DriverLinkError(ValueError):
+    """The bytes are no message of this link."""
+
+
+def encode(message: DriverMessage) -> bytes:
+    """Return the bytes of a message."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+class MessageReader:
+    """Splits a byte stream into messages of `kinds`. Raises DriverLinkError for a message that is too long or of no
+    such kind."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Return the messages that `data` completes."""
+        self._buffer += data
+        found: list[Any] = []
+        while len(self._buffer) >= 4:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if length > LONGEST:
+                raise DriverLinkError(f"a message of {length} bytes, at most {LONGEST} are allowed")
+            if len(self._buffer) < 4 + length:
+                break
+            try:
+                found.append(self._decoder.decode(self._buffer[4 : 4 + length]))
+            except msgspec.MsgspecError as error:
+                raise DriverLinkError(str(error)) from None
+            del self._buffer[: 4 + length]
+        return found
