@@ -143,7 +143,7 @@ def test_a_database_of_the_first_schema_is_carried_over(tmp_path: Path) -> None:
     connection.commit()
     connection.close()
     store = Store(tmp_path)
-    assert store.members[NodeId("n")].labels == ()
+    assert (store.members[NodeId("n")].labels, store.members[NodeId("n")].video) == ((), True)
     assert store.keys["k"].limits is None
     store.close()
 
