@@ -261,7 +261,8 @@ class Chain:
 
 def until_ray(pool: Pool, node: str, seconds: float = 120.0) -> None:
     """Allow a node to make videos and wait for its Ray; AssertionError with what both sides say of it."""
-    if not pool.node(node).get("video", {}).get("allowed"):
+    until(lambda: pool.node(node).get("video"), seconds, f"a report of {node}")
+    if not pool.node(node)["video"]["allowed"]:
         pool.cli("nodes", "allow-video", node)
     try:
         until(lambda: pool.node(node).get("video", {}).get("ray"), seconds, f"Ray on {node}")
