@@ -32,5 +32,5 @@ class Quarantine:
 
     def bans(self, now: float) -> tuple[Ban, ...]:
         """Give what is kept out now."""
-        cause = f"the engine died {DEATHS} times in its load or forward"
+        cause = f"the engine died {DEATHS} times in its load, its template, its tokenizer or a forward"
         return tuple(Ban(model, until - now, cause) for model, until in self._until.items() if until > now)

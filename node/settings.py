@@ -131,6 +131,9 @@ class ModelSettings(Section, frozen=True):
     profile: Annotated[str, Meta(description=(
         '"auto": measure a model when it is loaded for the first time on this machine, 10 s at most, and keep what was '
         'measured; "off": start from what its config says.'))] = "auto"  # fmt: skip
+    trial: Annotated[bool, Meta(description=(
+        "Try the chat template and the tokenizer of each model once in a process of its own, with limits of time and "
+        "memory, before the engine uses them: about 4 s at the first request for a model."))] = True  # fmt: skip
     preload: Annotated[tuple[str, ...], Meta(description=(
         "Names of models to load at start, in this order, and never to unload for another."))] = ()  # fmt: skip
     idle_unload: Annotated[float, Meta(ge=0, le=2**31, description=(

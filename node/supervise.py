@@ -191,6 +191,7 @@ class Child(asyncio.Protocol):
     killed_at: float = 0.0
     """When SIGKILL is due while it ends."""
     blame: str = ""
+    hung: bool = False
     broken: bool = False
     """Whether its frames cannot be read."""
     recycled: bool = False
@@ -528,7 +529,7 @@ class Supervisor:
                 child.ending.cancel()
             self._child, self._report, self._reported_at = None, None, None
             child.sensor.close()
-            last = recorder.read(child.page)
+            last = recorder.read(child.page, hung=child.hung)
             os.close(child.page)
         if child.recycled:
             return Death(child.blame, None, wired, recycled=True)
@@ -651,6 +652,7 @@ class Supervisor:
                 await asyncio.wait_for(self._busier.wait(), patience.ping_idle)
 
     def _hang(self, child: Child, blame: str) -> None:
+        child.hung = True
         self._let_go(child, f"the engine hung: {blame}", Waits(0.0, self._patience.leave))
         self._become("hung", blame)
 

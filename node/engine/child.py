@@ -188,7 +188,7 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
         log.error("settings", error=str(error))  # noqa: TRY400  the sentence is for a person
         return EXIT_SETTINGS
     writer = Writer(line, lambda: ending.ask(EXIT_FAILED))
-    loop = Loop(engine, writer.send)
+    loop = Loop(engine, writer.send, recorder.oldest_read)
     ending = Ending(engine, loop)
 
     def read() -> None:

@@ -7,6 +7,7 @@ its model, and touches no other request. Whether there is room is decided on the
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import structlog
@@ -14,9 +15,11 @@ import structlog
 from node.engine.calling import Unfit
 from node.engine.found import Found
 from node.engine.grammar import Grammar, Grammars
+from node.engine.kinds import Recording
 from node.engine.pipeline import TextPipeline
 from node.engine.prompt import Prepared
 from node.engine.tokenizer import FILES, Prompt, TemplateFailed, Tokenizer, TokenizerError, TooLong, load
+from node.engine.trial import Trials
 from node.engine.unread import text_bytes
 from node.library import Library
 from wire.frames import Count, Finished, Generate, Params, Refusal
@@ -29,12 +32,19 @@ log = structlog.get_logger("engine.door")
 
 
 class Door:
-    """Holds the tokenizers, loaded at the first request for their model. `context(found)` returns the most tokens of a
-    row of a model."""
+    """Holds the tokenizers, loaded at the first request for their model, after a trial where there are `trials`.
+    `context(found)` returns the most tokens of a row of a model, `barred(found)` why it cannot be used now."""
 
-    def __init__(self, library: Library, context: Callable[[Found], int] = lambda found: found.context) -> None:
+    def __init__(
+        self, library: Library, context: Callable[[Found], int] = lambda found: found.context, *,
+        barred: Callable[[Found], str] = lambda found: found.cause, recorder: Recording | None = None,
+        trials: Trials | None = None,
+    ) -> None:  # fmt: skip
         self._library = library
         self._context = context
+        self._barred = barred
+        self._reading = _unrecorded if recorder is None else recorder.reading
+        self._trials = trials
         self._tokenizers: dict[str, Tokenizer] = {}
         self._grammars = Grammars()
         self._loading, self._compiling = threading.Lock(), threading.Lock()
@@ -55,8 +65,10 @@ class Door:
             return 0
         tokenizer = self._tokenizers.get(_key(found))
         guided = isinstance(frame, Generate) and frame.params.grammar is not None
-        return reading_bytes(
-            text_bytes(frame), _files(Path(found.folder)), loads=tokenizer is None,
+        files = _files(Path(found.folder))
+        trial = self._trials.need(found.fingerprint, files) if self._trials is not None and tokenizer is None else 0
+        return trial + reading_bytes(
+            text_bytes(frame), files, loads=tokenizer is None,
             guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
             context=self._context(found) if isinstance(frame, Generate) else 0,
         )  # fmt: skip
@@ -75,7 +87,8 @@ class Door:
         """Put a request into tokens. Never raises: on the thread that is the engine's life line, and on one that it
         waits for."""
         try:
-            return self._prepared(request)
+            with self._reading(request.model, request.request):
+                return self._prepared(request)
         except Exception as error:
             log.exception("door", request=request.request, request_id=request.request_id)
             return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
@@ -88,7 +101,8 @@ class Door:
             tokenizer = self._for(request)
             if isinstance(tokenizer, Refused):
                 return Refusal(asked.request, tokenizer)
-            return Finished(asked.request, (), tokenizer.count(request), 0)
+            with self._reading(asked.model, asked.request):
+                return Finished(asked.request, (), tokenizer.count(request), 0)
         except TemplateFailed as error:
             return Refusal(asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {error}"))
         except Exception as error:
@@ -102,8 +116,8 @@ class Door:
         found = self._library.look(request.model)
         if found is None:
             return Refused(Code.NO_MODEL, f"this node has no model {request.model}")
-        if found.cause:
-            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {found.cause}")
+        if cause := self._barred(found):
+            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         try:
             tokenizer = self._tokenizer(found)
         except TokenizerError as error:
@@ -161,8 +175,14 @@ class Door:
         with self._loading:
             tokenizer = self._tokenizers.get(_key(found))  # another thread may have loaded it meanwhile
             if tokenizer is None:
+                if self._trials is not None:
+                    self._trials.run(Path(found.folder), found.fingerprint, _files(Path(found.folder)))
                 tokenizer = self._tokenizers[_key(found)] = load(Path(found.folder))
         return tokenizer
+
+
+def _unrecorded(model: str, request: int = 0) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _key(found: Found) -> str:

@@ -10,6 +10,7 @@ kind provides `build` and asks its gate before every prefill and every join; a t
 
 import importlib
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -49,6 +50,8 @@ class Doing(IntEnum):
     JOIN = 2
     DECODE = 3
     LOAD = 4
+    READ = 5
+    """Put a prompt into tokens: the template and the tokenizer come with the model."""
 
 
 class Recording(Protocol):
@@ -60,6 +63,10 @@ class Recording(Protocol):
 
     def end(self) -> None:
         """It came back."""
+        ...
+
+    def reading(self, model: str, request: int = 0) -> AbstractContextManager[None]:
+        """Record that this thread puts a prompt of a model into tokens, until the context ends."""
         ...
 
     def crash(self, model: str, request: int) -> None:

@@ -16,11 +16,17 @@ from queue import SimpleQueue
 import structlog
 
 from node.engine.kinds import Engine, Halted, Work
+from node.engine.recorder import Last
 from node.engine.unread import Unread
 from wire.frames import EngineReport, Frame
 
 PUBLISH_EVERY = 0.1
 """Seconds between two published snapshots at least."""
+
+READ_EXPECTED = 60.0
+"""Seconds in which a prompt is in tokens: one of 8 MB takes 9 on a quiet machine."""
+READ_LONGEST = 5 * READ_EXPECTED
+"""Seconds after which a prompt counts as one that will never be in tokens (`supervise.Patience.turn_factor`)."""
 
 log = structlog.get_logger("engine")
 
@@ -28,9 +34,12 @@ log = structlog.get_logger("engine")
 class Loop:
     """Runs an engine on the thread that calls `run`."""
 
-    def __init__(self, engine: Engine, send: Callable[[Frame], None]) -> None:
+    def __init__(
+        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], Last | None] = lambda: None
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._send = send
+        self._reading = reading
         self._inbox: deque[Work] = deque()
         self._wake = threading.Condition()
         self._stopped = False
@@ -57,7 +66,10 @@ class Loop:
 
     def busy(self, now: float) -> tuple[float, float]:
         """Give for how many seconds the present native call, or else the present turn, lasts already (0: resting), and
-        how many were expected."""
+        how many were expected; instead of it a prompt that takes longer than any should, whose tokenizer hangs."""
+        read = self._reading()
+        if read is not None and now - read.since > READ_LONGEST:
+            return now - read.since, READ_EXPECTED
         call, turn = self._engine.call(), self._busy_since
         if call is not None:
             return max(0.0, now - call.since), call.expected

@@ -38,6 +38,7 @@ from node.engine.reuse import Reuse, limit_of
 from node.engine.sampling import sampling_of
 from node.engine.sequence import Row, Sequence
 from node.engine.sweeps import Sweeps
+from node.engine.trial import Trials
 from node.engine.unread import Read, Unread, too_long
 from node.engine.wiring import Wire
 from node.engine_environment import PROFILES
@@ -97,7 +98,11 @@ class TextEngine:
     ) -> None:  # fmt: skip
         self._settings = settings.engine.mlx
         self._library = library
-        self._door = Door(library, self._context)
+        self._trials = Trials(profiles)
+        self._door = Door(
+            library, self._context, recorder=recorder, trials=self._trials if settings.models.trial else None,
+            barred=lambda found: self._cause(found, time.monotonic()),
+        )  # fmt: skip
         self._footprint = Footprint(hardware.memory, self._held)
         self._forwards = Forwards(
             recorder, self._footprint, self._reserved, self._make_room, self._give_up_load, self._residual,
@@ -257,6 +262,10 @@ class TextEngine:
             self._generation.close()
             self._shelf.close()
 
+    def _cause(self, found: Found, now: float) -> str:
+        """Return why a model cannot be used now; empty when it can."""
+        return self._shelf.cause(found, now) or self._trials.cause(found.fingerprint)
+
     def _looks_at(self) -> float | None:
         """Say when to look whether the memory of the models that went is back; None while one is here."""
         return self._shelf.returns.at if self._shelf.empty else None
@@ -367,7 +376,7 @@ class TextEngine:
         if found is None:
             return [Refusal(request.request, Refused(Code.NO_MODEL, f"this node has no model {request.model}"))]
         shape = self._shape(prepared, found)
-        cause = self._shelf.cause(found, now)
+        cause = self._cause(found, now)
         refused = preflight.impossible(request, shape, self._model(found, now), self._settings.batch)
         if cause:
             refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
@@ -478,7 +487,7 @@ class TextEngine:
         if found is None:
             return Refused(Code.NO_MODEL, f"this node has no model {name}")
         self._shelf.forgive(name)
-        cause = self._shelf.cause(found, now)
+        cause = self._cause(found, now)
         if cause:
             return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
         self._shelf.ask(found)
@@ -507,7 +516,7 @@ class TextEngine:
         self._shelf.ban(restore.bans, now)
         for name in restore.models:
             found = self._library.find(name)
-            if found is not None and not self._shelf.cause(found, now):
+            if found is not None and not self._cause(found, now):
                 self._shelf.ask(found)
 
     def _waited_for(self, model: str) -> bool:
@@ -614,7 +623,7 @@ class TextEngine:
                 ), features=self._door.features(found), kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 kv_waste=waste_under(self._cap),
-                loading=self._shelf.loading(found.name), cause=self._shelf.cause(found, now),
+                loading=self._shelf.loading(found.name), cause=self._cause(found, now),
                 progress=self._shelf.progress(found.name), pinned=found.name in self._shelf.pinned,
                 **self._transients(found.forward),
             )  # fmt: skip

@@ -40,6 +40,7 @@ from transformers import PreTrainedTokenizerFast
 from node.engine.arguments import ways
 from node.engine.calling import Calling
 from node.engine.calls import Calls
+from node.engine.deadline import Deadline
 from node.engine.markup import NORMAL, Markup, Place
 from node.engine.pipeline import TextPipeline
 from node.engine.stops import Stops
@@ -65,6 +66,8 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
 """What a tokenizer is read from, as models have it."""
 LONG_TEXT: Final = 16 * 1024
 """Characters from which a text is put into tokens without the interpreter's lock."""
+RENDER_SECONDS: Final = 5.0
+"""Seconds that a chat template may take. A conversation of 8 MB takes less than one."""
 TAIL: Final = 32
 """Tokens at a prompt's end among which the mark of an open thought is looked for, with the blanks after it."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
@@ -305,12 +308,18 @@ class Tokenizer:
             _set_clock(self._wrapper.get_chat_template(None, tools))
         moment = _NOW.set(request.created)
         try:
+            return self._written_out(request, tools, continued, variables)
+        finally:
+            _NOW.reset(moment)
+
+    def _written_out(
+        self, request: Generate, tools: list[object] | None, continued: bool, variables: dict[str, object]
+    ) -> str:
+        with Deadline(RENDER_SECONDS, f"the chat template took more than {RENDER_SECONDS:.0f} s"):
             messages = [_written(message, self._own_renderer) for message in request.messages]
             return cast("str", cast("Any", self._wrapper).apply_chat_template(
                 messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
             ))  # fmt: skip
-        finally:
-            _NOW.reset(moment)
 
     def _check(self, ids: tuple[int, ...]) -> None:
         if not ids:

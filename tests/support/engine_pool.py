@@ -20,7 +20,14 @@ from openai import OpenAI
 from tests.models import EMBEDDED
 from tests.support.processes import Pool, until
 
-MLX = ("engine.kind=mlx", "models.hub=false", "models.profile=off", "node.report_busy=0.1", "node.report_idle=0.2")
+MLX = (
+    "engine.kind=mlx",
+    "models.hub=false",
+    "models.profile=off",
+    "models.trial=false",
+    "node.report_busy=0.1",
+    "node.report_idle=0.2",
+)
 """Settings of a node that tells soon what it does."""
 HELLO = "Hello!"
 GREETING = "Hello! I am macpool-tiny, a very small model."

@@ -53,7 +53,12 @@ class Driver:
         **mlx: int | str,
     ) -> None:
         models = ModelSettings(
-            folders=tuple(map(str, folders)), hub=False, preload=preload, profile=profile, idle_unload=idle_unload
+            trial=False,
+            folders=tuple(map(str, folders)),
+            hub=False,
+            preload=preload,
+            profile=profile,
+            idle_unload=idle_unload,
         )
         engine = EngineSettings(kind="mlx", mlx=MlxSettings(**mlx))  # type: ignore[arg-type]
         settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(canary=canary, wire=wire))

@@ -59,7 +59,7 @@ class Node:
     ) -> None:  # fmt: skip
         flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in scripted.items()}
         if models is not None:
-            flat = {"engine.kind": "mlx", "models.folders": (str(models),), "models.hub": False}
+            flat = {"engine.kind": "mlx", "models.folders": (str(models),), "models.hub": False, "models.trial": False}
         resolved = resolve([("test", flat | {f"memory.{key}": value for key, value in memory.items()})])
         self.machine = SetMachine(hardware=Hardware("M5", 128 * GIB))
         self.limiter = Limiter(resolved.value, self.machine, resolved.origins, folder / "node")

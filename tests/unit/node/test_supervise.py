@@ -445,7 +445,7 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     """
     name = "macpool-tiny"
     command = [sys.executable, "-c", "from node.engine import child\n" + textwrap.dedent(leaky)]
-    settings = {"engine.kind": "mlx", "models.hub": False, "models.profile": "off"}
+    settings = {"engine.kind": "mlx", "models.hub": False, "models.trial": False, "models.profile": "off"}
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()
     await one.ready()
@@ -465,7 +465,13 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
 @pytest.mark.slow
 async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(agent: Callable[..., Agent]):
     name = "macpool-tiny"
-    settings = {"engine.kind": "mlx", "models.hub": False, "models.profile": "off", "models.preload": (name,)}
+    settings = {
+        "engine.kind": "mlx",
+        "models.hub": False,
+        "models.trial": False,
+        "models.profile": "off",
+        "models.preload": (name,),
+    }
     one = agent(**settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
 
     def loaded() -> bool:
@@ -795,7 +801,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
         child.main()
     """
     command = [sys.executable, "-c", "from node.engine import child\n" + textwrap.dedent(slow)]
-    settings = {"engine.kind": "mlx", "models.hub": False, "models.profile": "off"}
+    settings = {"engine.kind": "mlx", "models.hub": False, "models.trial": False, "models.profile": "off"}
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()
     await one.ready()

@@ -71,7 +71,7 @@ class Process:
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=file,
             )  # fmt: skip
         theirs.close()
-        settings = ModelSettings(folders=(str(folder),), hub=False, profile="off")
+        settings = ModelSettings(folders=(str(folder),), hub=False, profile="off", trial=False)
         self.line.sendall(settings_message(NodeSettings(engine=EngineSettings(), models=settings)))
         self._splitter = Splitter(longest=LONGEST_JOINED)
         self.send(LIMITS)

@@ -105,7 +105,7 @@ class Io:
     def __init__(self) -> None:
         settings = NodeSettings(
             engine=EngineSettings(kind="mlx", mlx=MlxSettings(chunk=64, chunk_floor=32)),
-            models=ModelSettings(folders=(str(models.path("llama")),), hub=False, profile="auto"),
+            models=ModelSettings(folders=(str(models.path("llama")),), hub=False, profile="auto", trial=False),
         )
         library = Library(settings.models)
         library.scan()

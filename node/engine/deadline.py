@@ -1,0 +1,43 @@
+"""A time limit for Python code of others that runs on a thread of ours, such as a model's chat template."""
+
+import ctypes
+import threading
+
+
+class DeadlineError(Exception):
+    """The code took longer than it may."""
+
+
+class Deadline:
+    """Raises DeadlineError in the thread that entered the context, once `seconds` have passed.
+
+    It interrupts Python code between two instructions, and no native call. Outside the context nothing is raised: an
+    exception that is still pending at the end is taken back."""
+
+    def __init__(self, seconds: float, message: str) -> None:
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+        self._message = message
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._over = self._raised = False
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._timer.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        with self._lock:
+            self._over = True
+        self._timer.cancel()
+        if self._raised:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+            raise DeadlineError(self._message) from None
+
+    def _expire(self) -> None:
+        with self._lock:
+            if not self._over:
+                self._raised = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError)
+                )  # fmt: skip
