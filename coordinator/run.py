@@ -59,6 +59,7 @@ from coordinator.web.visitors import Visitors
 from machine.announce import Announcement
 from machine.private import write_private
 from router.app import FrontDoor, openapi_paths
+from router.cache_scope import open_scopes
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
 from router.quotas import Quotas
@@ -200,7 +201,7 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
 
     dispatcher = Dispatcher(
         registry.links.send, options.settings.router, clock=time.monotonic, numbers=numbers,
-        quotas=Quotas(ring.limits),
+        quotas=Quotas(ring.limits), scopes=open_scopes(options.settings.cache),
     )  # fmt: skip
     dispatcher.on_trouble = _log_trouble
     return dispatcher

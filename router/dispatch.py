@@ -33,6 +33,7 @@ from router import relief
 from router.affinity import Affinity, Chain, chain_of
 from router.asked import Asked
 from router.breaker import Breakers
+from router.cache_scope import CacheScopes
 from router.endings import Endings
 from router.history import History
 from router.loads import Choice, choose
@@ -109,12 +110,14 @@ class Dispatcher:
         counters: Counters | None = None,
         quotas: Quotas | None = None,
         policy: Policy | None = None,
+        scopes: CacheScopes | None = None,
     ) -> None:
         self._send = send
         self._settings = settings
         self._numbers = numbers
         self._clock = clock
         self._draw = draw
+        self._scopes = scopes or CacheScopes()
         self._slow_bytes = settings.slow_client_bytes
         self._policy = policy or POLICIES[settings.policy]
         self.counters = counters or Counters()
@@ -380,7 +383,7 @@ class Dispatcher:
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
         if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
-            ticket.chain = chain = _chain(job, self.view.identity(job.demand.model).fingerprint)
+            ticket.chain = chain = self._chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
@@ -397,6 +400,13 @@ class Dispatcher:
         self._quiet.clear()
         self._arm()
         return ticket
+
+    def _chain(self, job: Job) -> Chain:
+        fingerprint = self.view.identity(job.demand.model).fingerprint
+        root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
+        messages = (Message("", job.text),) if job.text else job.messages
+        shared = self._scopes.shares(messages)
+        return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
     def close(self, ticket: Ticket) -> None:
         """Let go of a ticket; if it has not ended, its client is gone and the node is told."""
@@ -563,7 +573,8 @@ class Dispatcher:
             ticket.fingerprint = chosen.model.fingerprint
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
-                         job.ids, ticket.owner, ticket.fingerprint if known else "")  # fmt: skip
+                         job.ids, ticket.owner, ticket.fingerprint if known else "", self._scopes.scope,
+                         self._scopes.shares(job.messages))  # fmt: skip
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
         self.ledger.claim(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
@@ -976,12 +987,6 @@ class Dispatcher:
 
 def _nobody_told(_: Ticket, __: str) -> None:
     return
-
-
-def _chain(job: Job, fingerprint: str) -> Chain:
-    root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
-    messages = (Message("", job.text),) if job.text else job.messages
-    return chain_of(root, messages, f"{job.key} {job.session}" if job.session else "")
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:

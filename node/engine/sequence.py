@@ -108,6 +108,11 @@ class Sequence:
         return self.prepared.ids
 
     @property
+    def cache_scope(self) -> str:
+        """Return whose cached prefixes it reuses, and whose its own become."""
+        return self.request.cache_scope or self.request.owner.name
+
+    @property
     def prompt_cached(self) -> int:
         """Tokens of the prompt alone that were found in the prefix cache: of a resumed answer more may have been."""
         return min(self.cached, self.shape.prompt)

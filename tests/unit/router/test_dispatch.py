@@ -439,6 +439,7 @@ async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
     one.submit(key="ada")
     ((_, frame),) = one.generates()
     assert frame.owner == Owner("ada", 4)
+    assert (frame.cache_scope, frame.shared) == ("", False), "its cached prefixes are its key's own"
 
 
 async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
