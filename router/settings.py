@@ -31,9 +31,13 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     keepalive_seconds: Annotated[
         float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0
-    body_bytes: Annotated[int, Meta(gt=0, description="Longest request body; a longer one is refused with 413.")] = (
-        8 * MIB
-    )
+    body_bytes: Annotated[
+        int,
+        Meta(gt=0, le=8 * MIB, description=(
+            "Longest request body, at most 8 MiB, which is what a link to a node carries; a longer one is refused "
+            "with 413."
+        )),
+    ] = 8 * MIB  # fmt: skip
     body_seconds: Annotated[float, Meta(gt=0, description="Longest time for a request body to arrive.")] = 60.0
     slow_client_bytes: Annotated[
         int, Meta(gt=0, description="Bytes that may wait for a client that reads slowly before its stream is ended.")
