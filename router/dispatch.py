@@ -880,8 +880,11 @@ class Dispatcher:
             self._send(ticket.node, Cancel(ticket.request))
 
     def _deny(self, ticket: Ticket, refused: Refused) -> None:
-        """End a request that nobody takes: refused, or, when its client has read a part of the answer, as broken."""
+        """End a request that no node takes: refused, or, when its client has read a part of the answer, as broken."""
         fallen = ticket.fallen
+        if refused.code is Code.NO_MODEL and self.quotas.limits(ticket.job.key).models:
+            # the nearest names are of models that the key may not use
+            refused = replace(refused, message=f"no node serves the model {ticket.demand.model[:256]!r}")
         if fallen is None or not ticket.begun:
             self._end(ticket, refused)
         else:

@@ -28,6 +28,23 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             "meanwhile. A model in use stays loaded for at most a quarter of it while requests for another one wait."
         )),
     ] = 300.0  # fmt: skip
+    key_requests: Annotated[
+        int,
+        Meta(ge=1, description=(
+            "Requests that one API key may have under way, those in the queue included; one more is refused with 429. "
+            "A key's own limit on requests at once takes precedence."
+        )),
+    ] = 2048  # fmt: skip
+    key_tokens: Annotated[
+        int,
+        Meta(ge=1, description=(
+            "Prompt tokens, by estimate, that one API key may have under way with more than one request."
+        )),
+    ] = 16_000_000  # fmt: skip
+    key_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Bytes of prompts that one API key may have under way with more than one request."),
+    ] = 64 * MIB
     keepalive_seconds: Annotated[
         float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0
