@@ -50,7 +50,7 @@ from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
 from wire.fairness import Reading, Waiting, in_turn
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
-from wire.refusals import Code, Refused
+from wire.refusals import GRAMMAR_FAILED, Code, Refused
 
 GROWTH = 64
 """Tokens promised at a time to an answer that outgrows what was expected."""
@@ -534,7 +534,7 @@ class Generation:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
-                self._fail(row.sequence, "engine_error", _failing(error))
+                self._fail(row.sequence, *_failing(error))
         now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
@@ -764,7 +764,7 @@ class Generation:
         if sequence.number not in self._live:
             return
         self._release(sequence)
-        self._forwards.failures += 1
+        self._forwards.failures += code != GRAMMAR_FAILED
         self._out.ends.append(Failed(sequence.number, code, message))
 
 
@@ -789,11 +789,11 @@ def _ends_next(row: Row) -> bool:
     return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
-def _failing(error: Exception) -> str:
-    """Say what ended a row: its grammar, or its sampling."""
-    return (
-        f"its grammar failed: {error}" if isinstance(error, GrammarFailed) else f"its sampling failed: {text_of(error)}"
-    )
+def _failing(error: Exception) -> tuple[str, str]:
+    """Return the code and the message of what ended a row: its grammar, which the client sent, or its sampling."""
+    if isinstance(error, GrammarFailed):
+        return GRAMMAR_FAILED, f"the grammar of the request failed: {error}; make it smaller, or its patterns simpler"
+    return "engine_error", f"its sampling failed: {text_of(error)}"
 
 
 def text_of(error: Exception) -> str:
