@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -510,13 +511,33 @@ class Dispatcher:
         if isinstance(result, NoPlacement) and result.refused.final:
             self._deny(ticket, result.refused)
             return
-        if isinstance(result, NoPlacement) and self._ask(ticket, result.ask):
+        if isinstance(result, NoPlacement) and (self._ask(ticket, result.ask) or self._ask_for_share(ticket, result)):
             return
         self._wait(ticket, result)
 
     def _ask(self, ticket: Ticket, ask: Candidate | None) -> bool:
         """Ask the node that only itself can know, unless it makes room for another model; return whether it was."""
         return ask is not None and ask.node not in self.ledger.turns and self._start(ticket, ask, 0)
+
+    def _ask_for_share(self, ticket: Ticket, result: NoPlacement) -> bool:
+        """Send a request to a node that is full of another key's requests: its engine preempts one of them where that
+        key holds more than its share. Return whether it was sent."""
+        if ticket.in_a_row >= MOST_IN_A_ROW:
+            return False
+        full = [
+            one for one in result.candidates
+            if one.code is Code.NO_ROOM and one.model is not None and one.model.loaded
+            and one.node not in self.ledger.turns and ticket.refused.get(one.node) != self._heard_at(one.node)
+        ]  # fmt: skip
+        rows = (
+            Counter((one.node, one.owner) for one in self._live.values()) if full else Counter[tuple[NodeId, Owner]]()
+        )
+        for one in sorted(full, key=lambda one: one.expected_ttft):
+            mine = ticket.owner.load(rows[one.node, ticket.owner] + 1)
+            others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == one.node)
+            if any(held >= mine for held in others) and self._start(ticket, one, 0):
+                return True
+        return False
 
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))

@@ -96,6 +96,8 @@ class Sequence:
     told: float = 0.0
     cached: int = 0
     prompt_hash: bytes = b""
+    yielded: bool = False
+    """It was preempted for a key that held less, and takes its turn among all others."""
 
     @property
     def number(self) -> int:
