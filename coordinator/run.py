@@ -58,6 +58,7 @@ from coordinator.web.visitors import Visitors
 from machine.announce import Announcement
 from machine.private import write_private
 from router.app import FrontDoor, openapi_paths
+from router.cache_scope import open_scopes
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
 from router.quotas import Quotas
@@ -199,7 +200,7 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
 
     dispatcher = Dispatcher(
         registry.links.send, options.settings.router, clock=time.monotonic, numbers=numbers,
-        quotas=Quotas(ring.limits),
+        quotas=Quotas(ring.limits, options.settings.router), scopes=open_scopes(options.settings.cache),
     )  # fmt: skip
     dispatcher.on_trouble = _log_trouble
     return dispatcher
@@ -261,7 +262,8 @@ async def _serve_http(
     seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
     api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
               facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
-    videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(ShortBodies(api.app)))
+    videos = Videos(conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters,
+                    Page(ShortBodies(api.app)))  # fmt: skip
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls

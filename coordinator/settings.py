@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from coordinator.video.settings import VideoSettings
+from router.cache_scope import CacheSettings
 from router.settings import RouterSettings
 from wire.settings import Section
 
@@ -60,5 +61,6 @@ class CoordinatorSettings(Section, frozen=True, kw_only=True):
     cluster: ClusterSettings = ClusterSettings()
     http: HttpSettings = HttpSettings()
     router: RouterSettings = RouterSettings()
+    cache: CacheSettings = CacheSettings()
     conditions: ConditionSettings = ConditionSettings()
     video: VideoSettings = VideoSettings()

@@ -7,6 +7,9 @@ known for a node says which share of the prompt need not be read there again. Th
 there (`placement`): memory is counted as if nothing were cached, and where the queue in front of a warm node costs more
 than the cache saves, another node is sooner. So a guess that is wrong costs time, never safety.
 
+Nodes reuse a prefix only for the key that sent it, and chains belong to a key, too (`cache_scope`). So where one key's
+prompts went changes no placement of another key.
+
 A client that names its conversation (`x-session-id`, `prompt_cache_key`, `user`) is believed where the chain knows
 nothing: then the share is what the last prompt of that name was of this one, times a trust that every answer corrects,
 because some clients send one `user` for everything.
@@ -55,12 +58,17 @@ class _Session:
     trust: float = 1.0
 
 
-def chain_of(root: object, messages: Sequence[Message], session: str = "") -> Chain:
+def chain_of(
+    root: object, messages: Sequence[Message], session: str = "", scope: str = "", *, shared: bool = False
+) -> Chain:
     """Return the chain of a prompt. `root` is what changes all of it: model and fingerprint, tools, template; `session`
-    names the conversation, and whose it is."""
+    names the conversation. Both belong to `scope`, the key that may reuse what was cached; where the first message is
+    `shared` by all keys, the links of that message alone belong to all."""
     links: list[tuple[int, int]] = []
-    link, size = hash(root), 0
-    for message in messages:
+    link, size = hash(root) if shared else hash((root, scope)), 0
+    for place, message in enumerate(messages):
+        if shared and place == 1:
+            link = hash((link, scope))
         text = message.content
         for start in range(0, len(text) - BLOCK, BLOCK):
             link = hash((link, text[start : start + BLOCK]))
@@ -72,7 +80,7 @@ def chain_of(root: object, messages: Sequence[Message], session: str = "") -> Ch
         links.append((link, size))
     if len(links) > MOST_LINKS:
         links = links[: MOST_LINKS // 2] + links[-MOST_LINKS // 2 :]
-    return Chain(tuple(links), size, hash((root, session)) if session else 0)
+    return Chain(tuple(links), size, hash((root, scope, session)) if session else 0)
 
 
 class Affinity:

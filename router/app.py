@@ -9,7 +9,6 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace as replace_view
 
 from msgspec.structs import replace
 
@@ -27,10 +26,9 @@ from router.dispatch import Dispatcher
 from router.events import Send
 from router.exchange import Exchange, Receive, Scope
 from router.keys import SESSION, ApiKey, KeyRing, credential, session_of
-from router.problems import NO_KEY, WRONG_KEY, Problem, from_refused, missing_scope, not_found, wrong_method
-from router.quotas import NO_LIMITS, not_allowed
+from router.problems import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.settings import RouterSettings
-from router.view import ClusterView
+from router.visible import visible
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -138,13 +136,14 @@ class FrontDoor:
 
     async def _count(self, exchange: Exchange) -> None:
         key = self._allowed(exchange, ("POST",), "infer")
-        body = key if isinstance(key, Problem) else await exchange.body(self._settings)
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        body = await exchange.body(self._settings)
         if body is None:
             return
         asked = body if isinstance(body, Problem) else anthropic.count(body, int(self._clock()))
-        if isinstance(key, ApiKey) and not isinstance(asked, Problem) and not key.may_use(asked.model):
-            asked = from_refused(not_allowed(asked.model, key.limits or NO_LIMITS))
-        tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked)
+        tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked, key.id)
         await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
 
     async def _kept(self, exchange: Exchange) -> None:
@@ -163,14 +162,14 @@ class FrontDoor:
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
-        view = self._seen_by(key)
+        view = visible(self._dispatcher.view, key.limits)
         one, listing = models.one, models.listing
         if exchange.style is ANTHROPIC:
             one, listing = models.anthropic_one, models.anthropic_listing
         await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
 
     async def _ollama(self, exchange: Exchange) -> None:
-        path = exchange.path
+        path, view = exchange.path, self._dispatcher.view
         post = path == "/api/show"
         known = path in _OLLAMA - ollama_models.REFUSED
         key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
@@ -179,30 +178,18 @@ class FrontDoor:
         elif not known:
             await exchange.refuse(ollama_models.refused(path))
         elif path == "/api/tags":
-            await exchange.tell(ollama_models.tags(self._seen_by(key), self._started))
+            await exchange.tell(ollama_models.tags(visible(view, key.limits), self._started))
         elif path == "/api/ps":
-            await exchange.tell(ollama_models.running(self._seen_by(key)))
+            await exchange.tell(ollama_models.running(visible(view, key.limits)))
         elif path == "/api/version":
             await exchange.tell(ollama_models.version())
         else:
             body = await exchange.body(self._settings)
             if body is not None:
-                shown = (
-                    body if isinstance(body, Problem) else ollama_models.show(self._seen_by(key), body, self._started)
+                seen = visible(view, key.limits)
+                await exchange.tell(
+                    body if isinstance(body, Problem) else ollama_models.show(seen, body, self._started)
                 )
-                await exchange.tell(shown)
-
-    def _seen_by(self, key: ApiKey) -> ClusterView:
-        """Give the cluster as far as a key may use it."""
-        view, limits = self._dispatcher.view, key.limits
-        if limits is None or not (limits.models or limits.labels):
-            return view
-        labels = frozenset(limits.labels)
-        nodes = [node for node in view.nodes if labels <= node.labels]
-        return ClusterView(tuple(
-            replace_view(node, models={name: model for name, model in node.models.items() if limits.allows(name)})
-            for node in nodes
-        ))  # fmt: skip
 
     async def _health(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:

@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from router import relief
 from router.affinity import Affinity, Chain, chain_of
 from router.asked import Asked
 from router.breaker import Breakers
+from router.cache_scope import CacheScopes
 from router.endings import Endings
 from router.history import History
 from router.loads import Choice, choose
@@ -109,12 +111,14 @@ class Dispatcher:
         counters: Counters | None = None,
         quotas: Quotas | None = None,
         policy: Policy | None = None,
+        scopes: CacheScopes | None = None,
     ) -> None:
         self._send = send
         self._settings = settings
         self._numbers = numbers
         self._clock = clock
         self._draw = draw
+        self._scopes = scopes or CacheScopes()
         self._slow_bytes = settings.slow_client_bytes
         self._policy = policy or POLICIES[settings.policy]
         self.counters = counters or Counters()
@@ -380,7 +384,7 @@ class Dispatcher:
         if job.params.seed is None:  # else what one node draws no other could go on with
             ticket.params = replace(job.params, seed=random.getrandbits(53))
         if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
-            ticket.chain = chain = _chain(job, self.view.identity(job.demand.model).fingerprint)
+            ticket.chain = chain = self._chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
@@ -397,6 +401,13 @@ class Dispatcher:
         self._quiet.clear()
         self._arm()
         return ticket
+
+    def _chain(self, job: Job) -> Chain:
+        fingerprint = self.view.identity(job.demand.model).fingerprint
+        root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
+        messages = (Message("", job.text),) if job.text else job.messages
+        shared = self._scopes.shares(messages)
+        return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
     def close(self, ticket: Ticket) -> None:
         """Let go of a ticket; if it has not ended, its client is gone and the node is told."""
@@ -500,13 +511,33 @@ class Dispatcher:
         if isinstance(result, NoPlacement) and result.refused.final:
             self._deny(ticket, result.refused)
             return
-        if isinstance(result, NoPlacement) and self._ask(ticket, result.ask):
+        if isinstance(result, NoPlacement) and (self._ask(ticket, result.ask) or self._ask_for_share(ticket, result)):
             return
         self._wait(ticket, result)
 
     def _ask(self, ticket: Ticket, ask: Candidate | None) -> bool:
         """Ask the node that only itself can know, unless it makes room for another model; return whether it was."""
         return ask is not None and ask.node not in self.ledger.turns and self._start(ticket, ask, 0)
+
+    def _ask_for_share(self, ticket: Ticket, result: NoPlacement) -> bool:
+        """Send a request to a node that is full of another key's requests: its engine preempts one of them where that
+        key holds more than its share. Return whether it was sent."""
+        if ticket.in_a_row >= MOST_IN_A_ROW:
+            return False
+        full = [
+            one for one in result.candidates
+            if one.code is Code.NO_ROOM and one.model is not None and one.model.loaded
+            and one.node not in self.ledger.turns and ticket.refused.get(one.node) != self._heard_at(one.node)
+        ]  # fmt: skip
+        rows = (
+            Counter((one.node, one.owner) for one in self._live.values()) if full else Counter[tuple[NodeId, Owner]]()
+        )
+        for one in sorted(full, key=lambda one: one.expected_ttft):
+            mine = ticket.owner.load(rows[one.node, ticket.owner] + 1)
+            others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == one.node)
+            if any(held >= mine for held in others) and self._start(ticket, one, 0):
+                return True
+        return False
 
     def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
@@ -563,7 +594,8 @@ class Dispatcher:
             ticket.fingerprint = chosen.model.fingerprint
         frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
                          chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
-                         job.ids, ticket.owner, ticket.fingerprint if known else "")  # fmt: skip
+                         job.ids, ticket.owner, ticket.fingerprint if known else "", self._scopes.scope,
+                         self._scopes.shares(job.messages))  # fmt: skip
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
         self.ledger.claim(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
@@ -869,8 +901,11 @@ class Dispatcher:
             self._send(ticket.node, Cancel(ticket.request))
 
     def _deny(self, ticket: Ticket, refused: Refused) -> None:
-        """End a request that nobody takes: refused, or, when its client has read a part of the answer, as broken."""
+        """End a request that no node takes: refused, or, when its client has read a part of the answer, as broken."""
         fallen = ticket.fallen
+        if refused.code is Code.NO_MODEL and self.quotas.limits(ticket.job.key).models:
+            # the nearest names are of models that the key may not use
+            refused = replace(refused, message=f"no node serves the model {ticket.demand.model[:256]!r}")
         if fallen is None or not ticket.begun:
             self._end(ticket, refused)
         else:
@@ -976,12 +1011,6 @@ class Dispatcher:
 
 def _nobody_told(_: Ticket, __: str) -> None:
     return
-
-
-def _chain(job: Job, fingerprint: str) -> Chain:
-    root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
-    messages = (Message("", job.text),) if job.text else job.messages
-    return chain_of(root, messages, f"{job.key} {job.session}" if job.session else "")
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:

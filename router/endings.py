@@ -27,7 +27,8 @@ class Endings:
         """Count a request that ended `now`, for a model that some member has (empty: for none)."""
         seconds = now - ticket.arrived
         if ticket.charged is not None:
-            quotas.settle(ticket.job.key, ticket.charged, self._account(ticket, outcome, model), now)
+            used, job = self._account(ticket, outcome, model), ticket.job
+            quotas.settle(job.key, job.demand, ticket.charged, used, now)
         self._counters.ended(_label(outcome), model, seconds)
         self._history.stories.append(_story(ticket, outcome, seconds))
 

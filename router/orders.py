@@ -19,6 +19,8 @@ from wire.refusals import Code, Refused
 
 MOST_OPEN = 64
 """Orders about models at a time, and as many counts."""
+MAX_COUNTS_OF_A_KEY = 16
+"""Counts at a time of one API key, so that others find room beside them."""
 LONGEST = 3600.0
 """Seconds: half a terabyte from a slow disk. An engine that hangs is found by its agent long before."""
 _DIED = frozenset({"engine_crashed", "engine_lost"})
@@ -35,6 +37,7 @@ class _Order:
     name: str
     model: str
     ended: asyncio.Future[Ended]
+    key: str = ""
 
     def end(self, ended: Ended) -> None:
         if not self.ended.done():
@@ -64,15 +67,19 @@ class Orders:
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
 
-    async def count(self, node: NodeId, name: str, asked: Count) -> Ended:
-        """Let a node count a prompt; its number is given here."""
+    async def count(self, node: NodeId, name: str, asked: Count, key: str) -> Ended:
+        """Send a prompt of a key to a node to be counted; its number is given here."""
         number = self._number()
-        return await self._carried(replace(asked, request=number), number, node, name, asked.model)
+        mine = sum(one.kind is Count and one.key == key for one in self._open.values())
+        if mine >= MAX_COUNTS_OF_A_KEY:
+            text = f"{mine} counts of this API key are under way already: wait for one to end"
+            return Refused(Code.OVER_SHARE, text, None, 1.0)
+        return await self._carried(replace(asked, request=number), number, node, name, asked.model, key)
 
-    async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str) -> Ended:
+    async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = "") -> Ended:
         if self._closed:
             return Failure("shutting_down", self._closed)
-        order = _Order(type(frame), node, name, model, asyncio.get_running_loop().create_future())
+        order = _Order(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
         same = sum((one.kind is Count) == (order.kind is Count) for one in self._open.values())
         if same >= MOST_OPEN:
             what = "counts" if order.kind is Count else "loads"

@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from wire.refusals import Numbers, Refused
+from wire.refusals import GRAMMAR_FAILED, Numbers, Refused
 
 Header = tuple[bytes, bytes]
 
@@ -27,6 +27,7 @@ _FAILED: dict[str, int] = {
     "order_timeout": 504,
     "link_lost": 502,
     "node_stopping": 503,
+    GRAMMAR_FAILED: 400,
 }
 """Status of a failure by its code, 500 for all others; it is seen only when nothing was sent yet."""
 

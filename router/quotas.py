@@ -1,5 +1,8 @@
 """What each API key may take: models, nodes, requests and tokens per minute, requests at once. Pure.
 
+Every key, with limits or without, has bounds on what it has under way: requests, prompt tokens and prompt bytes
+(`router.key_*`). They are far above what a household needs and keep one key from filling the coordinator's memory.
+
 Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
 minute. A request takes its tokens by estimate when it comes, prompt and the answer that it may write, and at its end
 the difference to what it really took is given back or taken; so a key cannot outrun its rate by asking before it has
@@ -16,12 +19,16 @@ import msgspec
 from msgspec import Meta
 
 from router.placement import Demand
+from router.settings import RouterSettings
 from wire.refusals import Code, Refused
+from wire.units import show_size
 
 MINUTE = 60.0
 ANSWER = 256
 """Tokens of an answer whose length the client has not bounded."""
 BYTES_PER_TOKEN = 4
+VIDEO_RETRY_SECONDS = 30.0
+"""Seconds after which a key that has all its videos under way may ask again."""
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}
 """A key's part of the queue beside others, by its priority (`queue`)."""
 
@@ -75,6 +82,8 @@ class _Bucket:
 @dataclass(slots=True)
 class _Meter:
     running: int = 0
+    prompt_tokens: int = 0
+    prompt_bytes: int = 0
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
 
@@ -83,8 +92,13 @@ class Quotas:
     """The meters of all keys: one without limits may be given some while its requests run. `limits_of` gives a key's
     limits by its id, None where it has none."""
 
-    def __init__(self, limits_of: Callable[[str], KeyLimits | None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        limits_of: Callable[[str], KeyLimits | None] = lambda _: None,
+        settings: RouterSettings | None = None,
+    ) -> None:
         self._limits_of = limits_of
+        self._settings = settings or RouterSettings()
         self._meters: dict[str, _Meter] = {}
 
     def limits(self, key: str) -> KeyLimits:
@@ -94,35 +108,71 @@ class Quotas:
     def take(self, key: str, demand: Demand, now: float) -> int | Refused:
         """Let a request in, and give the tokens that it was charged; `settle` must follow. Or say which limit it is
         over, and until when."""
-        limits = self._limits_of(key)
-        if limits is None:
-            self._meter(key).running += 1
-            return 0
+        limits = self._limits_of(key) or NO_LIMITS
         if not limits.allows(demand.model):
             return not_allowed(demand.model, limits)
         meter = self._filled(key, limits, now)
-        if limits.concurrency is not None and meter.running >= limits.concurrency:
-            text = f"this API key may have {limits.concurrency} requests at once: wait for an answer"
-            return Refused(Code.RATE_LIMITED, text, None, 1.0)
-        charge = estimate(demand)
+        crowded = self._crowded(meter, limits, demand)
+        if crowded:
+            return Refused(Code.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
+        charge = 0 if meter.tokens is None else estimate(demand)
         for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
             wait = 0.0 if bucket is None else bucket.wait_for(cost)
             if bucket is not None and wait:
                 text = f"this API key may take {bucket.rate} {what} a minute, and this asks for {cost}"
                 return Refused(Code.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
         meter.running += 1
+        meter.prompt_tokens += _prompt(demand)
+        meter.prompt_bytes += demand.prompt_bytes
         if meter.requests is not None:
             meter.requests.level -= 1
         if meter.tokens is not None:
             meter.tokens.level -= charge
         return charge
 
-    def settle(self, key: str, charged: int, used: int, now: float) -> None:
-        """Take in the end of a request that was let in: it used so many tokens."""
+    def take_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
+        """Count a video that a key asks for, which has `open_videos` under way, of these `queued` in line; return the
+        limit that it is over, None where it is within all. Videos use no tokens, and end hours later: they are counted
+        apart from requests for text."""
+        limits = self._limits_of(key) or NO_LIMITS
+        if not limits.allows(model):
+            return not_allowed(model, limits)
+        bounds = (limits.concurrency, open_videos, "under way"), (limits.waiting, queued, "in line")
+        for most, has, where in bounds:
+            if most is not None and has >= max(1, most):
+                text = f"this API key may have {max(1, most)} videos {where} and has {has}: wait for one to end"
+                return Refused(Code.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
+        requests = self._filled(key, limits, now).requests
+        wait = 0.0 if requests is None else requests.wait_for(1)
+        if requests is None:
+            return None
+        if wait:
+            text = f"this API key may send {requests.rate} requests a minute: retry in {math.ceil(wait)} s"
+            return Refused(Code.RATE_LIMITED, text, None, wait)
+        requests.level -= 1
+        return None
+
+    def _crowded(self, meter: _Meter, limits: KeyLimits, demand: Demand) -> str:
+        """Return which bound a request would exceed beside those of its key under way; empty where it fits."""
+        most, settings = limits.concurrency or self._settings.key_requests, self._settings
+        if meter.running >= most:
+            return f"this API key may have {most} requests at once"
+        tokens, size = meter.prompt_tokens + _prompt(demand), meter.prompt_bytes + demand.prompt_bytes
+        if meter.running and tokens > settings.key_tokens:
+            return f"this API key may have {settings.key_tokens} prompt tokens under way, and this makes it {tokens}"
+        if meter.running and size > settings.key_bytes:
+            most_size = show_size(settings.key_bytes)
+            return f"this API key may have {most_size} of prompts under way, and this makes it {show_size(size)}"
+        return ""
+
+    def settle(self, key: str, demand: Demand, charged: int, used: int, now: float) -> None:
+        """Count the end of a request that was let in with this demand: it used so many tokens."""
         meter = self._meters.get(key)
         if meter is None:
             return
         meter.running = max(0, meter.running - 1)
+        meter.prompt_tokens = max(0, meter.prompt_tokens - _prompt(demand))
+        meter.prompt_bytes = max(0, meter.prompt_bytes - demand.prompt_bytes)
         if meter.tokens is not None:
             meter.tokens.fill(now)
             meter.tokens.level = min(float(meter.tokens.rate), meter.tokens.level + charged - used)

@@ -13,6 +13,8 @@ rest (`wire.frames.Generate.resume`). What nobody has read a word of may also be
 
 from enum import Enum
 
+from wire.refusals import GRAMMAR_FAILED
+
 MOST_CRASHES = 2
 MOST_LOSSES = 3
 """Nodes that one request may lose or leave."""
@@ -53,8 +55,9 @@ def fall_of(code: str) -> Fall | None:
 
 
 def is_fault(code: str) -> bool:
-    """Say whether a node's word for a broken request speaks against its engine."""
-    return fall_of(code) not in (Fall.NODE, Fall.MEMORY)
+    """Return whether a node's word for a broken request speaks against its engine: a grammar that cannot be followed
+    speaks against the client that sent it."""
+    return code != GRAMMAR_FAILED and fall_of(code) not in (Fall.NODE, Fall.MEMORY)
 
 
 def survives(fall: Fall, losses: int, crashes: int) -> bool:

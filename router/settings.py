@@ -28,12 +28,33 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             "meanwhile. A model in use stays loaded for at most a quarter of it while requests for another one wait."
         )),
     ] = 300.0  # fmt: skip
+    key_requests: Annotated[
+        int,
+        Meta(ge=1, description=(
+            "Requests that one API key may have under way, those in the queue included; one more is refused with 429. "
+            "A key's own limit on requests at once takes precedence."
+        )),
+    ] = 2048  # fmt: skip
+    key_tokens: Annotated[
+        int,
+        Meta(ge=1, description=(
+            "Prompt tokens, by estimate, that one API key may have under way with more than one request."
+        )),
+    ] = 16_000_000  # fmt: skip
+    key_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Bytes of prompts that one API key may have under way with more than one request."),
+    ] = 64 * MIB
     keepalive_seconds: Annotated[
         float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0
-    body_bytes: Annotated[int, Meta(gt=0, description="Longest request body; a longer one is refused with 413.")] = (
-        8 * MIB
-    )
+    body_bytes: Annotated[
+        int,
+        Meta(gt=0, le=8 * MIB, description=(
+            "Longest request body, at most 8 MiB, which is what a link to a node carries; a longer one is refused "
+            "with 413."
+        )),
+    ] = 8 * MIB  # fmt: skip
     body_seconds: Annotated[float, Meta(gt=0, description="Longest time for a request body to arrive.")] = 60.0
     slow_client_bytes: Annotated[
         int, Meta(gt=0, description="Bytes that may wait for a client that reads slowly before its stream is ended.")

@@ -5,7 +5,9 @@ types do, and a declared length can never make us allocate before the bytes are 
 `WireError`; the connection ends with its text as the reason.
 
 Long frames travel as `Fragment`s of at most PIECE bytes. The receiver joins them up to its own limit, so a sender can
-put urgent frames between the pieces.
+put urgent frames between the pieces. All messages that are open at once share that limit: a sender begins a long frame
+only when it fits beside those that it has begun (`stream.Outbox`). Fragments arrive in order, so the receiver never
+holds more than the sender has begun and not ended, and needs to acknowledge nothing.
 """
 
 import struct
@@ -24,7 +26,8 @@ LONGEST_PLAIN = 64 * KIB
 LONGEST_WIRE = 256 * KIB
 """No single frame on the wire may be longer."""
 LONGEST_JOINED = 16 * MIB
-"""No joined message may be longer: 8 MiB of request text, escaped, with room."""
+"""No joined message may be longer, nor all that are under way in fragments together. A request body of 8 MiB becomes at
+most 11.5 MiB (a bias for each of 700,000 tokens)."""
 MOST_OPEN = 64
 """Messages that may be under way in fragments at once."""
 
@@ -48,7 +51,7 @@ class WireError(Exception):
 def encode(frame: Frame) -> bytes:
     """Give the bytes of one frame. UnicodeEncodeError if a text holds a lone surrogate; WireError if it is too long."""
     body = _encoder.encode(frame)
-    if len(body) >= LONGEST_JOINED:
+    if _HEADER.size + len(body) > LONGEST_JOINED:
         raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {LONGEST_JOINED}")
     return _HEADER.pack(len(body) + 1, _TAG_OF[type(frame)]) + body
 

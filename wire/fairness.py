@@ -11,6 +11,11 @@ has a CROWD of them everybody else's long prompt waits until all of these are re
 of an agent beside a batch take 324 s; 87 s with what follows). So there the second turn is not the oldest's, but goes
 to the owner who has had least read for his weight while others waited, too.
 
+A free row is of no use to a key for which none comes free: one with long answers holds them all for minutes. So where a
+key waits that holds less, requests of the key that holds most for its weight give way, the youngest first, as long as
+that key still holds at least as much as the waiting one then does (`giving_way`). Each exchange makes the shares more
+equal, so none is ever taken back. The same rule holds for rows and for bytes.
+
 An owner is a name that means nothing here, and a weight. The empty name is one owner like any other.
 """
 
@@ -62,6 +67,36 @@ def in_turn(waiting: Sequence[Waiting], taken: Mapping[str, int]) -> Iterator[in
         had[name] += waiting[place].owner.load(waiting[place].rows)
         if not lanes[name]:
             del lanes[name]
+
+
+class Holding(NamedTuple):
+    """A request that holds rows or bytes, so many of them."""
+
+    owner: Owner
+    size: int
+
+
+def giving_way(asking: Owner, need: int, lacking: int, holding: Sequence[Holding]) -> list[int]:
+    """Return the places of the requests that give way so that a request of `asking`, which needs `need`, gets the
+    `lacking` part of that; none where the shares do not allow for so much. `holding` is in order of arrival."""
+    held, weights, lanes = Counter[str](), {asking.name: asking}, dict[str, list[int]]()
+    for place, one in enumerate(holding):
+        held[one.owner.name] += one.size
+        weights[one.owner.name] = one.owner
+        lanes.setdefault(one.owner.name, []).append(place)
+    wanted, found = asking.load(held[asking.name] + need), list[int]()
+    lanes.pop(asking.name, None)
+    while lacking > 0 and lanes:
+        name = max(lanes, key=lambda name: weights[name].load(held[name]))
+        place = lanes[name].pop()
+        if weights[name].load(held[name] - holding[place].size) < wanted:
+            return []
+        found.append(place)
+        held[name] -= holding[place].size
+        lacking -= holding[place].size
+        if not lanes[name]:
+            del lanes[name]
+    return found if lacking <= 0 else []
 
 
 class Reading:

@@ -28,6 +28,9 @@ from wire.report import (
 )
 from wire.video import Artifact, VideoState
 
+SHARED_SCOPE = "*"
+"""Scope of cached prefixes that every key may reuse; no key has this id."""
+
 
 class Channel(IntEnum):
     """Where a piece of text belongs."""
@@ -298,7 +301,10 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 
     `owner`: whose turn it takes where several wait for rows.
 
-    `fingerprint`: of the model that began a resumed answer, the only one that may continue it; empty: any."""
+    `fingerprint`: of the model that began a resumed answer, the only one that may continue it; empty: any.
+
+    `cache_scope`: whose cached prefixes it may reuse, and whose its own become; empty: those of `owner`. `shared`: its
+    first message is a system prompt that all keys share, so the tokens of that message may be reused by all."""
 
     request: int
     seq: int
@@ -316,6 +322,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     ids: tuple[int, ...] = ()
     owner: Owner = Owner()
     fingerprint: str = ""
+    cache_scope: str = ""
+    shared: bool = False
 
     def known(self, choice: int) -> tuple[int, ...]:
         """Give the ids of a choice that were heard already."""

@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from wire.report import Part
 
+GRAMMAR_FAILED = "grammar_failed"
+"""Code of a `Failed` whose request asked for a grammar that cannot be followed to its end: the client's fault."""
+
 
 class Code(StrEnum):
     """The machine-readable reason, `error.code` in bodies."""

@@ -3,6 +3,10 @@
 Urgent frames (tokens, reports, refusals) are written as they come. A long frame and a long answer wait here as pieces
 and are written one at a time, only while the transport is not paused; so a token never waits behind more than one piece
 and what the transport holds (64 KiB, about 5 ms of a 100 Mbit/s line).
+
+The peer joins at most LONGEST_JOINED bytes and MOST_OPEN messages at once and ends the link beyond that. So the long
+frames under way never exceed this together; the next one waits until enough of them have been written. A smaller one
+may pass a larger one that waits, up to LONGEST_JOINED bytes of them, so that the larger one has its turn.
 """
 
 import math
@@ -12,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, Splitter, WireError, encode, fragments
+from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireError, encode, fragments
 from wire.frames import Frame
 
 MOST_BUFFERED = 64 * 1024
@@ -58,6 +62,9 @@ class Outbox:
         self._turn: list[bytes] = []
         self._leaving = False
         self._bulk: deque[Iterator[bytes]] = deque()
+        self._waiting: deque[bytes] = deque()
+        """Long frames that do not fit yet beside those under way."""
+        self._open = self._open_bytes = self._passed = 0
         self._message = 0
         self._paused = False
         self._pumping = False
@@ -74,8 +81,30 @@ class Outbox:
                 self._leaving = True
                 self._defer(self.flush)
             return
-        self._message += 1
-        self._queue(fragments(encoded, self._message))
+        self._waiting.append(encoded)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begin the long frames that the peer may join beside those under way, the oldest first."""
+        waiting, self._waiting = self._waiting, deque()
+        for encoded in waiting:
+            size, passes = len(encoded), bool(self._waiting)
+            fits = self._open < MOST_OPEN and self._open_bytes + size <= LONGEST_JOINED
+            if not fits or (passes and self._passed >= LONGEST_JOINED):
+                self._waiting.append(encoded)
+                continue
+            self._passed = self._passed + size if passes else 0
+            self._message += 1
+            self._open += 1
+            self._open_bytes += size
+            self._queue(self._pieces(encoded, self._message))
+
+    def _pieces(self, encoded: bytes, message: int) -> Iterator[bytes]:
+        """Cut a long frame; after its last piece has been written, begin those that waited for it."""
+        yield from fragments(encoded, message)
+        self._open -= 1
+        self._open_bytes -= len(encoded)
+        self._begin_waiting()
 
     def accompany(self, encoded: bytes) -> None:
         """Write a short encoded frame before the next one that is sent, after PATIENCE at the latest: alone it would
@@ -107,6 +136,7 @@ class Outbox:
     def close(self) -> None:
         """Forget what waits; the connection is gone."""
         self._bulk.clear()
+        self._waiting.clear()
         self._turn.clear()
         self._leaving = False
 

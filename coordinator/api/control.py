@@ -80,12 +80,12 @@ class Api:
         self._store = admin.store
         pool = PoolRoutes(facts, registry, traffic, seen.conditions)
         nodes = NodeRoutes(registry, traffic, admin.store)
-        models = ModelRoutes(registry, loads)
+        models = ModelRoutes(registry, loads, ring)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
         sections = Sections(pool, nodes, models, joins, traffic, ring)
         subjects: tuple[Subject, ...] = (
             pool, nodes, models, joins,
-            VideoRoutes(registry, conductor),
+            VideoRoutes(registry, conductor, ring),
             RequestRoutes(traffic),
             KeyRoutes(admin, traffic),
             PageRoutes(facts.base_url, visitors, ring, admin.store, sections),

@@ -5,16 +5,20 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from coordinator.api.body import Body
+from coordinator.api.caller import KEY
 from coordinator.api.nodes import find_node
 from coordinator.api.problems import ProblemError
 from coordinator.api.route import Route
 from coordinator.loads import Done, Loads
 from coordinator.registry import Registry
 from coordinator.shown import measured, speeds, standing
+from router.keys import KeyRing
 from router.problems import Problem, failed, invalid
 from router.problems import from_refused as problem_of
+from router.quotas import KeyLimits
 from router.ticket import Failure
 from router.view import NodeView
+from router.visible import visible
 from wire.identity import valid_model
 from wire.refusals import Refused
 
@@ -32,9 +36,10 @@ class OneModel(Body):
 class ModelRoutes:
     """What `cluster models`, `load`, `unload` and `profile` ask for."""
 
-    def __init__(self, registry: Registry, loads: Loads) -> None:
+    def __init__(self, registry: Registry, loads: Loads, ring: KeyRing) -> None:
         self._registry = registry
         self._loads = loads
+        self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
         """Give the routes."""
@@ -45,11 +50,11 @@ class ModelRoutes:
             Route("POST", "/api/v1/models/profile", "admin", self.profile, _ORDERED),
         )
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Describe every model that a node has, by name. `fingerprint` is the one that new requests go to; `conflict`:
-        nodes hold different models under the name."""
+    def rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
+        """Describe every model that a key with these limits may use, by name. `fingerprint` is the one that new
+        requests go to; `conflict`: nodes hold different models under the name."""
         found: dict[str, dict[str, Any]] = {}
-        view = self._registry.view()
+        view = visible(self._registry.view(), limits)
         served = view.models()
         for node in view.nodes:
             for model in node.models.values():
@@ -64,8 +69,8 @@ class ModelRoutes:
         return [found[name] for name in sorted(found)]
 
     async def models(self) -> dict[str, Any]:
-        """List the models and what each node says of them: loaded, loading, known, or failed; sizes in bytes."""
-        return {"schema": 1, "models": self.rows()}
+        """List the models that the key may use, and their state on each node; sizes in bytes."""
+        return {"schema": 1, "models": self.rows(self._ring.limits(KEY.get()))}
 
     async def load(self, body: OneModel) -> dict[str, Any]:
         """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""

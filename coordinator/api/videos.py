@@ -2,18 +2,23 @@
 
 from typing import Any
 
+from coordinator.api.caller import KEY
 from coordinator.api.route import Route
 from coordinator.registry import Registry
 from coordinator.video.conductor import Conductor
 from coordinator.video.shown import lease_row, package_rows, profile_rows
+from router.keys import KeyRing
+from router.quotas import NO_LIMITS
+from router.visible import visible
 
 
 class VideoRoutes:
     """What `cluster lease list` and `video calibrate` ask for."""
 
-    def __init__(self, registry: Registry, conductor: Conductor) -> None:
+    def __init__(self, registry: Registry, conductor: Conductor, ring: KeyRing) -> None:
         self._registry = registry
         self._conductor = conductor
+        self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
         """Give the routes."""
@@ -23,11 +28,12 @@ class VideoRoutes:
         )
 
     async def video_models(self) -> dict[str, Any]:
-        """List the models that make videos, where they are, and what is known of the memory that they take."""
-        conductor = self._conductor
-        models = package_rows(self._registry.view(), conductor.profiles)
+        """List the models that make videos and that the key may use, where they are, and the memory that they take."""
+        conductor, limits = self._conductor, self._ring.limits(KEY.get()) or NO_LIMITS
+        models = package_rows(visible(self._registry.view(), limits), conductor.profiles)
+        profiles = {key: profile for key, profile in conductor.profiles.items() if limits.allows(key.package)}
         return {"schema": 1, "lease": conductor.settings.lease_bytes, "models": models,
-                "profiles": profile_rows(conductor.profiles)}  # fmt: skip
+                "profiles": profile_rows(profiles)}  # fmt: skip
 
     async def leases(self) -> dict[str, Any]:
         """List the memory that nodes have lent to videos, oldest first; sizes in bytes."""

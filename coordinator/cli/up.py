@@ -123,11 +123,14 @@ def _run(options: "Options", ready: Callable[[dict[str, Any]], None]) -> None:
     from coordinator.keeping.fence import SupersededError
     from coordinator.run import serve
     from coordinator.store import StoreError
+    from wire.settings import SettingsError
 
     try:
         uvloop.run(serve(options, ready))
     except SupersededError as error:
         raise Problem(REFUSED, str(error)) from None
+    except SettingsError as error:
+        raise Problem(2, str(error)) from None
     except (StoreError, AuthorityError) as error:
         raise Problem(1, str(error)) from None
     except OSError as error:

@@ -22,6 +22,7 @@ from router.dialects.video_body import VideoBody
 from router.problems import Problem, from_refused, invalid
 from router.quotas import NO_LIMITS, KeyLimits, not_allowed
 from router.view import ClusterView, NodeView
+from router.visible import visible
 from wire.refusals import Numbers
 from wire.units import show_size
 from wire.video import VideoPackage
@@ -37,11 +38,12 @@ def admit(
     """Give what will be made, or why it will not be."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
+    limits, view = limits or NO_LIMITS, visible(view, limits)
+    if body.model is not None and not limits.allows(body.model):
+        return from_refused(not_allowed(body.model, limits))
     package = _package(body, view)
     if isinstance(package, Problem):
         return package
-    if limits is not None and not limits.allows(package.name):
-        return from_refused(not_allowed(package.name, limits or NO_LIMITS))
     clip = plan(_wish(body), settings.limits, package, settings.steps)
     if isinstance(clip, Impossible):
         return invalid(clip.message, clip.param)
@@ -49,7 +51,7 @@ def admit(
         _too_large(view, package, clip, profiles, settings)
         or _nobody_ready(view, package.name)
         or _full(board, settings)
-        or _wanted(body, package, clip)
+        or _wanted(body, package, clip, limits)
     )
 
 
@@ -126,8 +128,9 @@ def _full(board: Board, settings: VideoSettings) -> Problem | None:
     return Problem(429, "queue_full", text, retry_after=FULL_RETRY)
 
 
-def _wanted(body: VideoBody, package: VideoPackage, clip: Clip) -> Wanted:
+def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> Wanted:
     return Wanted(
         package.name, body.prompt, clip.width, clip.height, clip.frames, clip.fps, clip.steps, clip.tokens,
         body.negative_prompt or "", body.guidance, body.guidance_2, body.seed, clip.warnings,
+        limits.labels,
     )  # fmt: skip

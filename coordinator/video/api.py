@@ -5,6 +5,7 @@ A job belongs to the key that made it; to every other key it is not there. A key
 
 import hashlib
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,8 @@ from router.dialects.video_body import VideoBody
 from router.events import Send
 from router.exchange import Exchange, Receive, Scope
 from router.keys import ApiKey, KeyRing
-from router.problems import Header, Problem, invalid, not_found
+from router.problems import Header, Problem, from_refused, invalid, not_found
+from router.quotas import Quotas
 from router.settings import RouterSettings
 from wire.refusals import Code
 
@@ -60,10 +62,17 @@ class Videos:
     """The ASGI app. `control` gets every other path."""
 
     def __init__(
-        self, conductor: Conductor, keys: KeyRing, settings: RouterSettings, counters: Answered, control: App
+        self,
+        conductor: Conductor,
+        keys: KeyRing,
+        quotas: Quotas,
+        settings: RouterSettings,
+        counters: Answered,
+        control: App,
     ) -> None:
         self._conductor = conductor
         self._keys = keys
+        self._quotas = quotas
         self._settings = settings
         self._counters = counters
         self._control = control
@@ -136,6 +145,11 @@ class Videos:
         wanted = admit(asked, conductor.view, conductor.board, conductor.profiles, conductor.settings, key.limits)
         if isinstance(wanted, Problem):
             return wanted
+        mine = [job for job in conductor.board.jobs.values() if job.open and job.key == owner]
+        queued = sum(job.state == State.QUEUED for job in mine)
+        refused = self._quotas.take_video(key.id, wanted.model, len(mine), queued, time.monotonic())
+        if refused is not None:
+            return from_refused(refused)
         return await conductor.submit(wanted, owner, idempotency, digest)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:

@@ -56,7 +56,8 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What was asked for, checked and rounded. Sides in pixels; None: the package's own default."""
+    """What was asked for, checked and rounded. Sides in pixels; None: the package's own default. `labels`: those that
+    a node must have, because the key is bound to them."""
 
     model: str
     prompt: str
@@ -71,6 +72,7 @@ class Wanted(msgspec.Struct, frozen=True):
     guidance_2: float | None = None
     seed: int | None = None
     warnings: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
     def spec(self) -> bytes:
         """Give it as the worker reads it (`wire.frames.Lease.spec`)."""

@@ -69,9 +69,12 @@ def profile_of(package: VideoPackage, profiles: Profiles) -> Profile:
     return profiles.get(key_of(package)) or first_profile(package)
 
 
-def packages_of(view: ClusterView, model: str) -> Iterator[tuple[NodeView, VideoPackage]]:
-    """Give every node that has a package that can be used, and the package."""
+def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
+    """Return every node with these labels that has a package that can be used, and the package."""
+    wanted = frozenset(labels)
     for node in view.nodes:
+        if not wanted <= node.labels:
+            continue
         for package in node.video.packages:
             if package.name == model and not package.cause:
                 yield node, package
@@ -91,7 +94,7 @@ def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: 
     found = sorted(
         (
             candidate(board, node, package, job, profiles, now, at)
-            for node, package in packages_of(view, job.wanted.model)
+            for node, package in packages_of(view, job.wanted.model, job.wanted.labels)
         ),
         key=lambda one: (-one.standing, -one.headroom, one.node),
     )
@@ -160,7 +163,8 @@ def _absent(node: NodeView, at: float) -> str:
 
 def _phase(job: Job, best: Candidate | None) -> str:
     if best is None:
-        return f"waiting for a node that has {job.wanted.model}"
+        labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
+        return f"waiting for a node that has {job.wanted.model}{labels}"
     return job.phase if best.standing == Standing.PAUSED else f"waiting: {best.why}"
 
 

@@ -135,6 +135,7 @@ class Door:
         try:
             prompt = tokenizer.prompt(request, most)
             grammar = self._grammar(request, tokenizer, prompt)
+            shared = tokenizer.shared(request, prompt)
         except TooLong as error:
             text = f"{error}; {request.model} takes {most}: shorten the prompt"
             return _refused(request, Code.CONTEXT, text)
@@ -152,7 +153,9 @@ class Door:
                 grammar=grammar,
             )  # fmt: skip
 
-        return Prepared(request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar)
+        return Prepared(
+            request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar, shared=shared
+        )
 
     def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: Prompt) -> Grammar | None:
         """Compile what the answer has to be like; Unfit if it cannot be, whatever goes wrong."""

@@ -13,7 +13,8 @@ Rules
   the owner who has most. It is refused if nothing of it was heard (the router places it anew), else preempted: its
   memory is given back, and it is written anew from its ids once there is room. Alone and still without room it fails,
   with the numbers.
-- Rows are given out fairly between owners (`wire.fairness`).
+- Rows are given out fairly between keys (`wire.fairness`). Where none is free, and where memory is short at admission,
+  requests of the key that holds most are preempted for one that holds less. They come back in turn with all others.
 - Short prompts that wait are read in one forward, asked of the gate as a whole (`together`). What could not be used of
   it, for want of room or for a fault, is read again one by one.
 - After every forward the engine looks whether the forecast held. Over its cap, that request gives way at once.
@@ -48,9 +49,10 @@ from node.engine.reuse import Reuse
 from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
-from wire.fairness import Reading, Waiting, in_turn
+from wire.fairness import Holding, Owner, Reading, Waiting, giving_way, in_turn
 from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
-from wire.refusals import Code, Refused
+from wire.refusals import GRAMMAR_FAILED, Code, Refused
+from wire.verdict import row_bytes
 
 GROWTH = 64
 """Tokens promised at a time to an answer that outgrows what was expected."""
@@ -173,12 +175,14 @@ class Generation:
         waiting = [one.retry_at for one in self._prefills]
         return min([*waiting, self._return_at] if self._preempted else waiting, default=None)
 
-    def wanted(self) -> int:
-        """Give the bytes that those who wait for memory need first, before anybody new is let in."""
+    def wanted(self, key: str | None = None) -> int:
+        """Return the bytes that waiting requests need first, before a new one of `key` is admitted: not those that were
+        preempted for another key."""
         waiting = [
             one.resident.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
         ]
-        oldest = min(self._preempted, key=_age, default=None)
+        first = [one for one in self._preempted if key in (None, one.request.owner.name) or not one.yielded]
+        oldest = min(first, key=_age, default=None)
         return max(waiting, default=0) + (0 if oldest is None else self._returning(oldest))
 
     def said(self) -> list[Frame]:
@@ -203,7 +207,8 @@ class Generation:
         """Write one chunk of one prompt, or several short ones at once; after the last chunk, let them join."""
         now = time.monotonic()
         if self._preempted and now >= self._return_at:
-            self._return(min(self._preempted, key=_age), now)
+            self._return_next(now)
+        self._share_rows()
         waiting = self._choices(now)
         if waiting and now >= self._lingers(waiting):
             self._turn += 1
@@ -238,6 +243,52 @@ class Generation:
                     break
                 found.append(one)
         return [one for one in found if one.retry_at <= now]
+
+    def _free_rows(self) -> int:
+        """Return how many rows may still begin beside those that decode or are prefilling."""
+        return self._batch - self._rows() - sum(len(one.rows) for one in self._prefills if one.cache is not None)
+
+    def _share_rows(self) -> None:
+        """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
+        first = next(self._unbegun(), None) if self._free_rows() < self._batch else None
+        if first is None or first.retry_at:
+            return
+        begun = Counter(id(one.sequence) for one in self._prefills if one.cache is not None for _ in one.rows)
+        holding = [
+            (one, begun[id(one)] + sum(row.commitment.joined for row in one.writing()))
+            for one in sorted(self._live.values(), key=_age) if one not in self._preempted
+        ]  # fmt: skip
+        holding = [(one, size) for one, size in holding if size]
+        needed = len(first.rows)
+        places = giving_way(
+            first.owner, needed, needed - self._free_rows(),
+            [Holding(one.request.owner, size) for one, size in holding],
+        )  # fmt: skip
+        for sequence in [holding[place][0] for place in places]:
+            self._yield(sequence, keep=True)
+
+    def make_way(self, owner: Owner, need: int, lacking: int) -> bool:
+        """Preempt requests of the keys that hold most memory, so that a request of another key which will hold `need`
+        bytes gets the `lacking` ones; False where the shares do not allow for so much, and nothing was done."""
+        live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
+        places = giving_way(owner, need, lacking, [Holding(one.request.owner, self._promised(one)) for one in live])
+        for place in places:
+            self._yield(live[place], keep=False)
+        return bool(places)
+
+    def _promised(self, sequence: Sequence) -> int:
+        kv = self._residents()[sequence.request.model].kv
+        return sum(row_bytes(kv, row.commitment.promised) for row in sequence.writing())
+
+    def _yield(self, sequence: Sequence, *, keep: bool) -> None:
+        """Preempt a request for another key. What it has written is kept for its return where memory is not what the
+        other key needs."""
+        if keep:
+            joined = [row for row in sequence.writing() if row.commitment.joined]
+            self._keep(self._residents()[sequence.request.model], joined)
+        if sequence.number in self._live:  # a batch that broke meanwhile may have ended it
+            sequence.yielded = True
+            self._preempt(sequence)
 
     def _unbegun(self) -> Iterator[Prefill]:
         """Give the prefills that hold nothing yet in the order in which they get rows."""
@@ -534,7 +585,7 @@ class Generation:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
-                self._fail(row.sequence, "engine_error", _failing(error))
+                self._fail(row.sequence, *_failing(error))
         now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
@@ -684,6 +735,14 @@ class Generation:
                     left=len(self._live))  # fmt: skip
         give_back()
 
+    def _return_next(self, now: float) -> None:
+        """Bring back the oldest preempted request; one that was preempted for another key when rows are free again."""
+        free = self._free_rows() - sum(len(one.rows) for one in self._prefills if one.cache is None)
+        ready = [one for one in self._preempted if not one.yielded or free >= sum(1 for _ in one.writing())]
+        self._return_at = now + RETRY
+        if ready:
+            self._return(min(ready, key=_age), now)
+
     def _return(self, sequence: Sequence, now: float) -> None:
         """Write a preempted request anew, if there is room by now; fail it if there never will be."""
         self._return_at = now + RETRY
@@ -764,7 +823,7 @@ class Generation:
         if sequence.number not in self._live:
             return
         self._release(sequence)
-        self._forwards.failures += 1
+        self._forwards.failures += code != GRAMMAR_FAILED
         self._out.ends.append(Failed(sequence.number, code, message))
 
 
@@ -789,11 +848,11 @@ def _ends_next(row: Row) -> bool:
     return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
-def _failing(error: Exception) -> str:
-    """Say what ended a row: its grammar, or its sampling."""
-    return (
-        f"its grammar failed: {error}" if isinstance(error, GrammarFailed) else f"its sampling failed: {text_of(error)}"
-    )
+def _failing(error: Exception) -> tuple[str, str]:
+    """Return the code and the message of what ended a row: its grammar, which the client sent, or its sampling."""
+    if isinstance(error, GrammarFailed):
+        return GRAMMAR_FAILED, f"the grammar of the request failed: {error}; make it smaller, or its patterns simpler"
+    return "engine_error", f"its sampling failed: {text_of(error)}"
 
 
 def text_of(error: Exception) -> str:

@@ -11,13 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from queue import SimpleQueue
 
 import structlog
 
 from node.engine.kinds import Engine, Halted, Work
 from node.engine.recorder import Last
-from node.engine.unread import Unread
+from node.engine.unread import Unread, UnreadQueue
 from wire.frames import EngineReport, Frame
 
 PUBLISH_EVERY = 0.1
@@ -48,8 +47,7 @@ class Loop:
         self._publish_at: float | None = 0.0
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
-        self._unread: SimpleQueue[Unread] = SimpleQueue()
-        self._long: SimpleQueue[Unread] = SimpleQueue()
+        self._unread, self._long = UnreadQueue(), UnreadQueue()
 
     def put(self, work: Work) -> None:
         """Hand in prepared work from another thread."""

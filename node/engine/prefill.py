@@ -39,8 +39,10 @@ class Prefill:
 
     @property
     def answered(self) -> bool:
-        """Whether tokens of its answer were heard, from here or from another node."""
-        return bool(self.sequence.joined or self.sequence.request.resume)
+        """Return whether its answer was begun, here or on another node, and it goes before new ones: not one that was
+        preempted for another key."""
+        sequence = self.sequence
+        return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 
     @property
     def left(self) -> int:

@@ -8,6 +8,9 @@ that have turned cannot be cut: there only a kept sequence that is *wholly* a be
 
 At least one token of a prompt is always left to compute: its logits are kept nowhere.
 
+Every sequence belongs to a scope, the name of an API key: a prompt finds those of its own scope alone, so that neither
+a count nor a time shows what another key has asked.
+
 The caches themselves are opaque here (`value`), their bytes are what the caller counted. Whoever keeps an `Entry` asks
 `alive` before using it: one that was given back holds nothing any more, so that nobody keeps its memory by accident.
 """
@@ -45,8 +48,8 @@ def hash_of(fingerprint: str, key: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[V]):
-    """A kept sequence: packed ids, its cache (None once given back), its bytes, and the hash of its prompt. A
-    `snapshot` was taken within a prompt, for many to begin with."""
+    """A kept sequence: packed ids, its cache (None once given back), its bytes, the hash of its prompt, and its scope.
+    A `snapshot` was taken within a prompt, for many to begin with."""
 
     model: str
     key: bytes
@@ -54,6 +57,7 @@ class Entry(Generic[V]):
     nbytes: int
     prompt_hash: bytes = b""
     snapshot: bool = False
+    scope: str = ""
 
     @property
     def length(self) -> int:
@@ -79,8 +83,8 @@ class Found(Generic[V]):
 class PrefixStore(Protocol[V]):
     """What a place for sequences must give: this one in RAM, others later."""
 
-    def find(self, model: str, key: bytes, *, cut: bool) -> Found[V]:
-        """Find the longest beginning of a prompt; `cut`: whether the model's caches can be cut."""
+    def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
+        """Find the longest beginning of a prompt in a scope; `cut`: whether the model's caches can be cut."""
         ...
 
     def store(self, entry: Entry[V]) -> None:
@@ -96,7 +100,8 @@ class PrefixCache(Generic[V]):
     """All kept sequences of all models. Bytes are those that were said at `store`."""
 
     def __init__(self) -> None:
-        self._tries: dict[str, Trie[Entry[V]]] = {}
+        self._tries: dict[tuple[str, str], Trie[Entry[V]]] = {}
+        """By model and scope."""
         self._order: dict[Entry[V], None] = {}
         self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
         self._evicted: deque[bytes] = deque(maxlen=TOLD)
@@ -109,9 +114,9 @@ class PrefixCache(Generic[V]):
     def __len__(self) -> int:
         return len(self._order)
 
-    def find(self, model: str, key: bytes, *, cut: bool) -> Found[V]:
+    def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
         """See PrefixStore. What is found was used just now."""
-        trie = self._tries.get(model)
+        trie = self._tries.get((model, scope))
         if trie is None:
             return Found()
         most = len(key) // WIDTH - 1
@@ -132,26 +137,27 @@ class PrefixCache(Generic[V]):
         self._hits += 1
         self._hit_tokens += tokens
 
-    def covers(self, model: str, key: bytes, *, cut: bool) -> bool:
-        """Whether a kept sequence already serves whoever this one would serve."""
-        trie = self._tries.get(model)
+    def covers(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> bool:
+        """Return whether a kept sequence of the scope already serves every prompt that this one would serve."""
+        trie = self._tries.get((model, scope))
         if trie is None:
             return False
         size = len(key) // WIDTH
         match = trie.match(key, size)
         return match.shared == size and (cut or (match.whole is not None and match.whole.length == size))
 
-    def replaced(self, model: str, key: bytes) -> list[Entry[V]]:
+    def replaced(self, model: str, key: bytes, scope: str = "") -> list[Entry[V]]:
         """List what a sequence makes needless, where caches can be cut: its own beginnings."""
-        trie = self._tries.get(model)
+        trie = self._tries.get((model, scope))
         return [] if trie is None else trie.beginnings(key)
 
     def store(self, entry: Entry[V]) -> None:
         """Keep a sequence, in the place of one with the same ids."""
-        trie = self._tries.setdefault(entry.model, Trie())
+        trie = self._tries.setdefault((entry.model, entry.scope), Trie())
         same = trie.match(entry.key, entry.length).whole
         if same is not None and same.key == entry.key:
             self.take(same)
+            trie = self._tries.setdefault((entry.model, entry.scope), Trie())
         trie.put(entry.key, entry)
         self._order[entry] = None
         self._nbytes += entry.nbytes
@@ -163,7 +169,10 @@ class PrefixCache(Generic[V]):
         assert value is not None  # noqa: S101  who takes has looked that it is alive
         entry.value = None
         del self._order[entry]
-        self._tries[entry.model].remove(entry.key)
+        place = entry.model, entry.scope
+        self._tries[place].remove(entry.key)
+        if self._tries[place].empty:
+            del self._tries[place]
         self._nbytes -= entry.nbytes
         return value
 
@@ -178,7 +187,6 @@ class PrefixCache(Generic[V]):
         """Give back all of a model."""
         for entry in [entry for entry in self._order if entry.model == model]:
             self._evict(entry)
-        self._tries.pop(model, None)
 
     def discard(self, entries: Iterable[Entry[V]]) -> None:
         """Give back what something better takes the place of: no eviction, since nobody loses by it."""

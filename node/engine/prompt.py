@@ -39,7 +39,7 @@ class Rules(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """`ids` are the whole prompt's tokens, `eos` those that end an answer; `voice(choice)` gives a new text pipeline.
-    `grammar` is what every answer has to follow.
+    `grammar` is what every answer has to follow. The first `shared` of the ids follow from a system prompt of all keys.
 
     With `refused` there is nothing else.
     """
@@ -51,6 +51,7 @@ class Prepared:
     token_bytes: Callable[[int], bytes] = lambda token: b""
     refused: Refused | None = None
     grammar: Rules | None = None
+    shared: int = 0
 
     @property
     def tokens(self) -> int:

@@ -12,18 +12,21 @@ Rules
   of copying it. When it is cancelled before it has left anything, it leaves what it took.
 - Nothing is kept that does not fit by the same verdict as a request, and everything that is kept is evaluated at once.
 - Kept bytes are first to go (`make_room`). They never cause a refusal.
+- A request finds what its own key left behind, and of others only the system prompt that all keys share: the tokens of
+  that message alone are kept once more in a scope of all keys, as a snapshot.
 - After any fault of a model nothing of it is used again (`distrust`): the fault may lie in what was kept.
 
 Where snapshots of a prompt are taken, for caches that cannot be cut
 - Behind the last end-of-turn token: the user's message is the last thing that the next turn's prompt is sure to repeat.
   What follows (the opening of the answer, the marks of thinking) is the template's, and templates change it.
-- Where the prompt parts from a kept one: somebody else has begun in the same way, a system prompt most likely. Whoever
-  comes third finds it.
+- Where the prompt parts from a kept one: another request has begun in the same way, with a system prompt most likely.
+  The third finds it.
+- Behind a system prompt that all keys share.
 """
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from node.engine.batch import DecodeBatch
@@ -34,6 +37,7 @@ from node.engine.prefix import LEAST, Entry, Found, PrefixCache, hash_of
 from node.engine.resident import Resident
 from node.engine.sequence import Row
 from node.engine.trie import WIDTH, pack
+from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, Memory
 from wire.units import parse_size
 from wire.verdict import Fits, judge, lacks, row_bytes
@@ -59,11 +63,14 @@ NOTHING: Found[Layers] = Found()
 
 @dataclass(slots=True, eq=False)
 class Past:
-    """What a prefill needs to begin with something kept and to leave something behind."""
+    """What a prefill needs to begin with something kept and to leave something behind. `scope`: whose sequences it may
+    reuse; the first `shared` tokens are a system prompt that all keys share."""
 
     key: bytes
     prompt_hash: bytes
     eos: frozenset[int]
+    scope: str = ""
+    shared: int = 0
     found: Found[Layers] = NOTHING
     took: int = 0
     stops: list[int] = field(default_factory=list[int])
@@ -145,9 +152,10 @@ class Reuse:
         if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is Manner.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
-        prompt = key[: len(sequence.prompt) * WIDTH]
-        sequence.prompt_hash = hash_of(prefill.resident.found.fingerprint, prompt)
-        prefill.past = Past(key, sequence.prompt_hash, sequence.prepared.eos)
+        prompt, scope = key[: len(sequence.prompt) * WIDTH], sequence.cache_scope
+        sequence.prompt_hash = hash_of(f"{prefill.resident.found.fingerprint} {scope}", prompt)
+        shared = 0 if scope == SHARED_SCOPE else sequence.prepared.shared
+        prefill.past = Past(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
         self.find(prefill)
         if not sequence.joined:
             sequence.cached = prefill.written
@@ -158,9 +166,18 @@ class Reuse:
         if past is None or prefill.cache is not None:
             return
         cut = self._manner(resident) is Manner.CUT
-        past.found = self._kept.find(resident.name, past.key, cut=cut)
+        past.found = self._find(resident.name, past, cut=cut)
         prefill.written = past.found.length
-        past.stops = [] if cut else stops(prefill.ids, past.eos, past.found.length, past.found.shared)
+        past.stops = [] if cut else stops(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
+
+    def _find(self, model: str, past: Past, *, cut: bool) -> Found[Layers]:
+        """Find the longest beginning among the sequences of the request's own key and the shared system prompts."""
+        own = self._kept.find(model, past.key, cut=cut, scope=past.scope)
+        if past.shared <= own.length:
+            return own
+        opening = past.key[: (past.shared + 1) * WIDTH]  # of a prompt one token is left to compute
+        common = self._kept.find(model, opening, cut=cut, scope=SHARED_SCOPE)
+        return replace(common, shared=own.shared) if common.length > own.length else own
 
     def restore(self, prefill: "Prefill") -> bool:
         """Give a prefill the cache that it begins with, empty or not; False when what was found has been given back
@@ -202,9 +219,19 @@ class Reuse:
         if past is None or cache is None or prefill.written not in past.stops:
             return
         key = past.key[: prefill.written * WIDTH]
-        size = nbytes_of(cache)
-        if not self._kept.covers(prefill.resident.name, key, cut=False) and self._room(size):
-            self._keep(prefill.resident, key, owned(cache), past.prompt_hash, snapshot=True)
+        scope = SHARED_SCOPE if prefill.written == past.shared else past.scope
+        if not self._kept.covers(prefill.resident.name, key, cut=False, scope=scope) and self._room(nbytes_of(cache)):
+            self._keep(prefill.resident, key, owned(cache), past.prompt_hash, scope, snapshot=True)
+
+    def _share(self, prefill: "Prefill", layers: Layers, transient: int) -> None:
+        """Keep the tokens of a shared system prompt for all keys, where caches can be cut."""
+        past = prefill.past
+        if past is None or not past.shared:
+            return
+        name, key = prefill.resident.name, past.key[: past.shared * WIDTH]
+        opening = copied(layers, past.shared)
+        if not self._kept.covers(name, key, cut=True, scope=SHARED_SCOPE) and self._room(nbytes_of(opening), transient):
+            self._keep(prefill.resident, key, owned(opening), b"", SHARED_SCOPE, snapshot=True)
 
     def prompt_written(self, prefill: "Prefill", transient: int) -> None:
         """Keep the state of a whole prompt while its rows decode, where it can be cut: the next prompt may begin like
@@ -212,10 +239,12 @@ class Reuse:
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or self._manner(prefill.resident) is not Manner.CUT:
             return
-        name, past.took = prefill.resident.name, 0
-        if not self._kept.covers(name, past.key, cut=True) and self._room(nbytes_of(cache), transient):
-            self._kept.discard(self._kept.replaced(name, past.key))
-            self._keep(prefill.resident, past.key, cache.copy(), past.prompt_hash)
+        name, scope, past.took = prefill.resident.name, past.scope, 0
+        self._share(prefill, cache, transient)
+        covered = self._kept.covers(name, past.key, cut=True, scope=scope)
+        if not covered and self._room(nbytes_of(cache), transient):
+            self._kept.discard(self._kept.replaced(name, past.key, scope))
+            self._keep(prefill.resident, past.key, cache.copy(), past.prompt_hash, scope)
 
     def read_together(self, prefill: "Prefill", row: Layers, transient: int) -> None:
         """Keep the state of a prompt that was read with others: `row` views it among theirs, all but its last token. To
@@ -223,10 +252,11 @@ class Reuse:
         past = prefill.past
         if past is None:
             return
-        name, key = prefill.resident.name, past.key[:-WIDTH]
-        if not self._kept.covers(name, key, cut=True) and self._room(nbytes_of(row), transient):
-            self._kept.discard(self._kept.replaced(name, key))
-            self._keep(prefill.resident, key, owned(row), past.prompt_hash)
+        name, key, scope = prefill.resident.name, past.key[:-WIDTH], past.scope
+        self._share(prefill, row, transient)
+        if not self._kept.covers(name, key, cut=True, scope=scope) and self._room(nbytes_of(row), transient):
+            self._kept.discard(self._kept.replaced(name, key, scope))
+            self._keep(prefill.resident, key, owned(row), past.prompt_hash, scope)
 
     def cancelled(self, prefill: "Prefill") -> None:
         """Put back what a prefill took, unless something else was kept that begins so."""
@@ -236,7 +266,7 @@ class Reuse:
         key = past.key[: past.took * WIDTH]
         layers = copied(cache, past.took)
         if self._manner(prefill.resident) is Manner.CUT and self._room(nbytes_of(layers)):
-            self._keep(prefill.resident, key, owned(layers), past.prompt_hash)
+            self._keep(prefill.resident, key, owned(layers), past.prompt_hash, past.scope)
 
     # an answer
 
@@ -246,19 +276,19 @@ class Reuse:
         if row.choice or not sequence.prompt_hash:
             return
         ids, cut = batch.ids(row), self._manner(resident) is Manner.CUT
-        key = pack(ids)
-        if len(ids) < LEAST or self._kept.covers(resident.name, key, cut=cut):
+        key, scope = pack(ids), sequence.cache_scope
+        if len(ids) < LEAST or self._kept.covers(resident.name, key, cut=cut, scope=scope):
             return
         if self._room(row_bytes(resident.kv, len(ids))):
             if cut:
-                self._kept.discard(self._kept.replaced(resident.name, key))
-            self._keep(resident, key, batch.extract(row), sequence.prompt_hash)
+                self._kept.discard(self._kept.replaced(resident.name, key, scope))
+            self._keep(resident, key, batch.extract(row), sequence.prompt_hash, scope)
 
     def _keep(
-        self, resident: Resident, key: bytes, layers: Layers, prompt_hash: bytes, *, snapshot: bool = False
+        self, resident: Resident, key: bytes, layers: Layers, prompt_hash: bytes, scope: str, *, snapshot: bool = False
     ) -> None:
         if len(key) >= LEAST * WIDTH:
-            self._kept.store(Entry(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot))
+            self._kept.store(Entry(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
 
     def _room(self, size: int, transient: int = 0) -> bool:
         """Whether `size` bytes may be kept; what is older goes for them."""
@@ -281,14 +311,16 @@ class Reuse:
         return self._forwards.memory(time.monotonic())
 
 
-def stops(ids: list[int], eos: Collection[int], have: int, shared: int) -> list[int]:
-    """Give the places in a prompt at which a cache that cannot be cut is worth a snapshot (see the module's text);
-    `have` tokens of it are there already, and some kept sequence begins with `shared` of them."""
+def stops(ids: list[int], eos: Collection[int], have: int, shared: int, system: int = 0) -> list[int]:
+    """Return the places in a prompt at which a cache that cannot be cut is worth a snapshot (see the module's text);
+    `have` tokens of it are there already, some kept sequence begins with `shared` of them, and the first `system` are a
+    system prompt of all keys."""
     most = len(ids) - 1
     ends = (place for place in range(most, max(0, most - ENDING), -1) if ids[place - 1] in eos)
     turn = next(ends, most - OPENING)
     branch = shared if shared >= have + WORTH else 0
-    return sorted({place for place in (min(branch, most), turn) if place > have and place >= LEAST})
+    places = min(branch, most), min(system, most), turn
+    return sorted({place for place in places if place > have and place >= LEAST})
 
 
 def _fits(memory: Memory, need: int) -> bool:

@@ -96,6 +96,8 @@ class Sequence:
     told: float = 0.0
     cached: int = 0
     prompt_hash: bytes = b""
+    yielded: bool = False
+    """It was preempted for a key that held less, and takes its turn among all others."""
 
     @property
     def number(self) -> int:
@@ -106,6 +108,11 @@ class Sequence:
     def prompt(self) -> tuple[int, ...]:
         """The prompt's tokens."""
         return self.prepared.ids
+
+    @property
+    def cache_scope(self) -> str:
+        """Return whose cached prefixes it reuses, and whose its own become."""
+        return self.request.cache_scope or self.request.owner.name
 
     @property
     def prompt_cached(self) -> int:

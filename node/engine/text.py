@@ -45,6 +45,7 @@ from node.engine_environment import PROFILES
 from node.library import Library
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings
+from wire.fairness import Owner
 from wire.frames import (
     Admitted,
     Cancel,
@@ -79,6 +80,9 @@ from wire.verdict import (
     waste_under,
 )
 
+WAY_SECONDS = 1.0
+"""Time between two requests for which others are preempted at admission, so that memory which comes back late preempts
+no more than is needed."""
 REMEMBERED = 1024
 """Cancelled requests that are remembered until their Generate comes."""
 MOST_BROKEN = 10
@@ -140,6 +144,7 @@ class TextEngine:
         self._orders: dict[int, str] = {}
         self._acked = self._cap = self._coming = self._enforced = self._roomed = 0
         self._cancelled: dict[int, None] = {}
+        self._way_at = 0.0
         for name in settings.models.preload:
             found = library.find(name)
             if found is None:
@@ -408,7 +413,7 @@ class TextEngine:
         if not writing:  # all was said before it came here, only its end was not heard
             sequence.begun = sequence.joined = now
             return [Admitted(request.request, shape.prompt), finished(sequence, now)]
-        refused = self._crowded(resident, shape.of(len(writing)), now)
+        refused = self._crowded(resident, shape.of(len(writing)), now, request.owner)
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
         for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
@@ -444,16 +449,29 @@ class TextEngine:
                 return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
         return None
 
-    def _crowded(self, resident: Resident, shape: preflight.Shape, now: float) -> Refused | None:
-        """Say why there is no room for this request now; None when there is."""
+    def _crowded(self, resident: Resident, shape: preflight.Shape, now: float, owner: Owner) -> Refused | None:
+        """Return why there is no room for a request of this key now; None when there is. What can be had again is freed
+        for it, and then requests of keys that hold more memory are preempted."""
         model = self._model(resident.found, now)
-        cost = resident.ledger.cost(shape.length, shape.choices)
-        cost += request_transient(model, shape.prompt, shape.promised, shape.choices)
-        answer = preflight.admit(shape, self._offered(now), model, cost, self.gate)
-        wanted = cost + self._generation.wanted()
-        if answer is not None and answer.code is Code.NO_ROOM and self._shelf.make_room(wanted):
-            return preflight.admit(shape, self._offered(now), model, cost, self.gate)
+        held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
+        cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
+        answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
+        wanted = cost + self._generation.wanted(key)
+        if answer is None or answer.code is not Code.NO_ROOM:
+            return answer
+        if self._shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
+            return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         return answer
+
+    def _make_way(self, owner: Owner, held: int, cost: int, now: float) -> bool:
+        """Preempt requests of keys that hold more memory than this one would with a request that holds `held` bytes and
+        costs `cost` at its admission; return whether any was."""
+        room = self._offered(now, owner.name).headroom
+        if room is None or now < self._way_at or not self._generation.make_way(owner, held, cost - room):
+            return False
+        self._way_at = now + WAY_SECONDS
+        self._released()
+        return True
 
     def _cancel(self, number: int) -> None:
         known = self._pending.pop(number, None) is not None or self._sweeps.cancel(number)
@@ -573,9 +591,9 @@ class TextEngine:
     def _memory(self) -> Memory:
         return self._forwards.memory(time.monotonic())
 
-    def _offered(self, now: float) -> Memory:
-        """Read the memory as it is for newcomers: those that wait for some come first."""
-        memory, wanted = self._forwards.memory(now), self._generation.wanted()
+    def _offered(self, now: float, key: str | None = None) -> Memory:
+        """Read the memory as it is for a new request of `key`: waiting requests come first."""
+        memory, wanted = self._forwards.memory(now), self._generation.wanted(key)
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 

@@ -102,6 +102,8 @@ def _batch(prefill: Prefill) -> int:
 
 
 def _alike(one: Prefill, other: Prefill) -> bool:
-    """Whether much of a prompt will be kept once another one is read."""
+    """Return whether much of a prompt will be kept for it once another one is read."""
     length = max(LEAST, int(MUCH * len(one.ids)))
-    return one.past is not None and len(one.ids) > length and one.ids[:length] == other.ids[:length]
+    if one.past is None or other.past is None or len(one.ids) <= length or one.ids[:length] != other.ids[:length]:
+        return False
+    return one.past.scope == other.past.scope or length <= min(one.past.shared, other.past.shared)

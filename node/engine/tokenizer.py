@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -35,6 +36,7 @@ from mlx_lm.tokenizer_utils import (
 )
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from node.engine.arguments import ways
@@ -66,6 +68,12 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
 """What a tokenizer is read from, as models have it."""
 LONG_TEXT: Final = 16 * 1024
 """Characters from which a text is put into tokens without the interpreter's lock."""
+PROBES: Final = "a", "b"
+"""Questions that have no token in common."""
+CLOCK_SECONDS: Final = 3600
+"""For so long a template that writes the date is taken to write the same one."""
+MAX_OPENINGS: Final = 64
+"""Shared system prompts whose tokens are remembered."""
 RENDER_SECONDS: Final = 5.0
 """Seconds that a chat template may take. A conversation of 8 MB takes less than one."""
 TAIL: Final = 32
@@ -139,6 +147,7 @@ class Tokenizer:
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
         self._detokenizer = wrapper.detokenizer
         self._ids: dict[str, int] = {}
+        self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._special = re.compile("")
         self._markup = _markup(wrapper)
         self._machines = {tools: TextStateMachine(self._markup.transitions(tools)) for tools in (False, True)}
@@ -166,6 +175,34 @@ class Tokenizer:
             raise
         except Exception as error:
             raise TemplateFailed(_line(error)) from error
+
+    def shared(self, request: Generate, prompt: Prompt) -> int:
+        """Return how many of a prompt's first tokens follow from its shared system prompt alone; 0 where it has none,
+        or where something else stands before its end.
+
+        They are what two prompts have in common that share the system prompt and nothing else."""
+        if not request.shared or not request.messages:
+            return 0
+        system = request.messages[0]
+        known = system.role, system.content, request.created // CLOCK_SECONDS
+        opening = self._openings.get(known)
+        if opening is None:
+            opening = self._openings[known] = self._opening(request, system)
+            while len(self._openings) > MAX_OPENINGS:
+                self._openings.pop(next(iter(self._openings)), None)
+        return len(opening) if prompt.ids[: len(opening)] == opening else 0
+
+    def _opening(self, request: Generate, system: Message) -> tuple[int, ...]:
+        """Return the tokens in which prompts begin that share this system prompt; none where a template fails."""
+        try:
+            one, other = (self._probe(request, system, word) for word in PROBES)
+        except Exception:
+            return ()
+        return tuple(token for token, _ in takewhile(_equal, zip(one, other, strict=False)))
+
+    def _probe(self, request: Generate, system: Message, word: str) -> tuple[int, ...]:
+        probe = replace(request, messages=(system, Message("user", word)), tools="", template="")
+        return self._encoded(self._text(probe), plain=False)
 
     def count(self, request: Generate) -> int:
         """Return the number of a request's prompt tokens; TemplateFailed where template or tokenizer fail."""
@@ -430,6 +467,10 @@ def _markup(wrapper: TokenizerWrapper) -> Markup:
         edges=wrapper.response_transitions,
         initial=wrapper.response_initial_state or "",
     )
+
+
+def _equal(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 # the template's world

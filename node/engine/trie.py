@@ -63,6 +63,11 @@ class Trie(Generic[V]):
     def __init__(self) -> None:
         self._root: _Node[V] = _Node()
 
+    @property
+    def empty(self) -> bool:
+        """Return whether nothing is stored."""
+        return not self._root.children and self._root.value is None
+
     def put(self, key: bytes, value: V) -> None:
         """Store a value; it takes the place of one with the same key."""
         node, at = self._root, 0

@@ -4,7 +4,8 @@ A tokenizer writes records of its own beside the tokens: measured up to 301 byte
 a byte of text. Loading one takes up to 34 times its files, the tables for grammars 14 times. No estimate of a forward
 sees these bytes. So a prompt for which `verdict.reading_bytes` counts any is judged on the inference thread before it
 is read, as a forward would be, and they are reserved until it is in tokens. Two threads read prompts meanwhile, one of
-them only long texts, so that a prompt of usual length never waits for a text of megabytes. The I/O thread prepares
+them only long texts, so that a prompt of usual length never waits for a text of megabytes. Each takes turns between
+API keys. The I/O thread prepares
 short prompts itself (`Door.inline`): it answers pings, limits and cancels, and waits for nothing.
 
     I/O thread            inference thread              threads of prompts
@@ -13,6 +14,8 @@ short prompts itself (`Door.inline`): it answers pings, limits and cancels, and 
                            admitted, no longer reserved ◄──┘ Read
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,9 +40,41 @@ class Unread:
     read: Callable[[], "Read"]
 
     @property
+    def key(self) -> str:
+        """Return the API key whose turn it takes; all counts have one turn."""
+        return self.frame.owner.name if isinstance(self.frame, Generate) else ""
+
+    @property
     def long(self) -> bool:
         """Return whether this text may take longer than the prompts of usual length wait for each other."""
         return text_bytes(self.frame) > LONG
+
+
+class UnreadQueue:
+    """Prompts that one thread reads, in turns between API keys: a key with many texts or grammars delays another key
+    by one of them. Any thread may call `put`."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, deque[Unread]] = {}
+        self._changed = threading.Condition()
+
+    def put(self, unread: Unread) -> None:
+        """Add a prompt behind those of its key."""
+        with self._changed:
+            self._lanes.setdefault(unread.key, deque()).append(unread)
+            self._changed.notify()
+
+    def get(self) -> Unread:
+        """Wait for a prompt; take the first of the key whose turn it is."""
+        with self._changed:
+            while not self._lanes:
+                self._changed.wait()
+            key = next(iter(self._lanes))
+            lane = self._lanes.pop(key)
+            unread = lane.popleft()
+            if lane:
+                self._lanes[key] = lane  # behind all other keys
+            return unread
 
 
 @dataclass(frozen=True, slots=True)

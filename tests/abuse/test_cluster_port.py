@@ -39,6 +39,7 @@ from wire.frames import (
     Generate,
     Goodbye,
     Hello,
+    Message,
     Params,
     Ping,
     Report,
@@ -46,6 +47,7 @@ from wire.frames import (
 )
 from wire.identity import PROTOCOL, NodeId
 from wire.report import EngineState, Hardware
+from wire.units import MIB
 
 TIME_OF_A_STRANGER = 5.0
 
@@ -396,3 +398,20 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
         _, words = await asyncio.wait_for(node.communicate(), 30)
     assert node.returncode == 8
     assert "update macpool on the coordinator" in words.decode()
+
+
+# -- what clients make the coordinator send -----------------------------------------------------
+
+
+async def test_large_prompts_at_once_cut_no_link(port: Port) -> None:
+    """Each within the limit of a body; the node joins all of them over the link that it had."""
+    async with port.undisturbed():
+        who = port.member("studio")
+        line = await port.link(who)
+        text = "x" * (15 * MIB // 2)
+        for number in range(1, 5):
+            frame = Generate(number, number, "r", "tiny", (Message("user", text),), Params(), 0)
+            assert port.application.registry.links.send(who.node, frame)
+        joined = [(await line.until(Generate, 30)).request for _ in range(4)]
+        assert sorted(joined) == [1, 2, 3, 4]
+        line.close()

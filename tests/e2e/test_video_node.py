@@ -468,7 +468,8 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "large").symlink_to(models.path("llama", trained=False, preset="bench50m"))
     node = await make(
-        attends=False, engine__kind="mlx", models__trial=False, models__folders=f"{studio.tiny_wan()},{tmp_path / 'models'}",
+        attends=False, engine__kind="mlx", models__trial=False,
+        models__folders=f"{studio.tiny_wan()},{tmp_path / 'models'}",
         models__profile="off", models__preload="large" if pinned else "", memory__cap="6GiB", memory__margin="64MiB",
         memory__canary="off",
     )  # fmt: skip

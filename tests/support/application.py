@@ -98,7 +98,7 @@ async def application(
         api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(), visitors,
                   Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
         used = over.settings if over else settings.router
-        videos = Videos(conductor, ring, used, dispatcher.counters, Page(ShortBodies(api.app)))
+        videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(ShortBodies(api.app)))
         door = FrontDoor(dispatcher, ring, used, control=videos)
         if over is not None:
             over.app = Guard(door)

@@ -73,6 +73,7 @@ class LoopbackNode:
     stop: str = ""
     thought: int = 0
     keeps: bool = False
+    labels: frozenset[str] = frozenset()
     state: str = "ready"
     engine: str = "ready"
     up: bool = True
@@ -134,7 +135,8 @@ class LoopbackCluster:
         self.dispatcher.set_view(ClusterView(tuple(self._view(node) for node in self.nodes.values())))
 
     def _view(self, node: LoopbackNode) -> NodeView:
-        return view_of(node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic())
+        return view_of(node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic(),
+                       labels=node.labels)  # fmt: skip
 
     def _send(self, node_id: NodeId, frame: Frame) -> bool:
         node = self.nodes[node_id]

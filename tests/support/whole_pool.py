@@ -17,6 +17,7 @@ from router.dialects.openapi import openapi_paths
 from router.settings import RouterSettings
 from tests.support.application import Application, application
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode
+from wire.frames import Delta, Deltas, Generate
 
 OPERATIONS = sorted(
     [f"{method.upper()} {path}" for path, item in openapi_paths().items() for method in item]
@@ -74,6 +75,11 @@ def whole(answer: bytes) -> bool:
     if length.isdigit():
         return bool(end) and len(body) >= int(length)
     return bool(end) and answer.endswith(b"0\r\n\r\n")
+
+
+def word(asked: Generate) -> Deltas:
+    """Make the first word of an answer."""
+    return Deltas((Delta(asked.request, 0, (1,), ((0, "a"),)),))
 
 
 def status(answer: bytes) -> int:

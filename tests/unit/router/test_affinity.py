@@ -23,6 +23,10 @@ def chain(*messages: Message, session: str = "", root: object = "tiny") -> Chain
     return chain_of(root, messages, session)
 
 
+def of_key(key: str, *messages: Message, session: str = "", shared: bool = False) -> Chain:
+    return chain_of("tiny", messages, session, key, shared=shared)
+
+
 def known(*prompts: tuple[NodeId, Chain, bytes]) -> Affinity:
     index = Affinity()
     for node, prompt, name in prompts:
@@ -50,6 +54,23 @@ def test_a_shared_system_prompt_counts_as_far_as_it_goes():
     index = known((A, chain(system, user("one")), HASH))
     share = index.shares(chain(system, user("t" * 99)))[A]
     assert share == 0.9
+
+
+def test_where_one_key_was_answered_is_known_to_that_key_alone():
+    prompt = user("x" * 999)
+    index = known((A, of_key("alice", prompt, session="chat"), HASH))
+    assert index.shares(of_key("alice", prompt)) == {A: 1.0}
+    assert index.shares(of_key("alice", user("y"), session="chat")) == {A: 1.0}
+    assert index.shares(of_key("mallory", prompt)) is NOWHERE
+    assert index.shares(of_key("mallory", user("y"), session="chat")) is NOWHERE
+
+
+def test_of_a_system_prompt_of_all_keys_nothing_behind_it_is_known_to_others():
+    system, question = Message("system", "s" * 899), user("q" * 99)
+    index = known((A, of_key("alice", system, question, shared=True), HASH))
+    assert index.shares(of_key("alice", system, question, shared=True)) == {A: 1.0}
+    assert index.shares(of_key("mallory", system, question, shared=True)) == {A: 0.9}
+    assert index.shares(of_key("mallory", system, question)) is NOWHERE
 
 
 def test_a_long_document_is_known_up_to_the_block_where_the_question_differs():

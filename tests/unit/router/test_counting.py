@@ -1,6 +1,9 @@
 """Counts of prompts: who is asked, and what becomes of a node that cannot say."""
 
+import asyncio
+
 from router.counting import count
+from router.orders import MAX_COUNTS_OF_A_KEY
 from router.problems import Problem
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import Count, Message
@@ -17,7 +20,7 @@ async def test_a_node_that_has_the_model_loaded_is_asked_first():
     cold = LoopbackNode("a", models=(a_model(loaded=False),))
     warm = LoopbackNode("b")
     cluster = LoopbackCluster(cold, warm)
-    assert await count(cluster.dispatcher, ASKED) == 11
+    assert await count(cluster.dispatcher, ASKED, "k") == 11
     assert (counted(cold), counted(warm)) == (0, 1)
 
 
@@ -25,13 +28,13 @@ async def test_a_node_that_cannot_load_it_is_followed_by_the_next():
     broken = LoopbackNode("a", refusal=Refused(Code.LOAD_FAILED, "its files are broken"))
     cold = LoopbackNode("b", models=(a_model(loaded=False),))
     cluster = LoopbackCluster(broken, cold)
-    assert await count(cluster.dispatcher, ASKED) == 11
+    assert await count(cluster.dispatcher, ASKED, "k") == 11
     assert (counted(broken), counted(cold)) == (1, 1)
 
 
 async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
     nodes = [LoopbackNode(name, refusal=Refused(Code.TEMPLATE, "no such role")) for name in ("a", "b")]
-    found = await count(LoopbackCluster(*nodes).dispatcher, ASKED)
+    found = await count(LoopbackCluster(*nodes).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (400, "template_failed")
     assert sum(map(counted, nodes)) == 1
@@ -39,7 +42,7 @@ async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
 
 async def test_a_cordoned_or_lost_node_is_not_asked():
     node = LoopbackNode("a", state="lost")
-    found = await count(LoopbackCluster(node).dispatcher, ASKED)
+    found = await count(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert found.status == 503
     assert counted(node) == 0
@@ -47,7 +50,7 @@ async def test_a_cordoned_or_lost_node_is_not_asked():
 
 async def test_a_model_that_nobody_has_is_a_404():
     cluster = LoopbackCluster(LoopbackNode("a", models=(a_model(loaded=False, cause="no"),)))
-    found = await count(cluster.dispatcher, ASKED)
+    found = await count(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (404, "model_not_found")
 
@@ -57,6 +60,21 @@ async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
     cluster = LoopbackCluster(node)
     cluster._send = lambda node_id, frame: True  # pyright: ignore
     cluster.dispatcher.orders._send = lambda node_id, frame: cluster.dispatcher.node_gone(node_id, "cut") is None
-    found = await count(cluster.dispatcher, ASKED)
+    found = await count(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (502, "node_lost")
+
+
+async def test_one_key_does_not_take_all_counts():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.dispatcher.orders._send = lambda node_id, frame: True
+    counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_OF_A_KEY + 1)]
+    other = asyncio.ensure_future(count(cluster.dispatcher, ASKED, "other"))
+    await asyncio.sleep(0.01)
+    found = [one.result() for one in counts if one.done()]
+    assert [(one.status, one.code) for one in found if isinstance(one, Problem)] == [(429, "over_share")]
+    assert not other.done()
+    cluster.dispatcher.node_gone(node.id, "cut")
+    await asyncio.gather(*counts, other)
+    assert cluster.dispatcher.quotas.running("k") == 0

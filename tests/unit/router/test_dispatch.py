@@ -439,6 +439,26 @@ async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
     one.submit(key="ada")
     ((_, frame),) = one.generates()
     assert frame.owner == Owner("ada", 4)
+    assert (frame.cache_scope, frame.shared) == ("", False), "its cached prefixes are its key's own"
+
+
+async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(one: Cluster):
+    """Its engine can preempt; the same key, or a second request beside a single one, waits for room."""
+    held = [one.submit(key="greedy") for _ in range(2)]
+    full(one, A)
+    waiting = one.submit(key="greedy")
+    assert waiting.entry is not None
+    other = one.submit(key="other")
+    assert other.node == A
+    one.refuse()
+    assert (other.node, other.entry is not None) == (None, True), "the engine knows better"
+    assert len(one.generates()) == 3
+    one.dispatcher.close(other)
+    one.dispatcher.close(held.pop())
+    full(one, A)
+    await turn()
+    last = one.submit(key="other")
+    assert last.entry is not None, "of a single request nothing is taken"
 
 
 async def test_each_answer_of_a_request_takes_a_row(one: Cluster):

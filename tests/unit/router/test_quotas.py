@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.placement import Demand
 from router.quotas import NO_LIMITS, KeyLimits, Quotas, estimate
+from router.settings import RouterSettings
 from wire.refusals import Code, Refused
 
 ASK = Demand("qwen3-8b", prompt_tokens=100, max_tokens=50)
@@ -61,9 +62,9 @@ def test_tokens_a_minute_are_charged_by_estimate_and_settled_by_what_was_used():
     assert charged == estimate(ASK) == 150
     taken(one)
     assert refused(one).retry_after == pytest.approx(30.0)
-    one.settle("k", charged, 110, 0.0)
+    one.settle("k", ASK, charged, 110, 0.0)
     assert refused(one).retry_after == pytest.approx(22.0)
-    one.settle("k", charged, 0, 0.0)
+    one.settle("k", ASK, charged, 0, 0.0)
     assert taken(one) == 150
 
 
@@ -78,7 +79,7 @@ def test_requests_at_once():
     one = quotas(concurrency=2)
     charges = [taken(one), taken(one)]
     assert refused(one).code is Code.RATE_LIMITED
-    one.settle("k", charges[0], 0, 1.0)
+    one.settle("k", ASK, charges[0], 0, 1.0)
     taken(one, 1.0)
 
 
@@ -87,7 +88,7 @@ def test_a_refused_request_takes_nothing():
     charged = taken(one)
     for _ in range(10):
         refused(one)
-    one.settle("k", charged, 0, 0.0)
+    one.settle("k", ASK, charged, 0, 0.0)
     taken(one)
 
 
@@ -116,7 +117,7 @@ def test_a_request_that_came_before_its_key_had_limits_takes_nothing_from_those_
     limits["k"] = KeyLimits(concurrency=2)
     taken(one)
     refused(one)
-    one.settle("k", early, 0, 0.0)
+    one.settle("k", ASK, early, 0, 0.0)
     taken(one)
     refused(one)
     assert one.running("k") == 2
@@ -132,7 +133,7 @@ def test_no_key_outruns_its_rate(steps: list[tuple[float, int, bool]]):
             running.append(charged)
         if ends and running:
             spent = min(tokens, running[-1])
-            one.settle("k", running.pop(), spent, now)
+            one.settle("k", ASK, running.pop(), spent, now)
             used += spent
     used += sum(running)
     assert used <= 600 + 600 * now / 60 + 1
@@ -145,3 +146,45 @@ def test_no_key_outruns_its_rate(steps: list[tuple[float, int, bool]]):
 def test_wrong_limits_are_named(wrong: dict[str, object]):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, KeyLimits)
+
+
+def bounded(**settings: int) -> Quotas:
+    return Quotas(settings=RouterSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "demand", "words"),
+    [({"key_requests": 2}, Demand("m"), "2 requests at once"),
+     ({"key_tokens": 250}, Demand("m", prompt_tokens=100), "250 prompt tokens"),
+     ({"key_bytes": 250}, Demand("m", prompt_bytes=100), "of prompts under way")],
+)  # fmt: skip
+def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(settings: dict[str, int], demand: Demand, words: str):
+    one = bounded(**settings)
+    assert [one.take("k", demand, 0.0) for _ in range(2)] == [0, 0]
+    answer = one.take("k", demand, 0.0)
+    assert isinstance(answer, Refused)
+    assert (answer.code, words in answer.message) == (Code.RATE_LIMITED, True), answer.message
+    assert one.take("other", demand, 0.0) == 0, "of its own"
+    one.settle("k", demand, 0, 0, 0.0)
+    assert one.take("k", demand, 0.0) == 0
+
+
+def test_a_request_alone_is_as_large_as_it_likes():
+    one = bounded(key_tokens=10, key_bytes=10)
+    large = Demand("m", prompt_bytes=1000)
+    assert one.take("k", large, 0.0) == 0
+    assert isinstance(one.take("k", Demand("m", prompt_bytes=1), 0.0), Refused)
+
+
+def test_videos_are_counted_apart_and_one_may_always_wait():
+    one = quotas(concurrency=2, waiting=0, requests_per_minute=3)
+    assert one.take_video("k", "wan", 0, 0, 0.0) is None
+    for has, queued in ((2, 0), (1, 1)):
+        answer = one.take_video("k", "wan", has, queued, 0.0)
+        assert isinstance(answer, Refused)
+        assert answer.code is Code.RATE_LIMITED
+    assert [one.take_video("k", "wan", 1, 0, 0.0) for _ in range(2)] == [None, None]
+    answer = one.take_video("k", "wan", 1, 0, 0.0)
+    assert isinstance(answer, Refused)
+    assert "3 requests a minute" in answer.message
+    assert one.running("k") == 0

@@ -71,6 +71,7 @@ def test_the_rules():
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
         True, True, False, False,
     ]  # fmt: skip
+    assert not is_fault("grammar_failed"), "the client sent it"
     assert [patience(expected) for expected in (0.0, 5.0, 99.0)] == [SOON, 5.0, LATE]
 
 

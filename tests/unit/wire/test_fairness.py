@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.fairness import CROWD, Owner, Reading, Waiting, in_turn
+from wire.fairness import CROWD, Holding, Owner, Reading, Waiting, giving_way, in_turn
 
 ADA, BOB = Owner("ada"), Owner("bob")
 WAITING = st.lists(
@@ -110,3 +110,25 @@ def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(owne
         assert set(had) == {one.name for one in owners}
     else:
         assert set(had) == {owners[0].name}
+
+
+def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_no_less_then():
+    a, b = Owner("a", 4), Owner("b", 4)
+    assert giving_way(b, 1, 1, [Holding(a, 1)] * 4) == [3]
+    assert giving_way(b, 1, 1, [Holding(a, 1)] * 3 + [Holding(b, 1)]) == [2]
+    assert giving_way(b, 1, 1, [Holding(a, 1)] * 2 + [Holding(b, 1)] * 2) == []
+    assert giving_way(a, 1, 1, [Holding(a, 1)] * 4) == [], "nothing of its own"
+    assert giving_way(b, 1, 1, [Holding(a, 1)]) == [], "a lone request gives nothing up"
+    assert giving_way(b, 2, 2, [Holding(a, 1)] * 4) == [3, 2]
+    assert giving_way(b, 3, 3, [Holding(a, 1)] * 4) == [], "in part it would be of no use"
+    assert giving_way(Owner("b", 16), 3, 3, [Holding(a, 1)] * 4) == [3, 2, 1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=12), st.integers(1, 5))
+def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: int):
+    held = [Holding(Owner(name, 4), size) for name, size in holding]
+    places = giving_way(Owner("x", 4), need, need, held)
+    left = [one for place, one in enumerate(held) if place not in places] + [Holding(Owner("x", 4), need)]
+    for place in places:
+        back = giving_way(held[place].owner, held[place].size, held[place].size, left)
+        assert not any(left[one].owner.name == "x" for one in back)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from wire.codec import Splitter, decode
+from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireError, decode, encode, head_of
 from wire.frames import Answer, Cancel, Generate, Message, Params
 from wire.stream import TURN, Outbox
 from wire.units import GIB, parse_size, show_size
@@ -71,6 +71,47 @@ def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> N
     outbox.resume()
     run_all(deferred)
     assert sent(written) == ["Cancel", "Generate"]
+
+
+def prompt(number: int, size: int) -> Generate:
+    return Generate(number, number, "r", "m", (Message("user", "x" * size),), Params(), 0)
+
+
+def heard(*frames: Generate) -> list[int]:
+    """Send long frames at once; return the requests in the order in which the other end has joined them."""
+    written: list[bytes] = []
+    deferred: list[Callable[[], None]] = []
+    outbox = Outbox(written.append, deferred.append, deferred.append)
+    for frame in frames:
+        outbox.send(frame)
+    splitter, found = Splitter(), list[int]()
+    while deferred:
+        deferred.pop(0)()
+        for piece in written:
+            found += [head_of(body) for _, body in splitter.feed(piece)]
+        written.clear()
+    return found
+
+
+def test_long_frames_wait_until_the_other_end_can_join_them() -> None:
+    """Each is within the limit, all of them together are not."""
+    size = LONGEST_JOINED * 15 // 32
+    assert sorted(heard(*(prompt(number, size) for number in range(6)))) == list(range(6))
+    assert sorted(heard(*(prompt(number, LONGEST_PLAIN) for number in range(MOST_OPEN + 9)))) == list(range(73))
+
+
+def test_a_frame_of_the_greatest_length_can_be_joined_and_a_longer_one_is_not_sent() -> None:
+    empty = len(encode(prompt(1, LONGEST_PLAIN))) - LONGEST_PLAIN
+    assert heard(prompt(1, LONGEST_JOINED - empty)) == [1]
+    with pytest.raises(WireError, match="longer than"):
+        encode(prompt(1, LONGEST_JOINED - empty + 1))
+
+
+def test_smaller_frames_pass_a_large_one_that_waits_and_not_for_long() -> None:
+    small = LONGEST_JOINED // 16
+    order = heard(prompt(1, 8 * small), prompt(2, 15 * small), *(prompt(number, small) for number in range(3, 63)))
+    assert order.index(3) < order.index(2), "it fits beside the first"
+    assert order.index(2) < 40, "those that pass it, and those that fit beside it"
 
 
 def test_frames_of_one_turn_leave_in_one_write_and_in_order() -> None:

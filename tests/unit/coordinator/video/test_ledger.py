@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.video.board import Board, Hold
 from coordinator.video.jobs import State
@@ -120,3 +121,12 @@ def test_models_are_those_that_can_be_used_somewhere():
     assert guard_off(view.nodes) is False
     assert guard_off([a_node("a", memory=a_memory(guard=False))]) is True
     assert guard_off([]) is False
+
+
+def test_a_job_whose_key_is_bound_to_labels_goes_to_nodes_that_have_them():
+    job = a_job(1, size=LEASE)
+    job = replace(job, wanted=replace(job.wanted, labels=("lab",)))
+    board = Board(jobs={job.id: job})
+    here, there = a_node("a", 90 * GIB), a_node("b", 40 * GIB, labels=frozenset({"lab"}))
+    assert chosen(here, there, board=board) == "b"
+    assert "the labels lab" in chosen(here, board=board)

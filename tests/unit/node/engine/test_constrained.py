@@ -215,7 +215,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch
     number = driver.ask("Hello!", bound(SCHEMA))
     end = driver.end(number)
     assert isinstance(end, Failed)
-    assert "too many states" in end.message
+    assert (end.code, "too many states" in end.message) == ("grammar_failed", True)
     finished(driver, beside)
     assert driver.text[beside, 0, Channel.CONTENT] == THINK["answer"]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.prefix import BLOCK, LEAST, Entry, PrefixCache, PrefixStore, hash_of
+from node.engine.prefix import BLOCK, LEAST, Entry, Found, PrefixCache, PrefixStore, hash_of
 from node.engine.reuse import OPENING, limit_of, stops
 from node.engine.trie import pack
 
@@ -22,6 +22,24 @@ def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
     found = kept.find("m", pack([*START, 1, 9, 9]), cut=True)
     assert (found.entry, found.length, found.shared) == (one, LEAST + 1, LEAST + 1)
     assert kept.find("other", pack([*START, 1, 9]), cut=True).entry is None
+
+
+def test_a_sequence_serves_its_own_scope_alone():
+    kept: PrefixCache[str] = PrefixCache()
+    one = Entry("m", pack([*START, 1, 2]), "a cache", 10, b"", scope="alice")
+    other = Entry("m", pack([*START, 1, 3]), "a cache", 10, b"", scope="mallory")
+    kept.store(one)
+    asked = pack([*START, 1, 2, 3])
+    assert kept.find("m", asked, cut=True, scope="alice").entry is one
+    assert kept.find("m", asked, cut=True, scope="mallory") == Found(), "not even that something is shared"
+    assert not kept.covers("m", one.key, cut=True, scope="mallory")
+    assert kept.replaced("m", asked, "mallory") == []
+    kept.store(other)
+    assert kept.find("m", asked, cut=True, scope="mallory").entry is other
+    assert kept.evict(10) == 10, "bytes are counted, and given back, in the order of their use over all scopes"
+    assert kept.find("m", asked, cut=True, scope="alice").entry is None
+    kept.drop("m")
+    assert (len(kept), kept.nbytes, kept._tries) == (0, 0, {}), "no key leaves anything behind"
 
 
 def test_a_cache_that_cannot_be_cut_serves_only_whole():

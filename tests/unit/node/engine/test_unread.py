@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from node.engine.prompt import Prepared
 from node.engine.tokenizer import LONG_TEXT, TooLong, load
-from node.engine.unread import Read, Unread, text_bytes
+from node.engine.unread import Read, Unread, UnreadQueue, text_bytes
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
+from wire.fairness import Owner
 from wire.frames import Count, Finished, Generate, Grammar, Limits, Message, Params, Ping, Refusal, ToolCall
 from wire.refusals import Code
 from wire.units import GIB, MIB
@@ -341,3 +343,26 @@ def test_reading_takes_no_more_than_was_promised(tiny_model: Callable[..., Path]
     assert max(taken for _, _, _, taken in rows) > 20 * MIB, "nothing was measured"
     for kind, size, promised, taken in rows:
         assert taken <= max(promised, READ_FREE), (kind, size, promised, taken)
+
+
+def test_prompts_are_read_in_turns_between_keys(driver: Driver):
+    """A key with many grammars, or long texts, delays another key by one of them."""
+    queue, order = UnreadQueue(), list[int]()
+
+    def of(key: str, number: int) -> Unread:
+        frame = replace(asked(driver, "Hello!", number), owner=Owner(key))
+        return Unread(frame, 0, lambda: Read(number, Finished(number, (), 0, 0)))
+
+    for number in range(5):
+        queue.put(of("greedy", number))
+    order.append(queue.get().frame.request)
+    queue.put(of("other", 10))
+    queue.put(of("other", 11))
+    order += [queue.get().frame.request for _ in range(6)]
+    assert order == [0, 1, 10, 2, 11, 3, 4]
+    taken: list[Unread] = []
+    waiting = threading.Thread(target=lambda: taken.append(queue.get()), daemon=True)
+    waiting.start()
+    queue.put(of("other", 12))
+    waiting.join(10)
+    assert [one.frame.request for one in taken] == [12]
