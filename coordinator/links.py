@@ -23,7 +23,7 @@ import structlog
 
 from coordinator.enrolment import Conversation
 from wire.certificate import read_certificate
-from wire.codec import WireError, decode
+from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
 from wire.frames import (
     Admitted,
     Answer,
@@ -99,7 +99,7 @@ class Connection(Endpoint):
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(self._loop)
+        super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
         self._server = server
         self._conversation: Conversation | None = None
         self._bytes = 0

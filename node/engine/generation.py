@@ -49,7 +49,7 @@ from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
 from wire.fairness import Reading, Waiting, in_turn
-from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
+from wire.frames import Delta, Failed, Finished, Frame, Refusal, Timings, delta_frames
 from wire.refusals import Code, Refused
 
 GROWTH = 64
@@ -80,7 +80,7 @@ class Out:
 
     def frames(self) -> list[Frame]:
         """Give it in the order in which it must be heard."""
-        return [Deltas(tuple(self.deltas)), *self.ends] if self.deltas else self.ends
+        return [*delta_frames(self.deltas), *self.ends]
 
 
 class Generation:
@@ -574,7 +574,7 @@ class Generation:
             self._fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
             return
         if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
-            self._out.deltas.append(row.gathered())
+            self._out.deltas += row.gathered()
             sequence.told = now
 
     def _read(self, row: Row, token: Token[Row]) -> None:
