@@ -202,7 +202,7 @@ class Registry:
             self.links.hang_up(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
-        self.links.send(node, Renewed(certificate))
+        self.links.when_stored(lambda: self.links.send(node, Renewed(certificate)) and None)
 
     def enrolled(self, row: MemberRow) -> None:
         """A machine was given a certificate."""
