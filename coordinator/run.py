@@ -152,7 +152,7 @@ async def _start(
     """Start every part after those that it needs; the stack takes them down in the opposite order. `on_death` is called
     when the state can no longer be written."""
     home = open_home(options.state, options.settings.cluster, stack)
-    home.store.on_death = lambda: on_death() and None
+    home.store.on_death = on_death
     access = open_access(home, options.settings.http, options.listen[0])
     registry = _registry(options, home, access, superseded, stack)
     dispatcher = _dispatcher(options, home.epoch, registry, access.ring)
@@ -304,7 +304,9 @@ async def _start_local_node(
     options: Options, home: Home, access: Access, registry: Registry, cluster_port: int, stack: AsyncExitStack
 ) -> None:
     address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
-    node = LocalNode(home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0)))
+    node = LocalNode(
+        home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
+    )
     await node.start()
     stack.push_async_callback(node.close)
     await node.linked(registry, LOCAL_NODE_SECONDS)

@@ -187,7 +187,7 @@ class Store:
             self._lock.release()
             raise
         self._failure: StoreError | None = None
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_death: Callable[[], object] = lambda: None
         """Called on the writer thread when it cannot go on."""
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection

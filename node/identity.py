@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from machine.private import private_folder, write_private
 from wire.certificate import read_certificate
-from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri
+from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
 
 MOST_ADDRESSES = 16
 """Coordinator addresses that are remembered."""
@@ -81,6 +81,20 @@ def new_request(name: str) -> Request:
     csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return Request(pem, csr.public_bytes(Encoding.DER))
+
+
+def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
+    """Return the certificate (DER) kept in a folder and its key's signature under a request (DER) to join again; empty
+    where there is none that can be read."""
+    try:
+        pem = (folder / "node.pem").read_bytes()
+        key = load_pem_private_key(pem, None)
+        certificate = _certificate_in(folder / "node.pem")
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        return b"", b""
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        return b"", b""
+    return certificate, key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
 
 
 def load_identity(folder: Path, machine: str) -> Identity | None:

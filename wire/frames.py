@@ -92,6 +92,7 @@ class Enrol(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator, over a connection verified with that CA: sign this request (DER).
 
     With a token: `token` and `mac`. Without: `opening`, the nonce of the commitment; a person then approves the code.
+    A machine that has been a member shows its `certificate` (DER) and the signature of `rejoin_text` by that key.
     """
 
     csr: Blob
@@ -101,6 +102,8 @@ class Enrol(Frame, frozen=True, array_like=True, gc=False):
     token: Text = ""
     mac: Blob = b""
     opening: Blob = b""
+    certificate: Blob = b""
+    proof: Blob = b""
 
 
 class EnrolPending(Frame, frozen=True, array_like=True, gc=False):

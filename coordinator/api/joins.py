@@ -66,7 +66,9 @@ class JoinRoutes:
     def rows(self) -> list[dict[str, Any]]:
         """Describe the machines that wait, the oldest first."""
         waiting = self._approvals.list(asyncio.get_running_loop().time())
-        return [{"name": w.name, "address": w.address, "chip": w.hardware.chip} for w in waiting]
+        return [
+            {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
+        ]
 
     async def approve(self, code: str) -> dict[str, Any]:
         """Let the machine in that shows this code."""
