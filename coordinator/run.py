@@ -50,6 +50,7 @@ from coordinator.secured import lives_of, tls_of
 from coordinator.server import http_server
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
+from coordinator.tokens import join_line
 from coordinator.video.api import Videos
 from coordinator.video.conductor import Conductor
 from coordinator.video.placing import Both
@@ -320,7 +321,7 @@ def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
         "ready": True,
         "base_url": entrance.base + "/v1",
         "cluster_url": entrance.cluster_url,
-        "join": f"cluster join {entrance.cluster_url} --token {token}",
+        "join": join_line(entrance.cluster_url, token),
         "tls": tls is not None,
         "trust": None,
     }

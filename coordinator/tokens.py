@@ -26,6 +26,12 @@ _NOBODY = bytes(32)
 """Key against which the MAC of an unknown token is checked, so that both answers take the same time."""
 
 
+def join_line(url: str, token: str) -> str:
+    """Return the line to type on a Mac that is to join. `echo` belongs to the shell, so that the token does not stand
+    in the list of processes, which everybody on that machine can read."""
+    return f"echo {token} | cluster join {url} --token-file -"
+
+
 class Redemption(StrEnum):
     """What became of an attempt; all but ACCEPTED are reasons of `Denied`."""
 

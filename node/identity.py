@@ -117,7 +117,7 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
     if kept.machine != machine:
         raise IdentityMismatch(
             f"the identity in {folder} belongs to another machine: this disk was cloned or the folder copied. "
-            "Join again with a token of its own: `cluster join URL --token T`"
+            "Join again with a token of its own: `cluster join URL --token-file FILE`"
         )
     if uri != node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
