@@ -60,6 +60,8 @@ FROM_NODES = frozenset({Report, Goodbye, Renew, Answer, Admitted, Deltas, Finish
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024
 """Bytes of a long answer that are under way at one time."""
+MIN_PIECE_BYTES = 4096
+"""Usual size of an answer's pieces, at least; the last of a window may be shorter."""
 ASK_SECONDS = 10.0
 """Longest silence between two pieces of an answer."""
 
@@ -210,6 +212,24 @@ class Connection(Endpoint):
         self._server.gone(self, reason)
 
 
+class _Window:
+    """What one node may answer to one question: no more bytes than were asked for, in no more pieces than they take."""
+
+    def __init__(self, limit: int) -> None:
+        self.queue: asyncio.Queue[Answer] = asyncio.Queue()
+        self._limit = limit
+        self._bytes = limit
+        self._pieces = limit // MIN_PIECE_BYTES + 2
+
+    def take(self, answer: Answer) -> None:
+        """Queue a piece. WireError, which ends the link, when it is more than was asked for."""
+        self._bytes -= len(answer.payload)
+        self._pieces -= 1
+        if self._bytes < 0 or self._pieces < 0:
+            raise WireError(f"longer answer than the {self._limit} bytes that it was asked for")
+        self.queue.put_nowait(answer)
+
+
 def _no_handshake() -> None:
     log.info("stranger gone", reason="no TLS handshake")
 
@@ -224,7 +244,7 @@ class LinkServer:
         self._links: dict[NodeId, Connection] = {}
         self._retired: set[Connection] = set()
         self._nonces = itertools.count(1)
-        self._asks: dict[int, asyncio.Queue[Answer]] = {}
+        self._asks: dict[tuple[NodeId, int], _Window] = {}
         self._ask_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -320,9 +340,9 @@ class LinkServer:
         """Take a node's frame: answers are delivered here, the rest is the owner's."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is Answer:
-            queue = self._asks.get(frame.ask)
-            if queue is not None:
-                queue.put_nowait(frame)
+            window = self._asks.get((connection.node, frame.ask))
+            if window is not None:
+                window.take(frame)
             return
         self.owner.received(connection.node, connection.number, frame)
 
@@ -382,12 +402,13 @@ class LinkServer:
         """
         offset, left = -limit, limit
         while left > 0:
+            before = left
             async for answer in self._window(node, what, offset, min(left, ASK_WINDOW)):
                 left -= len(answer.payload)
                 offset = answer.next
                 if answer.payload:
                     yield answer.payload
-            if offset == 0:
+            if offset == 0 or left == before:  # a window without a byte is the end, whatever the node says of the next
                 return
 
     async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
@@ -404,17 +425,17 @@ class LinkServer:
 
     async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
         number = next(self._ask_numbers)
-        queue = self._asks[number] = asyncio.Queue[Answer]()
+        window = self._asks[node, number] = _Window(limit)
         try:
             if not self.send(node, Ask(number, what, offset, limit)):
                 raise LookupError("the node is not linked")
             last = False
             while not last:
                 async with asyncio.timeout(ASK_SECONDS):
-                    answer = await queue.get()
+                    answer = await window.queue.get()
                 if answer.error:
                     raise LookupError(answer.error)
                 last = answer.last
                 yield answer
         finally:
-            del self._asks[number]
+            del self._asks[node, number]

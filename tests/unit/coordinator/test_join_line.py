@@ -27,11 +27,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
     return found
 
 
-def test_a_token_as_an_argument_is_refused_with_the_line_to_use() -> None:
+def test_a_token_as_an_argument_is_refused_with_the_line_to_use(started: list[tuple[list[str], str]]) -> None:
     refused = CliRunner().invoke(cluster, ["join", "127.0.0.1:8081", "--token", TOKEN])
     assert refused.exit_code == 2
     assert "echo TOKEN | cluster join URL --token-file -" in " ".join(refused.output.split())
     assert TOKEN not in refused.output
+    assert not started
 
 
 @pytest.mark.parametrize("how", ["file", "pipe"])
