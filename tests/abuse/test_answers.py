@@ -44,9 +44,9 @@ async def test_no_node_answers_for_another(port: Port) -> None:
 
 @pytest.mark.parametrize("piece", [b"x" * 2000, b"x", b""])
 async def test_an_answer_that_never_ends_ends_its_link(port: Port, piece: bytes) -> None:
-    line = await _linked(port, "liar")
     async with port.undisturbed():
-        asking = asyncio.create_task(_all(port, "node-1", 10_000))
+        line = await _linked(port, "liar")
+        asking = asyncio.create_task(_all(port, "node-2", 10_000))
         asked = await line.until(Ask)
         line.send(*(Answer(asked.ask, piece) for _ in range(20)))
         await line.ended()
