@@ -9,8 +9,9 @@ Rules
 - Identity is the URI in the verified certificate, and the frames of a connection speak for that node only.
 - A peer without a certificate gets STRANGER_SECONDS and STRANGER_BYTES to enrol; nothing but enrolment frames is
   decoded for it. Waiting for a person's approval is the only thing that may take longer.
+- A node has budgets (`budgets`) for its frames, reports, renewals and links; beyond them its link ends with the reason.
 - The newest connection of a node wins. Only a second link of the same agent instance that says so leaves the first
-  open, until the node closes it.
+  open, until the node closes it or makes a third.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from typing import Protocol, cast
 
 import structlog
 
+from coordinator.budgets import NodeBudgets
 from coordinator.enrolment import Conversation
 from wire.certificate import read_certificate
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
@@ -51,6 +53,10 @@ from wire.stream import Endpoint
 HANDSHAKE_SECONDS = 5.0
 STRANGER_SECONDS = 5.0
 STRANGER_BYTES = 16 * 1024
+LAST_WORD_SECONDS = 0.5
+"""Seconds for which a link that floods stays open, unread, so that its node reads why it ends."""
+TOO_MANY_SECONDS = 5.0
+"""Seconds that a node is asked to wait that sent too much."""
 STRANGERS = 64
 """Connections without a certificate; a quarter of it from one address. Who shows one of ours is never turned away here,
 so a crowd of strangers cannot keep a node out, not even one behind the same address."""
@@ -114,6 +120,8 @@ class Connection(Endpoint):
         self.node: NodeId | None = None
         self.number = 0
         self.hello: Hello | None = None
+        self.budgets: NodeBudgets | None = None
+        self._refused = False
 
     def opened(self) -> None:
         """Read who it is from the certificate and start the stranger's clock."""
@@ -147,7 +155,13 @@ class Connection(Endpoint):
 
     def received(self, tag: int, body: bytes) -> None:
         """Greet, or hand on."""
-        if self.node is not None:
+        if self._refused:
+            return
+        if self.node is not None and self.budgets is not None:
+            why = self.budgets.frame(tag, len(body), self._loop.time())
+            if why:
+                self._stem(why)
+                return
             frame = decode(tag, body)
             if type(frame) not in FROM_NODES:
                 raise WireError(f"{type(frame).__name__}, which no node sends here")
@@ -194,8 +208,18 @@ class Connection(Endpoint):
     def refuse(self, denied: Denied) -> None:
         """Say no and hang up."""
         log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
+        self._refused = True
         self.send(denied)
         self.close(denied.message)
+
+    def _stem(self, why: str) -> None:
+        """End a link that floods: read no more of it, and leave its node the time to read why."""
+        log.warning("denied", peer=self.address, node=self.node, reason="too_many")
+        self._refused = True
+        if self.transport is not None:
+            self.transport.pause_reading()
+        self.send(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+        self._loop.call_later(LAST_WORD_SECONDS, self.close, why)
 
     def welcomed(self, node: NodeId, hello: Hello, number: int) -> None:
         """Become a node's link."""
@@ -243,6 +267,7 @@ class LinkServer:
         self._strangers: set[Connection] = set()
         self._links: dict[NodeId, Connection] = {}
         self._retired: set[Connection] = set()
+        self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
         self._asks: dict[tuple[NodeId, int], _Window] = {}
         self._ask_numbers = itertools.count(1)
@@ -302,6 +327,12 @@ class LinkServer:
 
     def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
         """Answer a Hello."""
+        assert peer.node is not None  # noqa: S101  checked by the connection
+        connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
+        why = connection.budgets.link(asyncio.get_running_loop().time())
+        if why:
+            connection.refuse(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+            return
         answer = self.owner.greet(peer, connection.serial, hello)
         if isinstance(answer, Denied):
             self.denied += 1
@@ -320,6 +351,8 @@ class LinkServer:
     def _replace(self, older: Connection, hello: Hello) -> None:
         same = older.hello is not None and older.hello.instance == hello.instance
         if same and hello.takeover:
+            for retired in [one for one in self._retired if one.node == older.node]:
+                retired.close("a third connection of the same node replaced this one")
             self._retired.add(older)
         else:
             del self._links[NodeId(hello.node)]
