@@ -31,7 +31,8 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A node that waits: the code it shows, what it says of itself, where from, until when."""
+    """A node that waits: the code it shows, what it says of itself, where from, until when. `replaces` is the name of
+    the member whose machine it says it is: approving it ends that member's certificate."""
 
     code: str
     name: str
@@ -39,6 +40,7 @@ class Waiting:
     hardware: Hardware
     address: str
     expires: float
+    replaces: str = ""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from machine.private import private_folder, write_private
 from wire.certificate import BACKDATED, LEAF_LIFE, read_certificate
-from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, valid_id
+from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
 
 log = structlog.get_logger()
 
@@ -84,6 +84,20 @@ class Authority:
             self._node_life,
         )  # fmt: skip
         return certificate.public_bytes(Encoding.DER)
+
+    def proves_member(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
+        """Return the member, and the serial (hex) of its certificate (DER), whose key signed a request (DER) to join
+        again; None where the certificate is not ours or its key did not sign. An expired one proves the key, too."""
+        try:
+            shown = x509.load_der_x509_certificate(certificate[:LONGEST_REQUEST])
+            shown.verify_directly_issued_by(self._certificate)
+            key, peer = shown.public_key(), parse_uri(read_certificate(certificate).uri)
+            if not isinstance(key, ec.EllipticCurvePublicKey) or peer is None or peer.node is None:
+                return None
+            key.verify(proof, rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+        except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm):
+            return None
+        return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
 
     def seal(self, generation: int) -> bytes:
         """Sign that this cluster has a coordinator of this generation."""

@@ -8,6 +8,10 @@
 The peer is a stranger: it may send 16 KiB in all, has 5 seconds, and knocks at a limited rate. Nothing that it says
 of itself is believed before its token or its code is, and then only its key, a valid name and its machine's id.
 
+A machine's id is no secret, so it takes over no member: a request that names the machine of a member is refused unless
+the key of that member signed it, or a person approved the code of a request that is shown to replace it. An
+administrator who removes the member (`cluster nodes remove`) makes the machine a new one.
+
 A shell feeds bytes, sends the frames that come back, calls `poll` at `deadline` and whenever `wake` fires, `gone` when
 the connection ends, and flushes the store before it sends `Enrolled`: a token that was used stays used.
 """
@@ -92,6 +96,7 @@ class Conversation:
         self._commitment = b""
         self._asked: Enrol | None = None
         self._ticket: Ticket | None = None
+        self._replaces: NodeId | None = None
         self.deadline = now + PATIENCE
         """When `poll` is due."""
         self.closed = False
@@ -138,7 +143,10 @@ class Conversation:
         if self.closed:
             return []
         if decision is Decision.APPROVED and self._asked:
-            return self._admit(self._asked, "code")
+            before = self._member_without_proof(self._asked)
+            if before is not None and before.node != self._replaces:
+                return self._machine_taken(before)
+            return self._admit(self._asked, "an approved code")
         if decision is Decision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
         if now < self.deadline:
@@ -179,8 +187,32 @@ class Conversation:
             public_key_of(frame.csr)
         except BadRequestError as error:
             return self._deny("bad_request", str(error), final=True)
+        before = self._member_without_proof(frame)
+        if before is not None and not tokens.may_replace(frame.token):
+            return self._machine_taken(before)
         tokens.redeem(frame.token, frame.mac, frame.csr)
-        return self._admit(frame, "token")
+        return self._admit(frame, "a token")
+
+    def _member_without_proof(self, frame: Enrol) -> MemberRow | None:
+        """Return the member whose machine a request names, unless the key of that member signed the request."""
+        before = _member_on(frame.machine, self._cluster.store.members.values())
+        proven = self._cluster.authority.proves_member(frame.certificate, frame.csr, frame.proof)
+        if before is None or (proven and proven[0] == before.node and not self._cluster.store.denied(*proven)):
+            return None
+        return before
+
+    def _machine_taken(self, before: MemberRow) -> list[Frame]:
+        cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
+        newest = cluster.store.audit[-1] if cluster.store.audit else None
+        if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
+            cluster.store.note(cluster.clock(), "node", "refused to replace", subject)
+        return self._deny(
+            "machine_taken",
+            f"this machine is {before.name} in the pool already, and that member's key did not sign the request: if it "
+            f"lost its identity, an administrator runs `cluster nodes remove {before.name}` before it joins again, or "
+            "approves its code when it joins without a token",
+            final=True,
+        )
 
     def _with_code(self, frame: Enrol, now: float) -> list[Frame]:
         if not self._commitment:
@@ -194,7 +226,10 @@ class Conversation:
             return self._deny("bad_request", str(error), final=True)
         code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
         hardware = plain_hardware(frame.hardware)
-        waiting = Waiting(code, frame.name, frame.machine, hardware, self._address, now + LIFE)
+        before = self._member_without_proof(frame)
+        self._replaces = before.node if before else None
+        replaces = before.name if before else ""
+        waiting = Waiting(code, frame.name, frame.machine, hardware, self._address, now + LIFE, replaces)
         ticket = self._cluster.approvals.ask(waiting, now)
         if not isinstance(ticket, Ticket):
             message = "too many machines wait for an approval: try again later, or use a token"
@@ -212,8 +247,10 @@ class Conversation:
         node = before.node if before else NodeId(str(uuid.uuid4()))
         name = unique_name(frame.name, taken)
         certificate = cluster.authority.sign(frame.csr, node, name)
+        how = by if self._member_without_proof(frame) else "its own key"
         if before:
             store.deny_serial(before.serial, now, "the machine joined again")
+            store.note(now, "node", "replaced", f"{before.name} {before.node} from {self._address} by {how}")
         row = MemberRow(
             node, name, frame.machine, plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
             cordoned=before.cordoned if before else False, video=before.video if before else False,

@@ -9,8 +9,9 @@ Rules
 - Identity is the URI in the verified certificate, and the frames of a connection speak for that node only.
 - A peer without a certificate gets STRANGER_SECONDS and STRANGER_BYTES to enrol; nothing but enrolment frames is
   decoded for it. Waiting for a person's approval is the only thing that may take longer.
+- A node has budgets (`budgets`) for its frames, reports, renewals and links; beyond them its link ends with the reason.
 - The newest connection of a node wins. Only a second link of the same agent instance that says so leaves the first
-  open, until the node closes it.
+  open, until the node closes it or makes a third.
 """
 
 import asyncio
@@ -21,9 +22,10 @@ from typing import Protocol, cast
 
 import structlog
 
+from coordinator.budgets import NodeBudgets
 from coordinator.enrolment import Conversation
 from wire.certificate import read_certificate
-from wire.codec import WireError, decode
+from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
 from wire.frames import (
     Admitted,
     Answer,
@@ -51,6 +53,10 @@ from wire.stream import Endpoint
 HANDSHAKE_SECONDS = 5.0
 STRANGER_SECONDS = 5.0
 STRANGER_BYTES = 16 * 1024
+LAST_WORD_SECONDS = 0.5
+"""Seconds for which a link that floods stays open, unread, so that its node reads why it ends."""
+TOO_MANY_SECONDS = 5.0
+"""Seconds that a node is asked to wait that sent too much."""
 STRANGERS = 64
 """Connections without a certificate; a quarter of it from one address. Who shows one of ours is never turned away here,
 so a crowd of strangers cannot keep a node out, not even one behind the same address."""
@@ -60,6 +66,8 @@ FROM_NODES = frozenset({Report, Goodbye, Renew, Answer, Admitted, Deltas, Finish
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024
 """Bytes of a long answer that are under way at one time."""
+MIN_PIECE_BYTES = 4096
+"""Usual size of an answer's pieces, at least; the last of a window may be shorter."""
 ASK_SECONDS = 10.0
 """Longest silence between two pieces of an answer."""
 
@@ -99,7 +107,7 @@ class Connection(Endpoint):
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(self._loop)
+        super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
         self._server = server
         self._conversation: Conversation | None = None
         self._bytes = 0
@@ -112,6 +120,8 @@ class Connection(Endpoint):
         self.node: NodeId | None = None
         self.number = 0
         self.hello: Hello | None = None
+        self.budgets: NodeBudgets | None = None
+        self._refused = False
 
     def opened(self) -> None:
         """Read who it is from the certificate and start the stranger's clock."""
@@ -145,7 +155,13 @@ class Connection(Endpoint):
 
     def received(self, tag: int, body: bytes) -> None:
         """Greet, or hand on."""
-        if self.node is not None:
+        if self._refused:
+            return
+        if self.node is not None and self.budgets is not None:
+            why = self.budgets.frame(tag, len(body), self._loop.time())
+            if why:
+                self._stem(why)
+                return
             frame = decode(tag, body)
             if type(frame) not in FROM_NODES:
                 raise WireError(f"{type(frame).__name__}, which no node sends here")
@@ -192,8 +208,18 @@ class Connection(Endpoint):
     def refuse(self, denied: Denied) -> None:
         """Say no and hang up."""
         log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
+        self._refused = True
         self.send(denied)
         self.close(denied.message)
+
+    def _stem(self, why: str) -> None:
+        """End a link that floods: read no more of it, and leave its node the time to read why."""
+        log.warning("denied", peer=self.address, node=self.node, reason="too_many")
+        self._refused = True
+        if self.transport is not None:
+            self.transport.pause_reading()
+        self.send(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+        self._loop.call_later(LAST_WORD_SECONDS, self.close, why)
 
     def welcomed(self, node: NodeId, hello: Hello, number: int) -> None:
         """Become a node's link."""
@@ -210,6 +236,24 @@ class Connection(Endpoint):
         self._server.gone(self, reason)
 
 
+class _Window:
+    """What one node may answer to one question: no more bytes than were asked for, in no more pieces than they take."""
+
+    def __init__(self, limit: int) -> None:
+        self.queue: asyncio.Queue[Answer] = asyncio.Queue()
+        self._limit = limit
+        self._bytes = limit
+        self._pieces = limit // MIN_PIECE_BYTES + 2
+
+    def take(self, answer: Answer) -> None:
+        """Queue a piece. WireError, which ends the link, when it is more than was asked for."""
+        self._bytes -= len(answer.payload)
+        self._pieces -= 1
+        if self._bytes < 0 or self._pieces < 0:
+            raise WireError(f"longer answer than the {self._limit} bytes that it was asked for")
+        self.queue.put_nowait(answer)
+
+
 def _no_handshake() -> None:
     log.info("stranger gone", reason="no TLS handshake")
 
@@ -223,8 +267,9 @@ class LinkServer:
         self._strangers: set[Connection] = set()
         self._links: dict[NodeId, Connection] = {}
         self._retired: set[Connection] = set()
+        self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
-        self._asks: dict[int, asyncio.Queue[Answer]] = {}
+        self._asks: dict[tuple[NodeId, int], _Window] = {}
         self._ask_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -282,6 +327,12 @@ class LinkServer:
 
     def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
         """Answer a Hello."""
+        assert peer.node is not None  # noqa: S101  checked by the connection
+        connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
+        why = connection.budgets.link(asyncio.get_running_loop().time())
+        if why:
+            connection.refuse(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+            return
         answer = self.owner.greet(peer, connection.serial, hello)
         if isinstance(answer, Denied):
             self.denied += 1
@@ -300,6 +351,8 @@ class LinkServer:
     def _replace(self, older: Connection, hello: Hello) -> None:
         same = older.hello is not None and older.hello.instance == hello.instance
         if same and hello.takeover:
+            for retired in [one for one in self._retired if one.node == older.node]:
+                retired.close("a third connection of the same node replaced this one")
             self._retired.add(older)
         else:
             del self._links[NodeId(hello.node)]
@@ -320,9 +373,9 @@ class LinkServer:
         """Take a node's frame: answers are delivered here, the rest is the owner's."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is Answer:
-            queue = self._asks.get(frame.ask)
-            if queue is not None:
-                queue.put_nowait(frame)
+            window = self._asks.get((connection.node, frame.ask))
+            if window is not None:
+                window.take(frame)
             return
         self.owner.received(connection.node, connection.number, frame)
 
@@ -382,12 +435,13 @@ class LinkServer:
         """
         offset, left = -limit, limit
         while left > 0:
+            before = left
             async for answer in self._window(node, what, offset, min(left, ASK_WINDOW)):
                 left -= len(answer.payload)
                 offset = answer.next
                 if answer.payload:
                     yield answer.payload
-            if offset == 0:
+            if offset == 0 or left == before:  # a window without a byte is the end, whatever the node says of the next
                 return
 
     async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
@@ -404,17 +458,17 @@ class LinkServer:
 
     async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
         number = next(self._ask_numbers)
-        queue = self._asks[number] = asyncio.Queue[Answer]()
+        window = self._asks[node, number] = _Window(limit)
         try:
             if not self.send(node, Ask(number, what, offset, limit)):
                 raise LookupError("the node is not linked")
             last = False
             while not last:
                 async with asyncio.timeout(ASK_SECONDS):
-                    answer = await queue.get()
+                    answer = await window.queue.get()
                 if answer.error:
                     raise LookupError(answer.error)
                 last = answer.last
                 yield answer
         finally:
-            del self._asks[number]
+            del self._asks[node, number]

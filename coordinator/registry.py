@@ -202,6 +202,10 @@ class Registry:
             self.links.hang_up(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
+        self.links.when_stored(lambda: self._hand_over(node, certificate))
+
+    def _hand_over(self, node: NodeId, certificate: bytes) -> None:
+        """Send a renewed certificate whose serial is on the disk."""
         self.links.send(node, Renewed(certificate))
 
     def enrolled(self, row: MemberRow) -> None:

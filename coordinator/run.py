@@ -50,6 +50,7 @@ from coordinator.secured import lives_of, tls_of
 from coordinator.server import http_server
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import MemberRow, Store
+from coordinator.tokens import join_line
 from coordinator.video.api import Videos
 from coordinator.video.conductor import Conductor
 from coordinator.video.placing import Both
@@ -117,8 +118,8 @@ class _Superseded:
 
 
 async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start; SupersededError when another coordinator
-    of this cluster counts; `ready` is told the facts once."""
+    """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start, StoreError also when the state can no
+    longer be written; SupersededError when another coordinator of this cluster counts; `ready` gets the facts once."""
     stop = asyncio.Event()
     superseded = _Superseded(options.state, stop)
     loop = asyncio.get_running_loop()
@@ -126,7 +127,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        facts = await _start(options, stack, superseded)
+        facts = await _start(options, stack, superseded, partial(loop.call_soon_threadsafe, stop.set))
         # What lives as long as we do is not looked at again; requests leave few rings, so the collector may be rare.
         gc.collect()
         gc.freeze()
@@ -146,9 +147,13 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _start(options: Options, stack: AsyncExitStack, superseded: _Superseded) -> dict[str, Any]:
-    """Start every part after those that it needs; the stack takes them down in the opposite order."""
+async def _start(
+    options: Options, stack: AsyncExitStack, superseded: _Superseded, on_death: Callable[[], object]
+) -> dict[str, Any]:
+    """Start every part after those that it needs; the stack takes them down in the opposite order. `on_death` is called
+    when the state can no longer be written."""
     home = open_home(options.state, options.settings.cluster, stack)
+    home.store.on_death = on_death
     access = open_access(home, options.settings.http, options.listen[0])
     registry = _registry(options, home, access, superseded, stack)
     dispatcher = _dispatcher(options, home.epoch, registry, access.ring)
@@ -297,7 +302,9 @@ async def _start_local_node(
     options: Options, home: Home, access: Access, registry: Registry, cluster_port: int, stack: AsyncExitStack
 ) -> None:
     address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
-    node = LocalNode(home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0)))
+    node = LocalNode(
+        home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
+    )
     await node.start()
     stack.push_async_callback(node.close)
     await node.linked(registry, LOCAL_NODE_SECONDS)
@@ -311,7 +318,7 @@ def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
         "ready": True,
         "base_url": entrance.base + "/v1",
         "cluster_url": entrance.cluster_url,
-        "join": f"cluster join {entrance.cluster_url} --token {token}",
+        "join": join_line(entrance.cluster_url, token),
         "tls": tls is not None,
         "trust": None,
     }

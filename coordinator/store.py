@@ -5,7 +5,8 @@ Each change is also one transaction, written in order by the only writer thread 
 `await flush()` returns when all changes so far are on the disk; whoever hands out a certificate or a key flushes first.
 
 A write that fails breaks the store for good (`StoreError` from then on): memory and disk no longer agree, and only a
-restart can show what was kept. Reading goes on, so the pool goes on serving.
+restart can show what was kept. Reading goes on, so the pool goes on serving. A writer thread that meets anything else
+than a failed write calls `on_death`, which ends the coordinator; every `flush` is answered all the same.
 """
 
 import asyncio
@@ -192,6 +193,8 @@ class Store:
             self._lock.release()
             raise
         self._failure: StoreError | None = None
+        self.on_death: Callable[[], object] = lambda: None
+        """Called on the writer thread when it cannot go on."""
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection
         self._writer = threading.Thread(target=self._write, name="store", daemon=True)
@@ -359,14 +362,19 @@ class Store:
 
     def _write(self) -> None:
         while (write := self._writes.get()) is not None:
-            write()
+            try:
+                write()
+            except BaseException as error:  # the thread must answer every later `flush`
+                log.critical("store writer died", error=f"{type(error).__name__}: {error}")
+                self._failure = StoreError(f"the state cannot be written any more ({type(error).__name__}: {error})")
+                self.on_death()
 
     def _execute(self, statement: str, values: tuple[object, ...]) -> None:
         if self._failure is not None:
             return
         try:
             self._connection.execute(statement, values)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError, UnicodeError) as error:
             log.exception("store write failed")
             self._failure = StoreError(f"the state could not be written ({error}): make room, then restart")
 

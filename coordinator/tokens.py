@@ -26,6 +26,12 @@ _NOBODY = bytes(32)
 """Key against which the MAC of an unknown token is checked, so that both answers take the same time."""
 
 
+def join_line(url: str, token: str) -> str:
+    """Return the line to type on a Mac that is to join. `echo` belongs to the shell, so that the token does not stand
+    in the list of processes, which everybody on that machine can read."""
+    return f"echo {token} | cluster join {url} --token-file -"
+
+
 class Redemption(StrEnum):
     """What became of an attempt; all but ACCEPTED are reasons of `Denied`."""
 
@@ -63,14 +69,19 @@ class Tokens:
         self._store = store
         self._ca = ca
         self._clock = clock
+        self._replacing: set[str] = set()
+        """Tokens of this process for its own machine, whose node may have lost its identity."""
 
-    def create(self, ttl: float = USUAL_LIFE, uses: int = 1, name: str = "") -> JoinToken:
-        """Make a token for `uses` nodes, good for `ttl` seconds. ValueError unless both are positive."""
+    def create(self, ttl: float = USUAL_LIFE, uses: int = 1, name: str = "", *, replaces: bool = False) -> JoinToken:
+        """Make a token for `uses` nodes, good for `ttl` seconds. ValueError unless both are positive. With `replaces` a
+        machine that is a member already takes its own place without the key of that member."""
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
         self._drop_old()
         token, now = new_token(self._ca), self._clock()
         self._store.put_token(TokenRow(token.id, token_key(token.secret), now, now + ttl, uses, name))
+        if replaces:
+            self._replacing.add(token.id)
         log.info("token created", token=token.id, name=name, uses=uses, ttl=ttl)
         return token
 
@@ -103,6 +114,10 @@ class Tokens:
             return self._no(token, Redemption.EXPIRED, "expired")
         return Redemption.ACCEPTED
 
+    def may_replace(self, token: str) -> bool:
+        """Return whether a token was made for a machine that may be a member already."""
+        return token in self._replacing
+
     def redeem(self, token: str, mac: bytes, csr: bytes) -> Redemption:
         """Use a token once for this request (DER) if its MAC proves the secret. Flush the store before acting on it."""
         answer = self.check(token, mac, csr)
@@ -120,3 +135,4 @@ class Tokens:
         old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + KEPT_AFTER]
         for token in old:
             self._store.drop_token(token)
+            self._replacing.discard(token)

@@ -82,7 +82,7 @@ if [ "$dry" = no ]; then
 
 Next, in a new terminal:
   cluster up                           make a pool here
-  cluster join URL --token TOKEN       or join one; `cluster up` prints the line
+  cluster join URL --token-file FILE   or join one; `cluster up` prints the line
   cluster doctor                       see whether anything is in the way
   sudo "$(which cluster)" service install     start it with the machine
 TEXT

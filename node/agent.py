@@ -40,7 +40,8 @@ from node.sharer import Sharer
 from node.sharing import Act, Holds, Standing
 from node.supervise import STOPPED, Supervisor
 from node.video.local_ray import LocalRay
-from wire.codec import decode, encode, head_of
+from wire.bounds import MAX_MODELS
+from wire.codec import MAX_REPORT_BYTES, decode, encode, head_of
 from wire.frames import (
     TAGS,
     Admitted,
@@ -490,18 +491,20 @@ class Agent:
         if snapshot is not None:
             self._models = snapshot.models
         link.send(
-            Report(
-                self._sequence,
-                self._memory(supervisor),
-                state,
-                snapshot.models if snapshot else self._resting_models(),
-                snapshot.acked_seq if snapshot else 0,
-                self._draining or self._paused,
-                self._ping,
-                self.poll.system() if self.poll else System(),
-                self.poll.enforcement() if self.poll else Enforcement(),
-                self._video(),
-                self.sharer.told() if self.sharer is not None else Sharing(),
+            within_bounds(
+                Report(
+                    self._sequence,
+                    self._memory(supervisor),
+                    state,
+                    snapshot.models if snapshot else self._resting_models(),
+                    snapshot.acked_seq if snapshot else 0,
+                    self._draining or self._paused,
+                    self._ping,
+                    self.poll.system() if self.poll else System(),
+                    self.poll.enforcement() if self.poll else Enforcement(),
+                    self._video(),
+                    self.sharer.told() if self.sharer is not None else Sharing(),
+                )
             )
         )
         settings = self._settings.node
@@ -647,6 +650,17 @@ class Agent:
         for link in tuple(self._links):
             link.close()
         self._woken.set()
+
+
+def within_bounds(report: Report) -> Report:
+    """Return a report that the coordinator accepts: at most MAX_MODELS, loaded ones first, in MAX_REPORT_BYTES."""
+    if len(report.models) <= MAX_MODELS and len(encode(report)) <= MAX_REPORT_BYTES:
+        return report
+    models = sorted(report.models, key=lambda model: not model.loaded)[:MAX_MODELS]
+    while models and len(encode(replace(report, models=tuple(models)))) > MAX_REPORT_BYTES:
+        del models[len(models) * 3 // 4 :]
+    log.warning("models not reported", count=len(report.models) - len(models), reported=len(models))
+    return replace(report, models=tuple(models))
 
 
 def _pieces(ask: Ask, path: Path) -> Iterator[Answer]:

@@ -19,6 +19,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from node.identity import (
     Identity,
     IdentityError,
@@ -31,6 +33,7 @@ from node.identity import (
     needs_renewal,
     new_csr,
     new_request,
+    prove_identity,
     proves_coordinator,
     remember,
 )  # fmt: skip
@@ -122,7 +125,8 @@ async def enrol(
         again = await line.receive(EnrolAuthority)
         if again.ca != authority.ca:
             raise PinMismatch("the coordinator changed its CA between two connections")
-        asked = Enrol(request.csr, name, machine, hardware)
+        certificate, proof = prove_identity(folder, request.csr)
+        asked = Enrol(request.csr, name, machine, hardware, certificate=certificate, proof=proof)
         enrolled = (
             await _with_token(line, asked, token) if token else await _with_code(line, asked, nonce, again, on_code)
         )
@@ -142,14 +146,14 @@ async def proves_itself(identity: Identity, address: str) -> bool:
 
 async def _with_token(line: "_Line", asked: Enrol, token: JoinToken) -> Enrolled:
     mac = request_mac(token_key(token.secret), asked.csr)
-    await line.send(Enrol(asked.csr, asked.name, asked.machine, asked.hardware, token.id, mac))
+    await line.send(replace(asked, token=token.id, mac=mac))
     return await line.receive(Enrolled)
 
 
 async def _with_code(
     line: "_Line", asked: Enrol, nonce: bytes, authority: EnrolAuthority, on_code: Callable[[str, float], None]
 ) -> Enrolled:
-    await line.send(Enrol(asked.csr, asked.name, asked.machine, asked.hardware, opening=nonce))
+    await line.send(replace(asked, opening=nonce))
     pending = await line.receive(EnrolPending)
     on_code(short_code(authority.ca, asked.csr, nonce, authority.nonce), pending.seconds)
     return await line.receive(Enrolled, pending.seconds + PATIENCE)

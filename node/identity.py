@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from machine.private import private_folder, write_private
 from wire.certificate import read_certificate
-from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri
+from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
 
 MOST_ADDRESSES = 16
 """Coordinator addresses that are remembered."""
@@ -83,6 +83,20 @@ def new_request(name: str) -> Request:
     return Request(pem, csr.public_bytes(Encoding.DER))
 
 
+def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
+    """Return the certificate (DER) kept in a folder and its key's signature under a request (DER) to join again; empty
+    where there is none that can be read."""
+    try:
+        pem = (folder / "node.pem").read_bytes()
+        key = load_pem_private_key(pem, None)
+        certificate = _certificate_in(folder / "node.pem")
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        return b"", b""
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        return b"", b""
+    return certificate, key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+
+
 def load_identity(folder: Path, machine: str) -> Identity | None:
     """Read the identity kept in a folder, None when there is none.
 
@@ -103,7 +117,7 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
     if kept.machine != machine:
         raise IdentityMismatch(
             f"the identity in {folder} belongs to another machine: this disk was cloned or the folder copied. "
-            "Join again with a token of its own: `cluster join URL --token T`"
+            "Join again with a token of its own: `cluster join URL --token-file FILE`"
         )
     if uri != node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")

@@ -313,7 +313,7 @@ async def _find() -> str:
     found = await bonjour.find(FIND_SECONDS)
     if not found:
         raise Failure(
-            3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token …`"
+            3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token-file FILE`"
         )
     if len({one.cluster for one in found}) > 1:
         names = ", ".join(f"{one.name} at {one.candidates[0]}" for one in found if one.candidates)

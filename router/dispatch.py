@@ -35,7 +35,7 @@ from router.affinity import Affinity, Chain, chain_of
 from router.asked import Asked
 from router.breaker import Breakers
 from router.cache_scope import CacheScopes
-from router.endings import Endings
+from router.endings import Endings, credible, most_prompt
 from router.history import History
 from router.loads import Choice, choose
 from router.metrics import Counters
@@ -862,14 +862,17 @@ class Dispatcher:
     def _admitted(self, ticket: Ticket, frame: Admitted) -> None:
         self.ledger.admitted(frame.request)
         ticket.deadline = None
-        ticket.demand = _counted(ticket.demand, frame.prompt_tokens)
-        ticket.read = max(0, frame.prompt_tokens), max(0, frame.cached_tokens)
+        prompt = min(frame.prompt_tokens, most_prompt(ticket))
+        cached = min(frame.cached_tokens, prompt)
+        ticket.demand = _counted(ticket.demand, prompt)
+        ticket.read = prompt, cached
         if ticket.chain is not None and ticket.node is not None:
-            self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, frame.prompt_tokens, frame.cached_tokens)
+            self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, prompt, cached)
 
     def _finished(self, ticket: Ticket, frame: Finished) -> None:
         if ticket.node is not None:
             self.breakers.good(ticket.node, frame.request)
+        frame = credible(ticket, frame)
         counters = self.counters
         counters.prompt_tokens += frame.prompt_tokens
         counters.cached_tokens += frame.cached_tokens
@@ -885,7 +888,7 @@ class Dispatcher:
             self._deny(ticket, refused)
             return
         if frame.prompt_tokens is not None:
-            ticket.demand = _counted(ticket.demand, frame.prompt_tokens)
+            ticket.demand = _counted(ticket.demand, min(frame.prompt_tokens, most_prompt(ticket)))
         if refused.final:
             ticket.never[node] = refused
         heard_at = self._heard_at(node)
@@ -1014,4 +1017,4 @@ def _nobody_told(_: Ticket, __: str) -> None:
 
 
 def _counted(demand: Demand, tokens: int) -> Demand:
-    return replace(demand, prompt_tokens=max(0, tokens))
+    return replace(demand, prompt_tokens=tokens)

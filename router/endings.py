@@ -3,14 +3,23 @@
 A request that ended early used what was read and written until then: leaving is no way around a limit.
 """
 
+import structlog
+from msgspec.structs import replace
+
 from router.history import History, Story
 from router.metrics import Counters
-from router.quotas import Quotas
+from router.quotas import ANSWER, Quotas
 from router.ticket import Failure, Outcome, Ticket
 from router.usage import Usage
 from wire.frames import Finished
 from wire.refusals import Code, Refused
 
+log = structlog.get_logger("router.endings")
+TEMPLATE_TOKENS = 4096
+"""Tokens that a chat template may add to a prompt, beside MESSAGE_TOKENS for each message."""
+MESSAGE_TOKENS = 32
+UNSENT_TOKENS = 8
+"""Tokens of one choice that are generated and never sent: its end, and what was held back for a stop string."""
 QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
 """Refusals whose message may quote the request: it is told to its client, and kept nowhere."""
 
@@ -33,7 +42,7 @@ class Endings:
         self._history.stories.append(_story(ticket, outcome, seconds))
 
     def _account(self, ticket: Ticket, outcome: Outcome, model: str) -> int:
-        """Count what a request used for its key, and give its tokens."""
+        """Count what a request used for its key, and return its tokens: at least those that were sent."""
         prompt, cached, written = _took(ticket, outcome)
         used = self._usage.of(ticket.job.key, model)
         used.requests += 1
@@ -42,7 +51,31 @@ class Endings:
         used.cached_tokens += cached
         used.completion_tokens += written
         self._counters.model(model).used(prompt, cached, written)
-        return prompt + written
+        return max(prompt + written, ticket.wrote)
+
+
+def most_prompt(ticket: Ticket) -> int:
+    """Return the most prompt tokens that a node may count for a request: no byte is more than one token."""
+    demand, messages = ticket.job.demand, ticket.job.messages
+    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(ticket.job.ids))
+    return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
+
+
+def credible(ticket: Ticket, frame: Finished) -> Finished:
+    """Return what a node says that a request used, within what its client asked for: a node that lies can neither use
+    up a key's quota nor its usage."""
+    params = ticket.job.params
+    unbounded = max(ANSWER * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
+    prompt = min(frame.prompt_tokens, most_prompt(ticket))
+    completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
+    cached, thought = min(frame.cached_tokens, prompt), min(frame.thought, completion)
+    said = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.thought
+    if said == (prompt, completion, cached, thought):
+        return frame
+    log.warning("usage not credible", node=ticket.node_name, request=ticket.request, said=said)
+    return replace(
+        frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought
+    )  # fmt: skip
 
 
 def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.frames import TAGS, Fragment, Frame, Head
+from wire.frames import TAGS, Count, Deltas, EngineReport, Fragment, Frame, Generate, Head, Restore
 from wire.units import KIB, MIB
 
 PIECE = 32 * KIB
@@ -28,6 +28,12 @@ LONGEST_WIRE = 256 * KIB
 LONGEST_JOINED = 16 * MIB
 """No joined message may be longer, nor all that are under way in fragments together. A request body of 8 MiB becomes at
 most 11.5 MiB (a bias for each of 700,000 tokens)."""
+MAX_REPORT_BYTES = 256 * KIB
+"""A report, and every frame that has no bound of its own: 512 models of usual length."""
+MAX_DELTAS_BYTES = MIB + 64 * KIB
+"""Half a second of 64 rows with all alternatives, or one tool call of the longest kind."""
+MAX_JOINED_FROM_NODE_BYTES = MAX_DELTAS_BYTES + KIB
+"""No message that a node sends to the coordinator may be longer."""
 MOST_OPEN = 64
 """Messages that may be under way in fragments at once."""
 
@@ -37,6 +43,14 @@ _FRAGMENT = _TAG_OF[Fragment]
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
     tag: msgspec.msgpack.Decoder(kind) for tag, kind in TAGS.items()
 }
+_MAX_BODY_BYTES: dict[type[Frame], int] = {
+    Deltas: MAX_DELTAS_BYTES,
+    Generate: LONGEST_JOINED,
+    Count: LONGEST_JOINED,
+    EngineReport: LONGEST_JOINED,
+    Restore: LONGEST_JOINED,
+}
+_MAX_BODY_OF = {tag: _MAX_BODY_BYTES.get(kind, MAX_REPORT_BYTES) for tag, kind in TAGS.items()}
 _HEAD = msgspec.msgpack.Decoder(Head)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -64,10 +78,13 @@ def fragments(encoded: bytes, message: int) -> Iterator[bytes]:
 
 
 def decode(tag: int, body: bytes | memoryview) -> Frame:
-    """Read one frame's body; WireError when the tag or the content is not one of ours."""
+    """Decode one frame's body. WireError when the tag is unknown, the body is too long for its kind, or a value is
+    outside of its bounds (`wire.bounds`)."""
     decoder = _DECODERS.get(tag)
     if decoder is None:
         raise WireError(f"unknown frame {tag}")
+    if len(body) > _MAX_BODY_OF[tag]:
+        raise WireError(f"{TAGS[tag].__name__} of {len(body)} bytes, the most is {_MAX_BODY_OF[tag]}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from wire.bounds import Natural, Word
 from wire.report import Part
 
 CROWD = 8
@@ -34,8 +35,8 @@ instead of 54, and 51 with this)."""
 class Owner(Part, frozen=True, array_like=True, gc=False):
     """Whose a request is, and its part beside others: one of weight 4 may have four times as many rows."""
 
-    name: str = ""
-    weight: int = 1
+    name: Word = ""
+    weight: Natural = 1
 
     def load(self, much: float) -> float:
         """Give how much so many rows, or tokens, are for him."""

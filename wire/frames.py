@@ -8,8 +8,33 @@ Sizes in bytes, times in seconds, `request` is the coordinator's number for a re
 the epoch is its upper half), `seq` grows with every Generate so that a report can acknowledge what it already counts.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Annotated
 
+from msgspec import Meta
+
+from wire.bounds import (
+    MAX_BIASES,
+    MAX_DELTAS,
+    MAX_ITEMS,
+    MAX_MESSAGES,
+    MAX_MODELS,
+    Blob,
+    Difference,
+    ErrorText,
+    Ids,
+    Long,
+    Natural,
+    Number,
+    Real,
+    Seconds,
+    Signed,
+    Size,
+    Text,
+    Tokens,
+    Word,
+)
 from wire.fairness import Owner
 from wire.measures import GateMeasures
 from wire.refusals import Refused
@@ -28,6 +53,8 @@ from wire.report import (
 )
 from wire.video import Artifact, VideoState
 
+MAX_ROWS_IN_STEP = 64
+"""Deltas that an engine puts into one frame: 0.5 MiB where each has half a second of 20 alternatives a token."""
 SHARED_SCOPE = "*"
 """Scope of cached prefixes that every key may reuse; no key has this id."""
 
@@ -50,46 +77,49 @@ class Frame(Part, frozen=True, array_like=True, gc=False):
 class EnrolStart(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator: who are you? `commitment` only where a short code will be shown."""
 
-    protocol: int
-    commitment: bytes = b""
+    protocol: Natural
+    commitment: Blob = b""
 
 
 class EnrolAuthority(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: the CA (DER) to compare with the token's pin, and a nonce for the short code."""
 
-    ca: bytes
-    cluster: str
-    cluster_name: str
-    nonce: bytes = b""
+    ca: Blob
+    cluster: Word
+    cluster_name: Word
+    nonce: Blob = b""
 
 
 class Enrol(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator, over a connection verified with that CA: sign this request (DER).
 
     With a token: `token` and `mac`. Without: `opening`, the nonce of the commitment; a person then approves the code.
+    A machine that has been a member shows its `certificate` (DER) and the signature of `rejoin_text` by that key.
     """
 
-    csr: bytes
-    name: str
-    machine: str
+    csr: Blob
+    name: Word
+    machine: Word
     hardware: Hardware
-    token: str = ""
-    mac: bytes = b""
-    opening: bytes = b""
+    token: Text = ""
+    mac: Blob = b""
+    opening: Blob = b""
+    certificate: Blob = b""
+    proof: Blob = b""
 
 
 class EnrolPending(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: wait, a person must approve the code that both sides show within `seconds`."""
 
-    seconds: float
+    seconds: Seconds
 
 
 class Enrolled(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: your certificate (DER) and your id."""
 
-    node: str
-    certificate: bytes
-    cluster: str
+    node: Word
+    certificate: Blob
+    cluster: Word
 
 
 # the link
@@ -100,39 +130,39 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     of the same instance that replaces the first without ending its requests. `generation` is the highest that this node
     was ever told in Welcome, with its `seal`: a coordinator of a lower one is not the cluster's any more."""
 
-    protocol: int
-    node: str
-    name: str
-    instance: str
-    machine: str
-    version: str
+    protocol: Natural
+    node: Word
+    name: Word
+    instance: Word
+    machine: Word
+    version: Word
     hardware: Hardware
     takeover: bool = False
-    generation: int = 0
-    seal: bytes = b""
+    generation: Number = 0
+    seal: Blob = b""
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember.
     `generation` grows with every restore of a backup, and `seal` is the CA's signature of it."""
 
-    epoch: int
-    cluster: str
-    cluster_name: str
-    time: float
-    version: str
-    addresses: tuple[str, ...] = ()
-    generation: int = 0
-    seal: bytes = b""
+    epoch: Number
+    cluster: Word
+    cluster_name: Word
+    time: Seconds
+    version: Word
+    addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
+    generation: Number = 0
+    seal: Blob = b""
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: no, and why. `final`: asking again will not help until a person acts."""
 
-    reason: str
-    message: str
+    reason: Text
+    message: ErrorText
     final: bool = False
-    retry_after: float = 0.0
+    retry_after: Seconds = 0.0
 
 
 class Report(Frame, frozen=True, array_like=True, gc=False):
@@ -140,13 +170,13 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     `memory.reserved` already counts, `ping` echoes the newest Ping. `draining` is also true while `sharing.paused`: who
     does not know of pauses sends nothing new either."""
 
-    sequence: int
+    sequence: Number
     memory: Memory
     engine: EngineState
-    models: tuple[Model, ...] = ()
-    acked_seq: int = 0
+    models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MODELS)] = ()
+    acked_seq: Number = 0
     draining: bool = False
-    ping: int = 0
+    ping: Number = 0
     system: System = System()
     enforcement: Enforcement = Enforcement()
     video: VideoState = VideoState()
@@ -156,33 +186,33 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
 class Goodbye(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator, last frame: `stopping`, `asleep` or `leave`."""
 
-    reason: str
+    reason: Text
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):
     """either way: are you there? Answered by the next report, or by Pong on the engine's socket."""
 
-    nonce: int
+    nonce: Number
 
 
 class Pong(Frame, frozen=True, array_like=True, gc=False):
     """engine → agent: its second thread is alive. `busy`: seconds in the native call, `expected`: its length."""
 
-    nonce: int
-    busy: float = 0.0
-    expected: float = 0.0
+    nonce: Number
+    busy: Seconds = 0.0
+    expected: Seconds = 0.0
 
 
 class Renew(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator: sign this request (DER), my certificate is two thirds through its life."""
 
-    csr: bytes
+    csr: Blob
 
 
 class Renewed(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: the new certificate (DER); open a second link with it."""
 
-    certificate: bytes
+    certificate: Blob
 
 
 class Ask(Frame, frozen=True, array_like=True, gc=False):
@@ -191,28 +221,28 @@ class Ask(Frame, frozen=True, array_like=True, gc=False):
 
     Long answers are asked for in windows, so a slow reader of one holds up nobody and fills no memory."""
 
-    ask: int
-    what: str
-    offset: int = 0
-    limit: int = 0
+    ask: Number
+    what: Text
+    offset: Difference = 0
+    limit: Size = 0
 
 
 class Answer(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more), and
     where in the whole it ended (`end`): who follows a log asks again from there."""
 
-    ask: int
-    payload: bytes
+    ask: Number
+    payload: Blob
     last: bool = False
-    error: str = ""
-    next: int = 0
-    end: int = 0
+    error: ErrorText = ""
+    next: Size = 0
+    end: Size = 0
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):
     """either way: a piece of one long frame; the codec cuts and joins, nobody else sees these."""
 
-    message: int
+    message: Number
     payload: bytes
     last: bool = False
 
@@ -221,8 +251,8 @@ class Pause(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: take nothing new for so many `seconds` (None: until a person resumes you; 0: resume), `by`
     whom. Answered by the next report, whose `sharing` says how things stand; sent only to nodes that report it."""
 
-    seconds: float | None
-    by: str = ""
+    seconds: Seconds | None
+    by: Text = ""
 
 
 # requests
@@ -231,21 +261,21 @@ class Pause(Frame, frozen=True, array_like=True, gc=False):
 class ToolCall(Part, frozen=True, array_like=True, gc=False):
     """A call that the assistant made in an earlier turn; `arguments` is JSON text."""
 
-    id: str
-    name: str
-    arguments: str
+    id: Word
+    name: Word
+    arguments: Long
 
 
 class Message(Part, frozen=True, array_like=True, gc=False):
     """One chat message. `tool_call_id` says which call a message of role `tool` answers; `reasoning` is what the
     assistant thought in an earlier turn."""
 
-    role: str
-    content: str = ""
-    name: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    reasoning: str = ""
+    role: Word
+    content: Long = ""
+    name: Word = ""
+    tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_MESSAGES)] = ()
+    tool_call_id: Word = ""
+    reasoning: Long = ""
 
 
 class Grammar(Part, frozen=True, array_like=True, gc=False):
@@ -256,11 +286,11 @@ class Grammar(Part, frozen=True, array_like=True, gc=False):
     `calls`: `free` if the answer may instead be calls of the request's tools, as the model likes, `required` if it has
     to be; only of `tool` if that is named. Arguments are objects, those of a strict tool as its schema says."""
 
-    kind: str = ""
-    value: str = ""
-    whitespace: str = ""
-    calls: str = ""
-    tool: str = ""
+    kind: Word = ""
+    value: Long = ""
+    whitespace: Text = ""
+    calls: Word = ""
+    tool: Word = ""
 
 
 class Params(Part, frozen=True, array_like=True, gc=False):
@@ -268,20 +298,20 @@ class Params(Part, frozen=True, array_like=True, gc=False):
     beside each token where `logprobs` asks for them. `repetition_penalty` divides (1: none), the others subtract.
     `one_call`: an answer ends with its first tool call."""
 
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    n: int = 1
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    max_tokens: Tokens | None = None
+    temperature: Real | None = None
+    top_p: Real | None = None
+    seed: Signed | None = None
+    stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    n: Natural = 1
+    top_k: Signed | None = None
+    min_p: Real | None = None
+    presence_penalty: Real = 0.0
+    frequency_penalty: Real = 0.0
+    repetition_penalty: Real = 1.0
+    logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
     logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: Natural = 0
     one_call: bool = False
     grammar: Grammar | None = None
 
@@ -306,23 +336,23 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     `cache_scope`: whose cached prefixes it may reuse, and whose its own become; empty: those of `owner`. `shared`: its
     first message is a system prompt that all keys share, so the tokens of that message may be reused by all."""
 
-    request: int
-    seq: int
-    request_id: str
-    model: str
-    messages: tuple[Message, ...]
+    request: Number
+    seq: Number
+    request_id: Word
+    model: Word
+    messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
     params: Params
-    created: int
-    expected: int = 256
+    created: Natural
+    expected: Tokens = 256
     stream: bool = True
-    tools: str = ""
-    template: str = ""
-    resume: tuple[tuple[int, ...], ...] = ()
-    text: str = ""
-    ids: tuple[int, ...] = ()
+    tools: Long = ""
+    template: Long = ""
+    resume: Annotated[tuple[Ids, ...], Meta(max_length=MAX_ITEMS)] = ()
+    text: Long = ""
+    ids: Ids = ()
     owner: Owner = Owner()
-    fingerprint: str = ""
-    cache_scope: str = ""
+    fingerprint: Word = ""
+    cache_scope: Word = ""
     shared: bool = False
 
     def known(self, choice: int) -> tuple[int, ...]:
@@ -334,57 +364,57 @@ class Count(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: of how many tokens is this prompt? Parts as in Generate. Answered by Finished, whose
     `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised."""
 
-    request: int
-    model: str
-    messages: tuple[Message, ...]
-    created: int
-    tools: str = ""
-    template: str = ""
+    request: Number
+    model: Word
+    messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
+    created: Natural
+    tools: Long = ""
+    template: Long = ""
 
 
 class Load(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: load this model; answered by Finished, Refusal or Failed of this number."""
 
-    request: int
-    model: str
+    request: Number
+    model: Word
 
 
 class Unload(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: give this model's memory back; answered by Finished or Refusal (it is in use)."""
 
-    request: int
-    model: str
+    request: Number
+    model: Word
 
 
 class Profile(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: measure this model anew, from small forwards to the largest that fit, loading it if it is
     not loaded; answered by Finished (`measured` says what came of it), Refusal or Failed. Cancel ends it."""
 
-    request: int
-    model: str
+    request: Number
+    model: Word
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: nobody waits for this any more."""
 
-    request: int
+    request: Number
 
 
 class Admitted(Frame, frozen=True, array_like=True, gc=False):
     """engine → coordinator: committed, with the exact count."""
 
-    request: int
-    prompt_tokens: int
-    cached_tokens: int = 0
-    prompt_hash: bytes = b""
+    request: Number
+    prompt_tokens: Tokens
+    cached_tokens: Tokens = 0
+    prompt_hash: Blob = b""
 
 
 class Logprob(Part, frozen=True, array_like=True, gc=False):
     """One token's log probability and the likeliest alternatives at its place, tokens as bytes."""
 
-    token: bytes
-    logprob: float
-    top: tuple[tuple[bytes, float], ...] = ()
+    token: Blob
+    logprob: Real
+    top: Annotated[tuple[tuple[Blob, Real], ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
 class Delta(Part, frozen=True, array_like=True, gc=False):
@@ -393,25 +423,30 @@ class Delta(Part, frozen=True, array_like=True, gc=False):
     A piece of channel TOOL_CALL is one finished call as a JSON object: `index`, `id`, `name`, `arguments` (JSON text).
     """
 
-    request: int
-    choice: int
-    ids: tuple[int, ...]
-    pieces: tuple[tuple[int, str], ...]
-    logprobs: tuple[Logprob, ...] = ()
+    request: Number
+    choice: Natural
+    ids: Ids
+    pieces: Annotated[tuple[tuple[Natural, Long], ...], Meta(max_length=MAX_DELTAS)]
+    logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
     """engine → coordinator: one frame for a whole engine step."""
 
-    deltas: tuple[Delta, ...]
+    deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
+
+
+def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
+    """Return the frames of one step: one for up to MAX_ROWS_IN_STEP rows."""
+    return [Deltas(tuple(deltas[at : at + MAX_ROWS_IN_STEP])) for at in range(0, len(deltas), MAX_ROWS_IN_STEP)]
 
 
 class Timings(Part, frozen=True, array_like=True, gc=False):
     """Where a request's time went on the node, in seconds."""
 
-    waiting: float = 0.0
-    prefill: float = 0.0
-    decode: float = 0.0
+    waiting: Seconds = 0.0
+    prefill: Seconds = 0.0
+    decode: Seconds = 0.0
 
 
 class Finished(Frame, frozen=True, array_like=True, gc=False):
@@ -419,31 +454,31 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     end of a Profile the model as it is now. `stops`: by choice the stop string that ended it, empty if none did (or
     nothing at all if none ended any); `thought` are those of the completion's tokens that were reasoning."""
 
-    request: int
-    reasons: tuple[str, ...]
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
+    request: Number
+    reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
+    cached_tokens: Tokens = 0
     timings: Timings = Timings()
     measured: Model | None = None
-    stops: tuple[str, ...] = ()
-    thought: int = 0
+    stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    thought: Tokens = 0
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
     """engine → coordinator: this request was not begun, with the verdict and all its numbers."""
 
-    request: int
+    request: Number
     refused: Refused
-    prompt_tokens: int | None = None
+    prompt_tokens: Tokens | None = None
 
 
 class Failed(Frame, frozen=True, array_like=True, gc=False):
     """engine or agent → coordinator: begun and broken, with a machine-readable reason."""
 
-    request: int
-    code: str
-    message: str
+    request: Number
+    code: Word
+    message: ErrorText
 
 
 # video: memory is lent for one job at a time, and the node alone decides
@@ -456,27 +491,27 @@ class Lease(Frame, frozen=True, array_like=True, gc=False):
     `spec` is a JSON object for the worker: `prompt`, and as wanted `negative_prompt`, `width`, `height`, `frames`,
     `fps`, `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; the node's settings otherwise)."""
 
-    lease: str
-    generation: int
-    job: str
-    model: str
-    size: int
-    spec: bytes
+    lease: Word
+    generation: Number
+    job: Word
+    model: Word
+    size: Size
+    spec: Blob
 
 
 class Release(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node: give the lease back and end its worker (`cause` becomes the code of its end: `cancelled`,
     `worker_lost`, …); with cause `acknowledged`: its end was heard, forget it and its files."""
 
-    lease: str
-    generation: int
-    cause: str
+    lease: Word
+    generation: Number
+    cause: Text
 
 
 class RayHead(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → node, from coordinators of 0.1 with a Ray cluster of the whole pool: nodes ignore it."""
 
-    address: str
+    address: Text
 
 
 class AllowVideo(Frame, frozen=True, array_like=True, gc=False):
@@ -489,9 +524,9 @@ class LeaseGranted(Frame, frozen=True, array_like=True, gc=False):
     """node → coordinator: the ceiling is lowered and the engine holds to it; the job may be started on this node.
     `folder` is what the actor has to be told to find the lease."""
 
-    lease: str
-    generation: int
-    folder: str = ""
+    lease: Word
+    generation: Number
+    folder: Text = ""
 
 
 class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
@@ -499,14 +534,14 @@ class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
     `waiting_for` says what would have to happen, for a person. Codes as in `wire.refusals`, or `lease_held`,
     `lease_superseded`, `guard_off`, `video_not_ready`."""
 
-    lease: str
-    generation: int
-    code: str
-    message: str
-    need: int = 0
-    headroom: int | None = None
-    retry_after: float = 0.0
-    waiting_for: str = ""
+    lease: Word
+    generation: Number
+    code: Word
+    message: ErrorText
+    need: Difference = 0
+    headroom: Difference | None = None
+    retry_after: Seconds = 0.0
+    waiting_for: Text = ""
 
 
 class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
@@ -515,14 +550,14 @@ class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
     `worker_lost`, … Said again on every new link until it is acknowledged. `peak` are the most bytes that were read,
     `seconds` the worker's life, `made` a JSON object of what was really made (width, height, frames, fps, seed, …)."""
 
-    lease: str
-    generation: int
-    code: str
-    message: str = ""
-    artifacts: tuple[Artifact, ...] = ()
-    peak: int = 0
-    seconds: float = 0.0
-    made: bytes = b""
+    lease: Word
+    generation: Number
+    code: Word
+    message: ErrorText = ""
+    artifacts: Annotated[tuple[Artifact, ...], Meta(max_length=MAX_ITEMS)] = ()
+    peak: Size = 0
+    seconds: Seconds = 0.0
+    made: Blob = b""
 
 
 # agent ↔ engine only
@@ -533,13 +568,13 @@ class Limits(Frame, frozen=True, array_like=True, gc=False):
     can say which it holds. `margin_auto`: nobody set the margin, so that a profile of what is loaded may say a better
     one."""
 
-    cap: int
-    ceiling: int
-    margin: int
-    bound_by: str
+    cap: Size
+    ceiling: Size
+    margin: Size
+    bound_by: Word
     guard: bool = True
-    leases: int = 0
-    number: int = 0
+    leases: Size = 0
+    number: Number = 0
     margin_auto: bool = False
 
 
@@ -547,39 +582,39 @@ class Enforce(Frame, frozen=True, array_like=True, gc=False):
     """agent → engine: at this poll you stood over a line. OVER_SOFT: give back what can be had again (free buffers,
     reusable cache, idle models). OVER_HARD: that, and if it is less than `excess` bytes, end the newest request."""
 
-    poll: int
+    poll: Number
     level: Level
-    excess: int = 0
+    excess: Difference = 0
 
 
 class MakeRoom(Frame, frozen=True, array_like=True, gc=False):
     """agent → engine: let `size` bytes fit beside what must stay, by giving up what can be had again (free buffers,
     reusable cache, idle models that nobody pinned); nothing, where all of that would not do. `number` grows."""
 
-    number: int
-    size: int
+    number: Number
+    size: Size
 
 
 class Ban(Part, frozen=True, array_like=True, gc=False):
     """A model that is not loaded for `seconds` more, and why."""
 
-    model: str
-    seconds: float
-    cause: str
+    model: Word
+    seconds: Seconds
+    cause: Text
 
 
 class Restore(Frame, frozen=True, array_like=True, gc=False):
     """agent → a new engine: load these models again, one by one, and keep those others out."""
 
-    models: tuple[str, ...] = ()
-    bans: tuple[Ban, ...] = ()
+    models: Annotated[tuple[Word, ...], Meta(max_length=MAX_MESSAGES)] = ()
+    bans: Annotated[tuple[Ban, ...], Meta(max_length=MAX_MESSAGES)] = ()
 
 
 class Stop(Frame, frozen=True, array_like=True, gc=False):
     """agent → engine: end the process once the native call in flight has returned and all memory is given back, within
     so many seconds. Nothing follows it."""
 
-    seconds: float
+    seconds: Seconds
 
 
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
@@ -590,26 +625,26 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     or not known), `wired` those that MLX may keep wired."""
 
     memory: Memory
-    models: tuple[Model, ...]
-    running: int
-    waiting: int
-    queued_tokens: int = 0
-    acked_seq: int = 0
+    models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MESSAGES)]
+    running: Natural
+    waiting: Natural
+    queued_tokens: Natural = 0
+    acked_seq: Number = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
-    held: int = 0
-    enforced: int = 0
-    unreturned: int = 0
+    held: Number = 0
+    enforced: Number = 0
+    unreturned: Difference = 0
     measures: GateMeasures = GateMeasures()
-    roomed: int = 0
-    metal_limit: int = 0
-    wired: int = 0
+    roomed: Number = 0
+    metal_limit: Size = 0
+    wired: Size = 0
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):
     """The first field of every frame about one request: all that the agent decodes of what it forwards."""
 
-    request: int
+    request: Number
 
 
 TAGS: dict[int, type[Frame]] = {

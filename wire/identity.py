@@ -116,6 +116,11 @@ def request_mac(key: bytes, csr: bytes) -> bytes:
     return hmac.new(key, csr, hashlib.sha256).digest()
 
 
+def rejoin_text(csr: bytes) -> bytes:
+    """Return what the key of a member signs to ask for a new certificate (DER request) for the same member."""
+    return b"macpool rejoin" + hashlib.sha256(csr).digest()
+
+
 def commitment(nonce: bytes, csr: bytes) -> bytes:
     """Commit to a nonce and a certificate request (DER) before the other side reveals its own nonce.
 

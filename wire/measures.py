@@ -6,7 +6,11 @@ above the last. The bounds of what crosses the wire stand here, because both end
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Annotated
 
+from msgspec import Meta
+
+from wire.bounds import MAX_ITEMS, Natural, Real, Seconds, Size, Word
 from wire.report import Part
 from wire.units import MIB
 
@@ -19,16 +23,16 @@ TRANSIENT_BOUNDS = tuple(float(size * MIB) for size in (16, 64, 128, 256, 512, 1
 class Tally(Part, frozen=True, array_like=True, gc=False):
     """A histogram at one moment: how many values fell into each bucket, and their sum."""
 
-    counts: tuple[int, ...] = ()
-    total: float = 0.0
+    counts: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
+    total: Real = 0.0
 
 
 class GateMeasures(Part, frozen=True, array_like=True, gc=False):
     """What the gate did since its engine started: checks by site, refusals by code, the peaks that it predicted as
     shares of the ceiling, and by how many bytes MLX rose in the prefills and joins that followed."""
 
-    checks: tuple[tuple[str, int], ...] = ()
-    refusals: tuple[tuple[str, int], ...] = ()
+    checks: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
+    refusals: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
     predicted: Tally = Tally()
     transient: Tally = Tally()
 
@@ -38,8 +42,8 @@ class NodeMeasures(Part, frozen=True, array_like=True, gc=False):
     start, footprint in bytes)."""
 
     gate: GateMeasures = GateMeasures()
-    agent_cpu: float = 0.0
-    agent_phys: int = 0
+    agent_cpu: Seconds = 0.0
+    agent_phys: Size = 0
 
 
 class Buckets:

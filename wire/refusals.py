@@ -6,6 +6,7 @@ belongs to each code is a hint for `router/problems.py`, the only other place th
 
 from enum import StrEnum
 
+from wire.bounds import ErrorText, Estimate, Seconds, Word
 from wire.report import Part
 
 GRAMMAR_FAILED = "grammar_failed"
@@ -49,25 +50,25 @@ FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403
 class Numbers(Part, frozen=True, array_like=True, gc=False):
     """The verdict's arithmetic in bytes (architecture §3), `error.memory` in bodies."""
 
-    predicted: int | None = None
-    ceiling: int = 0
-    current: int | None = None
-    reserved: int = 0
-    estimate: int = 0
-    margin: int = 0
-    cap: int = 0
-    headroom: int | None = None
-    bound_by: str = ""
+    predicted: Estimate | None = None
+    ceiling: Estimate = 0
+    current: Estimate | None = None
+    reserved: Estimate = 0
+    estimate: Estimate = 0
+    margin: Estimate = 0
+    cap: Estimate = 0
+    headroom: Estimate | None = None
+    bound_by: Word = ""
 
 
 class Refused(Part, frozen=True, array_like=True, gc=False):
     """Why not: the code, a sentence for a person with the next step in it, the numbers, and when to retry (seconds)."""
 
     code: Code
-    message: str
+    message: ErrorText
     numbers: Numbers | None = None
-    retry_after: float | None = None
-    node: str = ""
+    retry_after: Seconds | None = None
+    node: Word = ""
 
     @property
     def status(self) -> int:

@@ -5,9 +5,25 @@ readers take defaults for fields that an older node does not send and ignore tho
 """
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from wire.bounds import (
+    MAX_GROUPS,
+    MAX_ITEMS,
+    Blob,
+    Difference,
+    Estimate,
+    Natural,
+    Real,
+    Seconds,
+    Size,
+    Text,
+    Tokens,
+    Word,
+)
 from wire.units import MIB
 
 WASTE_MOST = 256 * MIB
@@ -30,11 +46,11 @@ class Level(IntEnum):
 class Hardware(Part, frozen=True, array_like=True, gc=False):
     """The machine, told once in `Hello`."""
 
-    chip: str = ""
-    memory: int = 0
-    cores: int = 0
-    system: str = ""
-    python: str = ""
+    chip: Text = ""
+    memory: Size = 0
+    cores: Natural = 0
+    system: Text = ""
+    python: Text = ""
 
 
 class Memory(Part, frozen=True, array_like=True, gc=False):
@@ -51,35 +67,35 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     is part of `current`, and in a report of `reusable`, too.
     """
 
-    cap: int = 0
-    ceiling: int = 0
-    margin: int = 0
-    phys: int | None = None
-    active: int = 0
-    recent: int = 0
-    current: int | None = None
-    reserved: int = 0
-    headroom: int | None = None
-    leases: int = 0
-    bound_by: str = ""
+    cap: Size = 0
+    ceiling: Size = 0
+    margin: Size = 0
+    phys: Size | None = None
+    active: Size = 0
+    recent: Size = 0
+    current: Size | None = None
+    reserved: Size = 0
+    headroom: Difference | None = None
+    leases: Size = 0
+    bound_by: Word = ""
     guard: bool = True
     armed: bool = False
-    source: str = ""
-    age: float = 0.0
-    total: int = 0
-    base: int = 0
-    reusable: int = 0
-    cache: int = 0
-    peak: int = 0
-    canary: int = 0
+    source: Word = ""
+    age: Seconds = 0.0
+    total: Size = 0
+    base: Size = 0
+    reusable: Size = 0
+    cache: Size = 0
+    peak: Size = 0
+    canary: Size = 0
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
     """One padded decode batch: its bytes are rows × longest row; `tokens` is what its rows really hold."""
 
-    rows: int = 0
-    longest: int = 0
-    tokens: int = 0
+    rows: Natural = 0
+    longest: Tokens = 0
+    tokens: Natural = 0
 
 
 class Transient(Part, frozen=True, array_like=True, gc=False):
@@ -95,17 +111,17 @@ class Transient(Part, frozen=True, array_like=True, gc=False):
     engine cuts for want of memory.
     """
 
-    fixed: float = 0.0
-    token: float = 0.0
-    pair: float = 0.0
-    seen: float = 0.0
-    least: float = 0.0
-    logits: float = 0.0
-    step_fixed: float = 0.0
-    step_row: float = 0.0
-    step_seen: float = 0.0
-    window: int = 0
-    floor: int = 0
+    fixed: Real = 0.0
+    token: Real = 0.0
+    pair: Real = 0.0
+    seen: Real = 0.0
+    least: Real = 0.0
+    logits: Real = 0.0
+    step_fixed: Real = 0.0
+    step_row: Real = 0.0
+    step_seen: Real = 0.0
+    window: Natural = 0
+    floor: Tokens = 0
 
 
 ROW_COST = 0.1
@@ -134,37 +150,37 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     `pinned`: it is preloaded and is never evicted for another model.
     """
 
-    name: str
-    fingerprint: str = ""
+    name: Word
+    fingerprint: Word = ""
     loaded: bool = False
-    weights: int = 0
-    kv_per_token: int = 0
-    transient: int = 0
-    context: int = 0
-    load_seconds: float = 0.0
-    prefill_speed: float = 0.0
-    decode_speed: float = 0.0
-    bytes_per_token: float = 4.0
-    features: tuple[str, ...] = ()
-    groups: tuple[Group, ...] = ()
-    expected_output: int = 256
-    kv_step: int = 1
-    kv_fixed: int = 0
-    kv_window: int = 0
-    kv_window_per_token: int = 0
+    weights: Estimate = 0
+    kv_per_token: Estimate = 0
+    transient: Estimate = 0
+    context: Natural = 0
+    load_seconds: Real = 0.0
+    prefill_speed: Real = 0.0
+    decode_speed: Real = 0.0
+    bytes_per_token: Real = 4.0
+    features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
+    groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)] = ()
+    expected_output: Natural = 256
+    kv_step: Natural = 1
+    kv_fixed: Estimate = 0
+    kv_window: Natural = 0
+    kv_window_per_token: Estimate = 0
     loading: bool = False
-    cause: str = ""
+    cause: Text = ""
     forward: Transient = Transient()
     profiled: bool = False
-    max_context: int = 0
-    max_batch: int = 0
-    observed: int = 0
-    kv_waste: int = WASTE_MOST
-    progress: float = 0.0
-    residual: int = 0
-    covered: int = 0
-    covered_rows: int = 0
-    uncovered: int = 0
+    max_context: Natural = 0
+    max_batch: Natural = 0
+    observed: Estimate = 0
+    kv_waste: Size = WASTE_MOST
+    progress: Real = 0.0
+    residual: Estimate = 0
+    covered: Natural = 0
+    covered_rows: Natural = 0
+    uncovered: Estimate = 0
     pinned: bool = False
 
     @property
@@ -193,17 +209,17 @@ class Counts(Part, frozen=True, gc=False):
     were made smaller to fit, `preemptions` requests that gave way to older ones and came back, `overs` forwards after
     which it found itself over its cap, `departures` models that left because nobody had used them for long."""
 
-    checks: int = 0
-    refusals: int = 0
-    forwards: int = 0
-    steps: int = 0
-    failures: int = 0
-    sheds: int = 0
-    evictions: int = 0
-    shrinks: int = 0
-    preemptions: int = 0
-    overs: int = 0
-    departures: int = 0
+    checks: Natural = 0
+    refusals: Natural = 0
+    forwards: Natural = 0
+    steps: Natural = 0
+    failures: Natural = 0
+    sheds: Natural = 0
+    evictions: Natural = 0
+    shrinks: Natural = 0
+    preemptions: Natural = 0
+    overs: Natural = 0
+    departures: Natural = 0
 
 
 class CacheState(Part, frozen=True, gc=False):
@@ -211,13 +227,13 @@ class CacheState(Part, frozen=True, gc=False):
     prompt tokens, what was stored and evicted. `evicted` are the prompt hashes (`Admitted.prompt_hash`) of the newest
     evictions; the last of them has the number `evictions`."""
 
-    nbytes: int = 0
-    entries: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    stores: int = 0
-    evictions: int = 0
-    evicted: tuple[bytes, ...] = ()
+    nbytes: Size = 0
+    entries: Natural = 0
+    hits: Natural = 0
+    hit_tokens: Natural = 0
+    stores: Natural = 0
+    evictions: Natural = 0
+    evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
 class EngineState(Part, frozen=True, array_like=True, gc=False):
@@ -227,19 +243,19 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     bytes wired; 0: none. `leaked` are the bytes that ended engines have left wired: only a restart of the machine frees
     them."""
 
-    kind: str = ""
-    state: str = "starting"
-    cause: str = ""
-    restarts: int = 0
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
+    kind: Word = ""
+    state: Word = "starting"
+    cause: Text = ""
+    restarts: Natural = 0
+    running: Natural = 0
+    waiting: Natural = 0
+    queued_tokens: Natural = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
-    recycles: int = 0
-    rows: int = 0
-    wired: int = 0
-    leaked: int = 0
+    recycles: Natural = 0
+    rows: Natural = 0
+    wired: Size = 0
+    leaked: Difference = 0
 
 
 class System(Part, frozen=True, array_like=True, gc=False):
@@ -247,11 +263,11 @@ class System(Part, frozen=True, array_like=True, gc=False):
     `pressure` the system's own word (`normal`, `warn`, `critical`, or empty: not told), `source` names where they come
     from, `age` is theirs when the report was written. `worker` is the footprint of this node's video process."""
 
-    available: int | None = None
-    pressure: str = ""
-    source: str = ""
-    age: float = 0.0
-    worker: int = 0
+    available: Size | None = None
+    pressure: Word = ""
+    source: Word = ""
+    age: Seconds = 0.0
+    worker: Size = 0
 
 
 class Sharing(Part, frozen=True, array_like=True, gc=False):
@@ -259,10 +275,10 @@ class Sharing(Part, frozen=True, array_like=True, gc=False):
     empty from a node that cannot be paused. `paused`: it takes nothing new, because of `why`, until `until` (Unix
     seconds by its own clock; None: nobody can say). `by_hand`: a person paused it, not the rule."""
 
-    when: str = ""
+    when: Word = ""
     paused: bool = False
-    why: str = ""
-    until: float | None = None
+    why: Text = ""
+    until: Real | None = None
     by_hand: bool = False
 
 
@@ -274,14 +290,14 @@ class Enforcement(Part, frozen=True, array_like=True, gc=False):
     `warnings` what makes this node less safe than it could be. Counts are the agent's, and outlive the engine:
     `over_caps` times that it was found over its cap, `kills` that it was ended for it."""
 
-    level: int = Level.UNKNOWN
-    phys: int | None = None
-    highest: int | None = None
-    interval: int | None = None
-    cap_bound_by: str = ""
-    remedy: str = ""
-    tier: str = ""
-    warnings: tuple[str, ...] = ()
-    polls: int = 0
-    over_caps: int = 0
-    kills: int = 0
+    level: Natural = Level.UNKNOWN
+    phys: Size | None = None
+    highest: Size | None = None
+    interval: Size | None = None
+    cap_bound_by: Word = ""
+    remedy: Text = ""
+    tier: Word = ""
+    warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    polls: Natural = 0
+    over_caps: Natural = 0
+    kills: Natural = 0

@@ -175,6 +175,9 @@ class Transport(Protocol):
     def abort(self) -> None:
         """Close at once."""
 
+    def pause_reading(self) -> None:
+        """Take no more bytes from the kernel."""
+
     def is_closing(self) -> bool:
         """Whether it closes or is closed."""
         ...
@@ -212,7 +215,8 @@ class Endpoint:
         self._clock = loop
         self._due = -math.inf
         self._splitter = Splitter(longest_joined=longest_joined)
-        self._reason = "the peer closed the connection"
+        self._reason = ""
+        """Why this end closed the connection; empty while it did not."""
         self._paused = False
         self._unsent = 0
         self.transport: Transport | None = None
@@ -281,7 +285,8 @@ class Endpoint:
         """Forget what waits and tell the subclass why."""
         if self.outbox is not None:
             self.outbox.close()
-        self.lost(f"{self._reason}" if exc is None else str(exc) or type(exc).__name__)
+        ended = "the peer closed the connection" if exc is None else str(exc) or type(exc).__name__
+        self.lost(self._reason or ended)
 
     def pause_writing(self) -> None:
         """Hold long frames back, and count what is urgent."""

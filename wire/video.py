@@ -3,6 +3,11 @@
 All sizes are bytes, all times seconds. Every structure is appended to, never reordered, as in `wire.report`.
 """
 
+from typing import Annotated
+
+from msgspec import Meta
+
+from wire.bounds import MAX_ITEMS, MAX_MODELS, Blob, Estimate, Natural, Number, Size, Text, Word
 from wire.report import Part
 
 
@@ -16,20 +21,20 @@ class VideoPackage(Part, frozen=True, array_like=True, gc=False):
     package's own defaults. `cause`: why it cannot be used; empty when it can.
     """
 
-    name: str
-    fingerprint: str = ""
-    pipeline: str = ""
-    engine: str = ""
-    bits: int = 0
-    weights: int = 0
-    expert: int = 0
-    experts: int = 1
-    token_side: int = 16
-    token_frames: int = 4
-    fps: int = 16
-    steps: int = 40
-    frames: int = 81
-    cause: str = ""
+    name: Word
+    fingerprint: Word = ""
+    pipeline: Word = ""
+    engine: Word = ""
+    bits: Natural = 0
+    weights: Estimate = 0
+    expert: Estimate = 0
+    experts: Natural = 1
+    token_side: Natural = 16
+    token_frames: Natural = 4
+    fps: Natural = 16
+    steps: Natural = 40
+    frames: Natural = 81
+    cause: Text = ""
 
 
 class LeaseState(Part, frozen=True, array_like=True, gc=False):
@@ -39,16 +44,16 @@ class LeaseState(Part, frozen=True, array_like=True, gc=False):
     (its worker is being ended), `ended` (given back; kept until it is acknowledged). `progress` 0 to 100; `step` of
     `steps`; `footprint` is what its worker's processes take now, `peak` the most that was read."""
 
-    lease: str
-    generation: int
-    job: str = ""
-    size: int = 0
-    phase: str = ""
-    progress: int = 0
-    step: int = 0
-    steps: int = 0
-    footprint: int = 0
-    peak: int = 0
+    lease: Word
+    generation: Number
+    job: Word = ""
+    size: Size = 0
+    phase: Word = ""
+    progress: Natural = 0
+    step: Natural = 0
+    steps: Natural = 0
+    footprint: Size = 0
+    peak: Size = 0
 
 
 class VideoState(Part, frozen=True, array_like=True, gc=False):
@@ -57,17 +62,17 @@ class VideoState(Part, frozen=True, array_like=True, gc=False):
     make videos, as the node knows it; None from a node of a version that runs no Ray of its own."""
 
     ready: bool = False
-    cause: str = ""
-    ray: str = ""
-    packages: tuple[VideoPackage, ...] = ()
-    leases: tuple[LeaseState, ...] = ()
-    ray_cause: str = ""
+    cause: Text = ""
+    ray: Word = ""
+    packages: Annotated[tuple[VideoPackage, ...], Meta(max_length=MAX_MODELS)] = ()
+    leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_ITEMS)] = ()
+    ray_cause: Text = ""
     allowed: bool | None = None
 
 
 class Artifact(Part, frozen=True, array_like=True, gc=False):
     """A file that a job has made, fetched with `Ask("artifact:LEASE/NAME")` until it is acknowledged."""
 
-    name: str
-    size: int
-    sha256: bytes
+    name: Word
+    size: Size
+    sha256: Blob

@@ -11,6 +11,7 @@ from coordinator.api.problems import ProblemError
 from coordinator.api.route import Route
 from coordinator.approvals import Approvals, Decided, Locked, WrongCode
 from coordinator.qr import squares
+from coordinator.tokens import join_line
 from router.problems import Problem
 
 
@@ -49,7 +50,7 @@ class JoinRoutes:
         """Make a join token. The answer is the only time its secret is shown."""
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
-        join = f"cluster join {self._url} --token {answer['token']}"
+        join = join_line(self._url, answer["token"])
         return {**answer, "join": join, "qr": squares(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
@@ -66,7 +67,9 @@ class JoinRoutes:
     def rows(self) -> list[dict[str, Any]]:
         """Describe the machines that wait, the oldest first."""
         waiting = self._approvals.list(asyncio.get_running_loop().time())
-        return [{"name": w.name, "address": w.address, "chip": w.hardware.chip} for w in waiting]
+        return [
+            {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
+        ]
 
     async def approve(self, code: str) -> dict[str, Any]:
         """Let the machine in that shows this code."""

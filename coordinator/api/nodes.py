@@ -110,15 +110,16 @@ class NodeRoutes:
 
     async def cordon(self, node: str) -> dict[str, Any]:
         """Send no new requests to a node; running ones end."""
-        return self._set_cordon(node, on=True)
+        return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
         """Send requests to a node again."""
-        return self._set_cordon(node, on=False)
+        return await self._set_cordon(node, on=False)
 
-    def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
+    async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find(node)
         self._registry.cordon(found, on=on)
+        await self._store.flush()
         return {"schema": 1, "node": found, "cordoned": on}
 
     async def allow_video(self, node: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from coordinator.store import StoreError
 from router.problems import Problem, invalid, not_found, wrong_method
 
 
@@ -31,6 +32,7 @@ def answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(StoreError, _on_store)
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:
@@ -43,6 +45,11 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"][1:])
     return respond(invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
+
+
+async def _on_store(request: Request, error: Exception) -> Response:
+    """Answer a change that is not on the disk."""
+    return respond(Problem(503, "state_not_written", str(error)), request)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

@@ -15,8 +15,8 @@ LEAVE_SECONDS = 60.0
 
 @click.command()
 @click.argument("url", required=False)
-@click.option("--token", help="Join token from `cluster token create`; `-` reads it from standard input.")
-@click.option("--token-file", type=click.File(), help="File that holds the join token.")
+@click.option("--token-file", type=click.File(), help="File with the join token; `-` reads it from standard input.")
+@click.option("--token", hidden=True)
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
 @click.option("--name", help="Friendly name of this machine in the pool.")
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models; may be repeated.")
@@ -24,8 +24,8 @@ LEAVE_SECONDS = 60.0
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the ready line.")
 def join(
     url: str | None,
-    token: str | None,
     token_file: TextIO | None,
+    token: str | None,
     state: Path | None,
     name: str | None,
     models: tuple[Path, ...],
@@ -37,9 +37,12 @@ def join(
     Without URL the coordinator is looked for by Bonjour. Without a token this machine shows a short code that a person
     approves on the coordinator. A machine that has joined before needs neither.
     """
-    if token is not None and token_file is not None:
-        raise click.UsageError("--token and --token-file exclude each other")
-    secret = sys.stdin.readline() if token == "-" else token or (token_file.read() if token_file else "")  # noqa: S105
+    if token is not None:
+        raise click.UsageError(
+            "--token would show the token to everybody who lists the processes of this machine; write "
+            "`echo TOKEN | cluster join URL --token-file -`, or name a file that holds it"
+        )
+    secret = token_file.readline() if token_file else ""
     arguments = ["--state", str(state or default_state()), "--output", output]
     if url:
         arguments += ["--url", url]

@@ -220,7 +220,8 @@ def approve(session: Session, code: str | None, reject: bool) -> None:
         session.show(
             session.call("GET", "/api/v1/joins"),
             lambda answer: table(
-                ("NAME", "ADDRESS", "CHIP"), [(j["name"], j["address"], j["chip"]) for j in answer["joins"]]
+                ("NAME", "ADDRESS", "CHIP", "REPLACES"),
+                [(j["name"], j["address"], j["chip"], j["replaces"]) for j in answer["joins"]],
             ),
         )
         return

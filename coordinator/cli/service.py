@@ -85,7 +85,7 @@ def _plan(
     role = "coordinator" if coordinator or (folder / "cluster.db").exists() else "node"
     if role == "node" and not (folder / "node" / "identity" / "identity.json").exists():
         raise Problem(NOT_FOUND, f"no node has joined from {folder}, and no cluster was made there: join once by hand "
-                      "(`cluster join URL --token T`, then Ctrl-C), or make a cluster with --coordinator")  # fmt: skip
+                      "(`cluster join URL --token-file FILE`, Ctrl-C), or make one with --coordinator")  # fmt: skip
     _understood(role, arguments)
     if wired:
         _safe(host, folder, wired)

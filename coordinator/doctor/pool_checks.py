@@ -67,7 +67,7 @@ def coordinator(here: Here) -> Finding:
     if told is None:
         return warn("the node's part did not answer in time", "run `python -m node.examine --state STATE`")
     if told["identity_error"]:
-        return fail(told["identity_error"], "join again with a token: `cluster join URL --token T`")
+        return fail(told["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
     return _link(dialled)
 
 
@@ -146,8 +146,8 @@ def bonjour(here: Here) -> Finding:
     question = b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08" + os.urandom(4).hex().encode() + (
         b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01"
     )  # fmt: skip
-    step = ("nothing needs Bonjour: join with an address, `cluster join HOST:8081 --token T`. To have it, allow "
-            "multicast (UDP 5353) in firewall and access point")  # fmt: skip
+    step = ("nothing needs Bonjour: join with an address, `cluster join HOST:8081 --token-file FILE`. To have it, "
+            "allow multicast (UDP 5353) in firewall and access point")  # fmt: skip
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

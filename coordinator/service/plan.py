@@ -64,7 +64,8 @@ def refused_arguments(arguments: tuple[str, ...]) -> str | None:
         if name in ("--token", "--token-file", "--state"):
             return f"{name} cannot be given to a service: " + (
                 "use the option of `service install` itself" if name == "--state" else
-                "everybody could read it; join once by hand, `cluster join URL --token -`, then install the service"
+                "everybody could read it; join once by hand, `cluster join URL --token-file FILE`, then install the "
+                "service"
             )  # fmt: skip
         if any(not letter.isprintable() for letter in one):
             return "an argument holds a character that cannot be printed"

@@ -29,8 +29,8 @@ SUFFIXES = {".mp4": (VIDEO, "video/mp4"), ".webp": (THUMBNAIL, "image/webp"), ".
             ".png": (THUMBNAIL, "image/png")}  # fmt: skip
 """What a file is by the end of its name; all others are left on the node."""
 MOST_FILES = 4
-LARGEST = 4 * 2**30
-"""Bytes of one file; a clip has some megabytes."""
+SLACK_BYTES = 16 * 2**20
+"""Bytes of a file beyond its uncompressed pictures: headers, indexes, sound."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
@@ -54,6 +54,12 @@ class Artifacts:
         """Get all files of a job; a fault when they can never be had whole. Raises Interrupted when the node stopped
         answering."""
         wanted = [one for one in artifacts[:MOST_FILES] if self._usable(one)]
+        for artifact in wanted:
+            most = most_bytes(job, kind_of(artifact.name))
+            if artifact.size > most:
+                return Fault(
+                    "output_invalid", f"{artifact.name} has {artifact.size} bytes, this job makes {most} at most"
+                )
         if not any(kind_of(one.name) == VIDEO for one in wanted):
             return Fault("output_invalid", "its node has made no video that can be read here")
         kept: list[Kept] = []
@@ -66,7 +72,7 @@ class Artifacts:
         return tuple(kept)
 
     def _usable(self, artifact: Artifact) -> bool:
-        return bool(_NAME.fullmatch(artifact.name)) and kind_of(artifact.name) != "" and 0 < artifact.size <= LARGEST
+        return bool(_NAME.fullmatch(artifact.name)) and kind_of(artifact.name) != "" and artifact.size > 0
 
     async def _fetch(self, job: Job, artifact: Artifact) -> Kept | Fault:
         folder = self.folder(job.id)
@@ -91,8 +97,10 @@ class Artifacts:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
             async for piece in self._ask(NodeId(job.node), f"artifact:{job.lease}/{artifact.name}", artifact.size):
-                digest.update(piece)
                 size += len(piece)
+                if size > artifact.size:
+                    break
+                digest.update(piece)
                 await asyncio.to_thread(_write, descriptor, piece)
             await asyncio.to_thread(os.fsync, descriptor)
         except (LookupError, TimeoutError) as error:
@@ -123,6 +131,12 @@ class Artifacts:
             for folder in self._folder.iterdir():
                 if folder.name not in known and _JOB.fullmatch(folder.name):
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def most_bytes(job: Job, kind: str) -> int:
+    """Return the most bytes that a file of a job can have: its pictures without any compression, and SLACK_BYTES."""
+    wanted = job.wanted
+    return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES
 
 
 def kind_of(name: str) -> str:

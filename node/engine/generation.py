@@ -50,7 +50,7 @@ from node.engine.schedule import budget, next_prefill, shared_budget, shrunk
 from node.engine.sequence import Row, Sequence
 from node.engine.together import Together
 from wire.fairness import Holding, Owner, Reading, Waiting, giving_way, in_turn
-from wire.frames import Delta, Deltas, Failed, Finished, Frame, Refusal, Timings
+from wire.frames import Delta, Failed, Finished, Frame, Refusal, Timings, delta_frames
 from wire.refusals import GRAMMAR_FAILED, Code, Refused
 from wire.verdict import row_bytes
 
@@ -82,7 +82,7 @@ class Out:
 
     def frames(self) -> list[Frame]:
         """Give it in the order in which it must be heard."""
-        return [Deltas(tuple(self.deltas)), *self.ends] if self.deltas else self.ends
+        return [*delta_frames(self.deltas), *self.ends]
 
 
 class Generation:
@@ -625,7 +625,7 @@ class Generation:
             self._fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
             return
         if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
-            self._out.deltas.append(row.gathered())
+            self._out.deltas += row.gathered()
             sequence.told = now
 
     def _read(self, row: Row, token: Token[Row]) -> None:

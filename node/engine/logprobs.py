@@ -9,6 +9,8 @@ import mlx.core as mx
 from wire.frames import Logprob
 
 MOST = 20
+LEAST_LOGPROB = -9999.0
+"""The value that clients of OpenAI's API know for a probability of 0; only finite numbers cross the wire."""
 
 
 def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
@@ -23,4 +25,5 @@ def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable
         values = cast("list[float]", logprobs[places].tolist())
         ranked = sorted(zip(values, ids, strict=True), reverse=True)
         top = tuple((token_bytes(one), value) for value, one in ranked if value > -math.inf)
-    return Logprob(token_bytes(token), float(cast("float", drawn)), top)
+    value = float(cast("float", drawn))
+    return Logprob(token_bytes(token), value if math.isfinite(value) else LEAST_LOGPROB, top)

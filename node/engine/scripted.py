@@ -33,7 +33,6 @@ from wire.frames import (
     Channel,
     Count,
     Delta,
-    Deltas,
     Enforce,
     EngineReport,
     Failed,
@@ -48,6 +47,7 @@ from wire.frames import (
     Refusal,
     Timings,
     Unload,
+    delta_frames,
 )
 from wire.refusals import Code, Refused
 from wire.report import Counts, Kv, Level, Memory, Model
@@ -371,7 +371,7 @@ class Scripted:
             end = self._decode_sequence(sequence, deltas, now)
             if end is not None:
                 ends.append(end)
-        return [Deltas(tuple(deltas)), *ends] if deltas else ends
+        return [*delta_frames(deltas), *ends]
 
     def _decode_sequence(self, sequence: Sequence, deltas: list[Delta], now: float) -> Frame | None:
         for row in list(sequence.writing()):

@@ -12,6 +12,7 @@ from node.engine.pipeline import TextPipeline
 from node.engine.preflight import Shape
 from node.engine.prompt import Prepared
 from node.engine.sampling import Sampling
+from wire.bounds import MAX_DELTAS
 from wire.frames import Delta, Generate, Logprob
 
 
@@ -62,17 +63,26 @@ class Row:
         """Give all ids that are known: prompt and answer so far."""
         return [*self.sequence.prompt, *self.ids]
 
-    def gathered(self) -> Delta:
-        """Give what has not been sent yet, neighbouring pieces of a channel as one."""
+    def gathered(self) -> list[Delta]:
+        """Return what has not been sent yet, neighbouring pieces of a channel as one, MAX_DELTAS pieces in a delta."""
         pieces: list[tuple[int, str]] = []
         for channel, text in self.pieces:
             if pieces and pieces[-1][0] == channel and channel in _JOINABLE:
                 pieces[-1] = (channel, pieces[-1][1] + text)
             else:
                 pieces.append((channel, text))
-        delta = Delta(self.sequence.number, self.choice, tuple(self.new), tuple(pieces), tuple(self.logprobs))
+        deltas = [
+            Delta(
+                self.sequence.number,
+                self.choice,
+                () if at else tuple(self.new),
+                tuple(pieces[at : at + MAX_DELTAS]),
+                tuple(self.logprobs[at : at + MAX_DELTAS]),
+            )
+            for at in range(0, max(1, len(pieces), len(self.logprobs)), MAX_DELTAS)
+        ]
         self.pieces, self.new, self.logprobs = [], [], []
-        return delta
+        return deltas
 
 
 _JOINABLE = frozenset({0, 1})

@@ -263,7 +263,12 @@ async def test_secrets_and_prompts_are_in_no_log(running: Pool) -> None:
     assert await ask(running, body=body[:-1] + b',"nonsense":1}') == 400
     assert await ask(running, body=body.replace(b"scripted-1", b"no-model")) == 404
     wrong = running.run(
-        "join", running.facts["cluster_url"], "--token", token[:-3] + "aaa", "--state", str(running.folder / "x")
+        "join",
+        running.facts["cluster_url"],
+        "--token-file",
+        running.token_file("x", token[:-3] + "aaa"),
+        "--state",
+        str(running.folder / "x"),
     )
     assert wrong.returncode == 4
     words = [CANARY, running.key, running.secret, token.rsplit(".", 1)[1]]

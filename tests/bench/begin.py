@@ -35,7 +35,8 @@ def bench_begin(folder: Path) -> list[Row]:
     )  # fmt: skip
     try:
         facts = up.ready()
-        words = facts["join"].split()[1:]
+        (folder / "token").write_text(facts["join"].split()[1])
+        words = ["join", facts["cluster_url"], "--token-file", str(folder / "token")]
         joining = time.monotonic()
         second = Process(
             [command, *words, "--state", str(folder / "b"), "--name", "second", "-o", "json", "--set",

@@ -175,7 +175,7 @@ def test_a_mac_gets_its_line_and_a_wrong_code_is_told(context: BrowserContext, h
     page = visit(context, home)
     go(page, "Join")
     page.get_by_role("button", name="Make a join line").click()
-    expect(page.get_by_text(re.compile(r"^cluster join macpool://.* --token mpj1\."))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"^echo mpj1\..* \| cluster join macpool://.* --token-file -"))).to_be_visible()
     expect(page.get_by_role("img", name="QR")).to_be_visible()
     page.get_by_label("Code on its screen").fill("000000")
     page.get_by_role("button", name="Let it in").click()

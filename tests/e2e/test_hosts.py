@@ -227,7 +227,7 @@ def test_without_multicast_only_the_address_joins(lab: Lab) -> None:
     alone = lab.join("studio", 2, wait=False)
     assert alone.popen.wait(20) == 3
     assert "no cluster was found by Bonjour" in alone.log.read_text()
-    assert "cluster join HOST:8081 --token" in alone.log.read_text()
+    assert "cluster join HOST:8081 --token-file" in alone.log.read_text()
     lab.join("studio", 2, url=True)
     chat = lab.chat(5, 3).result()
     assert (chat.node, chat.words) == ("studio", 3)

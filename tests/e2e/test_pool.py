@@ -358,7 +358,9 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) ->
     state = cluster_pool.folder / "one"
     (state / "config.toml").write_text('[node]\nmachine = "one"\n')
     foreign = "mpj1." + "a" * 52 + cluster_pool.token()[57:]
-    away = cluster_pool.run("join", "127.0.0.1:1", "--token", foreign, "--state", str(state))
+    away = cluster_pool.run(
+        "join", "127.0.0.1:1", "--token-file", cluster_pool.token_file("away", foreign), "--state", str(state)
+    )
     assert away.returncode == 6
     assert "a node of another cluster" in away.stderr
     cluster_pool.cli("nodes", "remove", "one")
@@ -373,8 +375,8 @@ def identity_of(made: Pool, name: str) -> str:
 
 def joined_by_token(made: Pool, name: str) -> Process:
     """Type the join line on a machine that has an identity already; give the node once it serves."""
-    command = [*CLI, "join", made.facts["cluster_url"], "--token", made.token(), "--state", str(made.folder / name),
-               "--name", name, "-o", "json", "--set", f"node.machine={name}",
+    command = [*CLI, "join", made.facts["cluster_url"], "--token-file", made.token_file(name),
+               "--state", str(made.folder / name), "--name", name, "-o", "json", "--set", f"node.machine={name}",
                "--set", "engine.kind=scripted"]  # fmt: skip
     process = Process(command, made.folder / f"{name}.again.err")
     made.nodes[name] = process
@@ -480,18 +482,33 @@ def test_tokens_at_the_command(cluster_pool: Pool) -> None:
     lab = next(entry["id"] for entry in listed if entry["name"] == "lab")
     cluster_pool.cli("token", "revoke", lab)
     refused = cluster_pool.run(
-        "join", cluster_pool.facts["cluster_url"], "--token", token, "--state", str(cluster_pool.folder / "late")
+        "join",
+        cluster_pool.facts["cluster_url"],
+        "--token-file",
+        cluster_pool.token_file("late", token),
+        "--state",
+        str(cluster_pool.folder / "late"),
     )
     assert refused.returncode == 4
     assert (
         cluster_pool.run(
-            "join", "127.0.0.1:1", "--token", "nonsense", "--state", str(cluster_pool.folder / "x")
+            "join",
+            "127.0.0.1:1",
+            "--token-file",
+            cluster_pool.token_file("x", "nonsense"),
+            "--state",
+            str(cluster_pool.folder / "x"),
         ).returncode
         == 4
     )
     pinned = "mpj1." + "a" * 52 + token[57:]
     wrong = cluster_pool.run(
-        "join", cluster_pool.facts["cluster_url"], "--token", pinned, "--state", str(cluster_pool.folder / "y")
+        "join",
+        cluster_pool.facts["cluster_url"],
+        "--token-file",
+        cluster_pool.token_file("y", pinned),
+        "--state",
+        str(cluster_pool.folder / "y"),
     )
     assert wrong.returncode == 9
     assert "in between" in wrong.stderr

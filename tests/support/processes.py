@@ -206,7 +206,7 @@ class Pool:
         command = [*CLI, "join", "--state", str(self.folder / name), "--name", name, "-o", "json"]
         if not joined:
             command += [self.facts["cluster_url"]] if url else []
-            command += ["--token", self.token()] if token else []
+            command += ["--token-file", self.token_file(name)] if token else []
         kind = () if _names_kind(settings) else ("engine.kind=scripted",)
         for setting in (f"node.machine={name}", *kind, *settings):
             command += ["--set", setting]
@@ -217,6 +217,12 @@ class Pool:
             process.ready()
             until(lambda: self.serves(name), what=f"{name} ready")
         return process
+
+    def token_file(self, name: str, token: str = "") -> str:
+        """Write a join token, a new one unless it is given, into a file; give its path."""
+        file = self.folder / f"{name}.token"
+        file.write_text(token or self.token())
+        return str(file)
 
     def token(self) -> str:
         """Make a join token."""

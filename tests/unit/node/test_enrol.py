@@ -75,7 +75,7 @@ async def test_a_machine_that_joins_again_is_the_same_node_and_its_old_certifica
         token = door.tokens.create(uses=2)
         first = await join(door, tmp_path / "a", token)
         serial = door.store.members[first.node].serial
-        second = await join(door, tmp_path / "b", token)
+        second = await join(door, tmp_path / "a", token)
         assert (second.node, second.name) == (first.node, first.name)
         assert door.store.denied(first.node, serial)
         assert not door.store.denied(second.node, door.store.members[second.node].serial)

@@ -1,8 +1,8 @@
-"""Hypothesis strategies that fill any wire struct from its annotations."""
+"""Hypothesis strategies that fill any wire struct from its annotations, within their bounds."""
 
 import types
 from enum import IntEnum, StrEnum
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from hypothesis import strategies as st
@@ -18,9 +18,9 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return structs(hint)
     if isinstance(hint, type) and issubclass(hint, (StrEnum, IntEnum)):
         return st.sampled_from(list(hint))
+    if get_origin(hint) is Annotated:
+        return _within(*get_args(hint))
     plain = {
-        int: st.integers(-(2**63), 2**64 - 1),
-        float: st.floats(allow_nan=False),
         bool: st.booleans(),
         str: TEXT,
         bytes: st.binary(max_size=16),
@@ -38,7 +38,15 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     raise AssertionError(f"no strategy for {hint}")
 
 
+def _within(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
+    if kind is int:
+        return st.integers(meta.ge, meta.le)  # pyright: ignore[reportArgumentType]
+    if kind is float:
+        return st.floats(meta.ge, meta.le)  # pyright: ignore[reportArgumentType]
+    return of(kind)
+
+
 def structs(kind: type[Part]) -> st.SearchStrategy[Any]:
     """Give instances of a wire struct."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{field.name: of(hints[field.name]) for field in msgspec.structs.fields(kind)})

@@ -142,8 +142,8 @@ def test_a_lone_surrogate_cannot_be_sent() -> None:
 
 
 def test_heads_are_read_without_the_rest() -> None:
-    body = msgspec.msgpack.encode([2**63, {"anything": [1]}, "more"])
-    assert head_of(body) == 2**63
+    body = msgspec.msgpack.encode([2**62, {"anything": [1]}, "more"])
+    assert head_of(body) == 2**62
     with pytest.raises(WireError):
         head_of(b"\xc0")
 

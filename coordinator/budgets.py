@@ -1,0 +1,61 @@
+"""How many frames, reports, renewals and links one node may send, whatever it says. Pure: `now` is monotonic seconds.
+
+A budget holds for a node, not for a link, so a new link brings no new budget. The rates are several times what an
+honest node needs at its fastest settings (20 reports a second, a certificate renewed every two months).
+"""
+
+from wire.frames import TAGS, Renew, Report
+
+FRAMES_PER_SECOND, MOST_FRAMES = 10_000.0, 5_000.0
+REPORTS_PER_SECOND, MOST_REPORTS = 60.0, 240.0
+REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES = 4.0 * 2**20, 8.0 * 2**20
+RENEWALS_PER_SECOND, MOST_RENEWALS = 0.1, 5.0
+LINKS_PER_SECOND, MOST_LINKS = 1.0, 30.0
+_TAG_OF = {kind: tag for tag, kind in TAGS.items()}
+_REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[Renew]
+
+
+class Budget:
+    """A token bucket: `most` at once, then `rate` a second."""
+
+    __slots__ = ("_at", "_left", "_most", "_rate", "_what")
+
+    def __init__(self, what: str, rate: float, most: float) -> None:
+        self._what = what
+        self._rate = rate
+        self._most = self._left = most
+        self._at = 0.0
+
+    def over(self, now: float, cost: float = 1.0) -> str:
+        """Take `cost` from the budget; return why not where it is used up."""
+        left = min(self._most, self._left + (now - self._at) * self._rate) - cost
+        self._at = now
+        if left < 0:
+            self._left = left + cost
+            return f"too many {self._what}: {self._rate:g} a second, {self._most:g} at once"
+        self._left = left
+        return ""
+
+
+class NodeBudgets:
+    """The budgets of one node."""
+
+    __slots__ = ("_frames", "_links", "_renewals", "_report_bytes", "_reports")
+
+    def __init__(self) -> None:
+        self._frames = Budget("frames", FRAMES_PER_SECOND, MOST_FRAMES)
+        self._reports = Budget("reports", REPORTS_PER_SECOND, MOST_REPORTS)
+        self._report_bytes = Budget("bytes of reports", REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES)
+        self._renewals = Budget("renewals", RENEWALS_PER_SECOND, MOST_RENEWALS)
+        self._links = Budget("links", LINKS_PER_SECOND, MOST_LINKS)
+
+    def link(self, now: float) -> str:
+        """Count a link; return why it is one too many."""
+        return self._links.over(now)
+
+    def frame(self, tag: int, size: int, now: float) -> str:
+        """Count a frame of `size` bytes before it is decoded; return why it is one too many."""
+        why = self._frames.over(now)
+        if tag == _REPORT:
+            return why or self._reports.over(now) or self._report_bytes.over(now, size)
+        return why or (self._renewals.over(now) if tag == _RENEW else "")

@@ -1,0 +1,100 @@
+"""One member that floods: its link ends with a reason that it is told and that people see, and nobody else notices."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from coordinator.budgets import MOST_FRAMES, MOST_LINKS, MOST_RENEWALS, MOST_REPORT_BYTES, MOST_REPORTS, Budget
+from node.identity import new_request
+from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
+from tests.support.loop_watch import MAX_HELD_SECONDS, watch_loop
+from tests.support.loopback_cluster import a_model
+from wire.codec import encode, fragments
+from wire.frames import Deltas, Denied, Finished, Frame, Renew, Welcome
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncGenerator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+LARGE = b"".join(fragments(encode(a_report(1, models=tuple(a_model(f"m{n}", cause="x" * 300) for n in range(512)))), 1))
+FLOODS: dict[str, tuple[Frame | bytes, float]] = {
+    "reports": (encode(a_report(1)), MOST_REPORTS),
+    "large reports": (LARGE, MOST_REPORT_BYTES / len(LARGE)),
+    "renewals": (Renew(new_request("x").csr), MOST_RENEWALS),
+    "answers of requests that are not there": (Finished(1, ("stop",), 1, 1), MOST_FRAMES),
+    "empty steps": (Deltas(()), MOST_FRAMES),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_ends_the_link_of_its_node_alone(port: Port, flood: str) -> None:
+    """Before: reports, renewals and links of one member held the loop for up to 19 s and left 300 links open."""
+    frame, most = FLOODS[flood]
+    who = port.member("rogue")
+    word = frame if isinstance(frame, bytes) else encode(frame)
+    async with port.undisturbed():
+        line = await port.link(who)
+        await port.until(lambda: port.state(who) == "ready")
+        with watch_loop() as held:
+            ending = asyncio.create_task(line.ended(20))
+            batch = max(1, 16_384 // len(word))
+            for _ in range(int(most * 3) // batch + 1):
+                if ending.done():
+                    break
+                line.send(word * batch)
+                await asyncio.sleep(0)
+            denied = the_no(await ending)
+        await port.until(lambda: port.state(who) == "lost")
+        row = (await port.get("/api/v1/nodes/rogue"))["node"]
+    assert (denied.reason, denied.final) == ("too_many", False)
+    assert "too many" in denied.message
+    assert denied.retry_after > 0
+    assert "too many" in row["reason"]
+    assert held.seconds < MAX_HELD_SECONDS
+
+
+async def test_a_node_has_two_links_at_most(port: Port) -> None:
+    who = port.member("rogue")
+    async with port.undisturbed():
+        lines = [await port.link(who, takeover=True) for _ in range(10)]
+        await asyncio.gather(*(line.ended() for line in lines[:-2]))
+        links = port.application.registry.links
+        assert len(links._retired) == 1
+        assert not any(line.reader.at_eof() for line in lines[-2:])
+
+
+async def test_links_one_after_the_other_are_counted(port: Port) -> None:
+    who = port.member("rogue")
+    denied: list[Denied] = []
+    async with port.undisturbed():
+        for _ in range(int(MOST_LINKS) + 10):
+            line = await port.dial(who)
+            line.send(hello(who))
+            denied += await _greeted(line)
+            line.close()
+    assert denied
+    assert {one.reason for one in denied} == {"too_many"}
+
+
+async def _greeted(line: Line) -> list[Denied]:
+    try:
+        while not isinstance(frame := await line.next(), Welcome):
+            if isinstance(frame, Denied):
+                return [frame]
+    except Ended:
+        return []
+    return []
+
+
+def test_a_budget_fills_again() -> None:
+    budget = Budget("frames", 10.0, 5.0)
+    assert [budget.over(100.0) for _ in range(5)] == [""] * 5
+    assert budget.over(100.0) == "too many frames: 10 a second, 5 at once"
+    assert budget.over(100.05)
+    assert budget.over(100.15) == ""
+    assert [budget.over(1000.0) for _ in range(6)].count("") == 5

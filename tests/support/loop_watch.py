@@ -1,0 +1,149 @@
+"""Measure the longest time that one callback held an asyncio loop, for abuse tests: no peer may hold it beyond 50 ms.
+
+Two watches, one for each place where a loop runs:
+
+    with watch_loop() as held:                 # the loop of this test
+        await attack()
+    assert held.seconds < MAX_HELD_SECONDS
+
+    with watch_server(running.base, running.coordinator.pid) as held:   # a coordinator in its own process
+        await attack()
+    assert held.seconds < MAX_HELD_SECONDS
+
+`seconds` is final when the block is left. The machine of the tests is shared, and a process that does not get a core
+looks like a held loop. So each gap counts as the smaller of its wall time and the CPU time that the watched process
+took during it. `wall_seconds` is the longest gap without that correction: what a client felt, and what finds a loop
+that sleeps or waits for a disk.
+
+`watch_loop` runs a ticker on the loop. `watch_server` sends `GET /livez` on one connection that is kept alive, from a
+process of its own because the test's process is often busier than the server: a held loop answers late. Where the
+kernel has no `/proc/PID/task/*/schedstat` the CPU time is not known and both figures are wall time.
+"""
+
+import asyncio
+import json
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+MAX_HELD_SECONDS = 0.050
+"""The longest time for which one request or one frame of any peer may hold the loop."""
+TICK_SECONDS = 0.002
+_REQUEST = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+
+
+@dataclass(slots=True)
+class Held:
+    """The longest gap. `ticks` counts the measurements, so that a test can see that there were some."""
+
+    seconds: float = 0.0
+    wall_seconds: float = 0.0
+    ticks: int = 0
+
+    def add(self, wall: float, cpu: float) -> None:
+        """Count one gap."""
+        self.ticks += 1
+        self.wall_seconds = max(self.wall_seconds, wall)
+        self.seconds = max(self.seconds, min(wall, cpu))
+
+
+@contextmanager
+def watch_loop() -> Iterator[Held]:
+    """Watch the running loop of this process until the block is left."""
+    held = Held()
+    loop = asyncio.get_running_loop()
+    due, cpu = time.monotonic() + TICK_SECONDS, time.process_time()
+
+    def count() -> None:
+        held.add(max(0.0, time.monotonic() - due), time.process_time() - cpu)
+
+    def tick() -> None:
+        nonlocal due, cpu, timer
+        count()
+        due, cpu = time.monotonic() + TICK_SECONDS, time.process_time()
+        timer = loop.call_later(TICK_SECONDS, tick)
+
+    timer = loop.call_later(TICK_SECONDS, tick)
+    try:
+        yield held
+    finally:
+        timer.cancel()
+        count()
+
+
+@contextmanager
+def watch_server(base_url: str, pid: int) -> Iterator[Held]:
+    """Watch the loop of the coordinator process `pid`, which serves plain HTTP at `base_url`, from outside.
+
+    AssertionError when the watch could not ask: the server refused or ended its connection."""
+    where, held = urlsplit(base_url), Held()
+    command = [sys.executable, "-P", __file__, str(where.hostname), str(where.port), str(pid)]
+    asking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    assert asking.stdin is not None
+    try:
+        assert asking.stdout.readline() == "watching\n", "the server did not answer /livez"
+        yield held
+        asking.stdin.close()
+        found = json.loads(asking.stdout.read() or "{}")
+        assert "ticks" in found, f"the watch's connection ended: {found}"
+        held.seconds, held.wall_seconds, held.ticks = found["seconds"], found["wall_seconds"], found["ticks"]
+    finally:
+        asking.kill()
+        asking.wait()
+        asking.stdin.close()
+        asking.stdout.close()
+
+
+def cpu_clock(pid: int) -> Callable[[], float]:
+    """Return a clock of the CPU seconds of all threads of a process; infinite steps where the kernel does not tell."""
+    tasks = Path(f"/proc/{pid}/task")
+
+    def spent() -> float:
+        total = 0
+        for task in tasks.iterdir():
+            try:
+                total += int((task / "schedstat").read_text().split()[0])
+            except OSError:  # a thread that has just ended
+                continue
+        return total / 1e9
+
+    return spent if (tasks / str(pid) / "schedstat").exists() else lambda: time.monotonic() * 1e9
+
+
+def _ask_until_closed(host: str, port: int, pid: int) -> None:
+    """Ask until standard input is closed, and print what was found."""
+    held, spent = Held(), cpu_clock(pid)
+    try:
+        with socket.create_connection((host, port), timeout=60) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                began, cpu = time.monotonic(), spent()
+                connection.sendall(_REQUEST)
+                answer = b""
+                while b'{"status":"ok"}' not in answer:
+                    more = connection.recv(4096)
+                    if not more:
+                        raise ConnectionError(f"closed after {held.ticks} answers: {answer[:200]!r}")
+                    answer += more
+                held.add(time.monotonic() - began, spent() - cpu)
+                if held.ticks == 1:
+                    print("watching", flush=True)
+                if select.select([sys.stdin], [], [], TICK_SECONDS)[0]:
+                    break
+    except OSError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    found = {"seconds": held.seconds, "wall_seconds": held.wall_seconds, "ticks": held.ticks}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    _ask_until_closed(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
