@@ -6,6 +6,7 @@ import time
 import pytest
 
 from node.engine.footprint import give_back
+from node.engine.prefill import Prefill
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.fairness import Owner
@@ -62,6 +63,16 @@ def test_another_keys_four_tokens_come_at_once_beside_one_that_has_all_rows(driv
     for number in numbers:
         assert isinstance(driver.end(number), Finished)
         assert driver.ids[number, 0] == alone, "what was preempted is resumed word for word"
+
+
+def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Driver):
+    """Else it would take the row that it has just given up before a new request of the other key."""
+    fill(driver, ROWS)
+    turns_to_first(driver, OTHER)
+    (sequence,) = driver.engine._generation._preempted
+    resident = driver.engine._shelf.residents[driver.default]
+    returning = Prefill(resident, sequence, list(sequence.writing()), list(sequence.prompt))
+    assert (bool(sequence.joined), returning.answered) == (True, False)
 
 
 def test_a_key_alone_has_all_rows_and_nothing_is_preempted(driver: Driver):
