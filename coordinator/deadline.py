@@ -1,10 +1,9 @@
-"""The HTTP port's patience: uvicorn's protocol with an absolute deadline and a limit for the head of a request, and
-short bodies for routes that need no long ones.
+"""The HTTP port's patience: uvicorn's protocol with an absolute deadline and a limit for the head of a request.
 
 uvicorn waits for ever for a head that drips, and lets it grow without end. Here a head has HEAD_SECONDS from its first
 byte (from the connection for the first one), however its bytes are spread, and HEAD_BYTES. Between two requests
-uvicorn's keep-alive rules; nothing here touches a running response. The generation routes bound their bodies
-themselves (`router.app`).
+uvicorn's keep-alive rules; nothing here touches a running response. Routes bound their bodies themselves (`router.app`,
+`coordinator.api.body`).
 """
 
 import asyncio
@@ -14,15 +13,12 @@ from typing import Any, ClassVar, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from coordinator.guard import Asgi, Message, Receive, Scope, Send, answer
 from router.problems import Problem
 
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 32 * 1024
 MOST_CONNECTIONS = 4096
 VERSIONS = frozenset({"1.0", "1.1"})
-BODY_SECONDS = 10.0
-BODY_BYTES = 64 * 1024
 
 TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
 CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
@@ -132,50 +128,3 @@ class DeadlineProtocol(HttpToolsProtocol):
     def _too_late(self) -> None:
         self._late = None
         self.transport.abort()
-
-
-class ShortBodies:
-    """An ASGI app before one whose requests are short: reads each body whole, within limits, before the app sees it.
-    One that is announced as too long is not waited for."""
-
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or answer 413 or 408."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = None if _announced(scope) > BODY_BYTES else await _whole(receive)
-        except TimeoutError:
-            await answer(send, Problem(408, "request_timeout", f"the body did not arrive within {BODY_SECONDS:.0f} s"))
-            return
-        if body is None:
-            await answer(send, Problem(413, "request_too_large", f"a request here may have {BODY_BYTES} bytes"))
-            return
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return waiting.pop() if waiting else await receive()
-
-        await self._app(scope, replay, send)
-
-
-def _announced(scope: Scope) -> int:
-    """Give the length that a head announces, 0 for one that announces none; the parser has seen that it is a number."""
-    return max((int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()),
-               default=0)  # fmt: skip
-
-
-async def _whole(receive: Receive) -> bytes | None:
-    """Give the body, what came of it when the client left, or None when it is too long."""
-    body = bytearray()
-    while True:
-        part = await receive()
-        body += part.get("body", b"")
-        if len(body) > BODY_BYTES:
-            return None
-        if part["type"] != "http.request" or not part.get("more_body", False):
-            return bytes(body)

@@ -33,7 +33,6 @@ from coordinator.authority import Authority, AuthorityError
 from coordinator.conditions.rules import WATCHED
 from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
 from coordinator.conditions.webhook import Webhook, WebhookError, parse
-from coordinator.deadline import ShortBodies
 from coordinator.endpoint import Endpoint
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
@@ -266,7 +265,7 @@ async def _serve_http(
     seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
     api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
               facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
-    videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(ShortBodies(api.app)))
+    videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(api.app))
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls

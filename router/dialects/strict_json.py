@@ -71,8 +71,8 @@ def _inside(value: object) -> Iterable[Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> Body:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise _UnusableError(f"the key {twice[:64]!r} appears twice in one object")
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.deadline import BODY_SECONDS
+from coordinator.api.body import BODY_SECONDS
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.deadline import BODY_SECONDS, HEAD_SECONDS
+from coordinator.api.body import BODY_SECONDS
+from coordinator.deadline import HEAD_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow
@@ -154,7 +155,8 @@ async def test_a_body_that_drips_to_the_control_api_has_ten_seconds(patient: Pat
 
 async def drips_a_body(running: Pool) -> None:
     began = time.monotonic()
-    answer = await raw(running, request(running, "content-length: 100", path="/api/v1/place") + b"{")
+    head = request(running, "content-length: 100", path="/api/v1/place")
+    answer = await raw(running, head.replace(running.key.encode(), running.secret.encode()) + b"{")
     assert status(answer) == 408
     assert BODY_SECONDS - 1 < time.monotonic() - began < BODY_SECONDS + 3
 
@@ -166,10 +168,14 @@ async def drips_a_body(running: Pool) -> None:
         pytest.param(b"transfer-encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n", id="in pieces"),
     ],
 )
-async def test_a_long_body_to_the_control_api_is_not_read_even_without_a_key(running: Pool, told: bytes, body: bytes):
-    head = b"POST /api/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\n" + told + b"\r\n\r\n"
-    answer = await raw(running, head, body)
-    assert (status(answer), error(answer)["code"]) == (413, "request_too_large")
+async def test_a_long_body_to_the_control_api_is_not_read(running: Pool, told: bytes, body: bytes):
+    for key, expected in (
+        (b"", (401, "invalid_api_key")),
+        (b"authorization: Bearer " + running.secret.encode() + b"\r\n", (413, "request_too_large")),
+    ):
+        head = b"POST /api/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\n" + key + told + b"\r\n\r\n"
+        answer = await raw(running, head, body)
+        assert (status(answer), error(answer)["code"]) == expected
 
 
 async def test_an_idle_connection_is_kept_between_requests(patient: Patient) -> None:
