@@ -28,6 +28,7 @@ from coordinator.guard import Guard
 from router.dialects import chat, chat_answer
 from router.dispatch import Dispatcher
 from router.events import Pump, problem_of
+from router.exchange import INLINE_BYTES
 from router.keys import SESSION, KeyRing, credential, session_of
 from router.problems import Header, Problem
 from router.settings import RouterSettings
@@ -64,7 +65,7 @@ class Door:
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: Guard) -> None:
         self.dispatcher = dispatcher
-        self.longest = settings.body_bytes
+        self.longest = min(settings.body_bytes, INLINE_BYTES)
         self._ring = ring
         self._guard = guard
         self._heads: dict[bytes, Head] = {}
@@ -107,7 +108,7 @@ class Door:
         if key is None or not key.allows("infer"):
             return None
         asked = chat.parse(body)
-        if isinstance(asked, Problem):
+        if isinstance(asked, Problem) or asked.params.logprobs:  # log probabilities are written beside the loop
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
         job = asked.job(key.id, request_id, int(time.time()))
