@@ -9,7 +9,7 @@ FAST = $(if $(BLAS),LD_PRELOAD=$(BLAS)) OPENBLAS_NUM_THREADS=1
 PYTEST = $(FAST) $(BIN)/python -m pytest
 READY := .venv/.ready
 
-.PHONY: demo test quick lint types models unit bench neuter docs screenshots clients manual lock clean mac-check
+.PHONY: demo test quick lint types models unit bench neuter fuzz docs screenshots clients manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
@@ -39,6 +39,9 @@ unit: $(READY) models
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz
 
 neuter: $(READY)
 	$(FAST) $(BIN)/python -m tests.neuter

@@ -1,10 +1,15 @@
-"""The HTTP port's patience: uvicorn's protocol with an absolute deadline and a limit for the head of a request, and
-short bodies for routes that need no long ones.
+"""The HTTP port's patience: uvicorn's protocol with an absolute deadline and a limit for the head of a request, and a
+bound on what a client sends ahead.
 
 uvicorn waits for ever for a head that drips, and lets it grow without end. Here a head has HEAD_SECONDS from its first
 byte (from the connection for the first one), however its bytes are spread, and HEAD_BYTES. Between two requests
-uvicorn's keep-alive rules; nothing here touches a running response. The generation routes bound their bodies
-themselves (`router.app`).
+uvicorn's keep-alive rules; nothing here touches a running response. Routes bound their bodies themselves (`router.app`,
+`coordinator.api.body`).
+
+Bytes are parsed in slices, and not while a whole request waits for its answer: what a client sends ahead is held as
+bytes. Without that a connection of 8 MiB becomes 200,000 requests in memory, and an error in what is sent ahead is
+written into the answer that is under way. A client that sends ahead more than AHEAD_BYTES is not read until its answer
+is out; up to there it is read, because a connection that is not read does not show that its client has left.
 """
 
 import asyncio
@@ -12,21 +17,23 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from coordinator.guard import Asgi, Message, Receive, Scope, Send, answer
+from coordinator import heads
+from coordinator.heads import MALFORMED
 from router.problems import Problem
 
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 32 * 1024
+AHEAD_BYTES = 64 * 1024
+"""Bytes that a client may send ahead of the answer to its last request, before it is not read any more."""
+SLICE_BYTES = 512
+"""Bytes that are parsed at once where a head may begin: at most 18 of the shortest requests."""
 MOST_CONNECTIONS = 4096
 VERSIONS = frozenset({"1.0", "1.1"})
-BODY_SECONDS = 10.0
-BODY_BYTES = 64 * 1024
 
 TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
 CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
-MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
 
 
 class DeadlineProtocol(HttpToolsProtocol):
@@ -38,8 +45,12 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._parsed = 0
         self._unparsed = 0
-        self._begun = self._in_body = self._ahead = False
+        self._left = 0
+        self._in_head = self._in_body = self._upgrades = False
+        self._ahead = b""
         self._late: asyncio.TimerHandle | None = None
+        self._refusal: Problem | None = None
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock of the first head."""
@@ -49,64 +60,182 @@ class DeadlineProtocol(HttpToolsProtocol):
             self._turn_away(CROWDED)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clock, and tell every request of this connection that its client has left."""
         self._disarm()
+        self._ahead = b""
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
+    # -- bytes in ---------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
-        """Parse; a head that has begun is on the clock, and so is the rest of a body that nobody waits for."""
-        before, answering = self.cycle, self._begun and not self.cycle.response_complete
-        super().data_received(data)
-        if self.transport.is_closing() or self.cycle is not before:
-            return
-        if answering:
-            self._ahead = self._ahead or not self._in_body
-            return
+        """Parse what belongs to this request, hold what was sent ahead."""
+        if self._ahead or self._is_answering():
+            self._hold(data)
+        else:
+            self._feed(data)
+
+    def _is_answering(self) -> bool:
+        """Return whether a request is whole and its answer is not."""
+        if self.pipeline:
+            return True
+        return self.cycle is not None and not self.cycle.response_complete and not self._in_body
+
+    def _hold(self, data: bytes) -> None:
+        self._ahead += data
+        if len(self._ahead) > AHEAD_BYTES:
+            self.flow.pause_reading()
+
+    def _go_on(self) -> None:
+        """Parse what was sent ahead of the answer that is out now."""
+        if self._ahead and not self._is_answering() and not self.transport.is_closing():
+            ahead, self._ahead = self._ahead, b""
+            self.flow.resume_reading()
+            self._feed(ahead)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse in slices until a request is whole; its known body goes through in one."""
+        self._unset_keepalive_if_required()
+        view, at = memoryview(data), 0
+        while at < len(view) and not self.transport.is_closing():
+            if at and self._is_answering():
+                self._hold(bytes(view[at:]))
+                return
+            piece = view[at : at + (self._left or SLICE_BYTES)]
+            at += len(piece)
+            unparsed = self._parse(piece)
+            if unparsed is None:
+                return
+            at -= unparsed
+
+    def _parse(self, piece: memoryview) -> int | None:
+        """Parse a piece; return how many bytes at its end are not parsed yet, None when the connection ends."""
+        before, unparsed = self.cycle, 0
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            unparsed = len(piece) - int(upgrade.args[0])
+            if not self._parse_as_it_is():
+                return None
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return None
+        if self.transport.is_closing():
+            return None
+        if self.cycle is before:
+            return unparsed if self._waits(len(piece)) else None
+        return unparsed
+
+    def _waits(self, size: int) -> bool:
+        """Put a head that is not whole on the clock, and the rest of a body that no one waits for; False when a head
+        is too long."""
+        if self._in_body and not self.cycle.response_complete:
+            return True
         self._arm()
         if not self._in_body:
-            self._unparsed += len(data)
+            self._unparsed += size
             if self._unparsed > HEAD_BYTES:
                 self.send_400_response("")
+                return False
+        return True
+
+    def _parse_as_it_is(self) -> bool:
+        """Parse a head that offers another protocol again without its offer, so that its body is read as its body."""
+        parser, self._upgrades = self.parser, False
+        head = heads.without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        try:
+            self.parser.feed_data(head)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.send_400_response("")
+            return False
+        return True
+
+    # -- the parser's calls -------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Begin to count a head."""
-        self._parsed = 0
+        self._parsed, self._in_head = 0, True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count. Only a path is a target here: whoever names a host beside the Host header means another server."""
+        """Count. Only a path is a target here: whoever names a host beside the Host header means another server, and
+        a fragment belongs to the client: a proxy may look at it, and the routes never would."""
         if not self._parsed and not url.startswith(b"/"):
             raise httptools.HttpParserError("the target is no path")
+        if b"#" in url:
+            raise httptools.HttpParserError("the target has a fragment")
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count, trailers too."""
+        """Count; a trailer is counted and dropped, because it comes after its request was judged by its headers."""
         self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if not self._in_body:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the clock: the head is here. The parser takes versions that nobody speaks."""
-        if cast("Any", self.parser).get_http_version() not in VERSIONS:
+        """Judge the head and stop the clock: the head is here. The parser takes versions that nobody speaks."""
+        version = cast("Any", self.parser).get_http_version()
+        if version not in VERSIONS:
             raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are spoken here")
+        self._refusal = heads.judge(version, self.headers)
+        if self._refusal is not None:
+            raise httptools.HttpParserError(self._refusal.code)
+        if self.parser.should_upgrade():
+            self._upgrades = True
+            return
+        if version == "1.0":
+            self.expect_100_continue = False
         self._disarm()
-        self._begun, self._in_body, self._ahead, self._unparsed = True, True, False, 0
+        self._in_head, self._in_body, self._unparsed = False, True, 0
+        self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
+        if self.pipeline:  # uvicorn does not read meanwhile, and would not see that the client leaves
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Count down what is known to come."""
+        self._left = max(0, self._left - len(body))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note that what comes now is another head."""
-        self._in_body = False
+        if self._upgrades:
+            return
+        self._in_body, self._left = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the clock if the next head has begun already."""
+        """Start the clock if the next head has begun already, and parse what was sent ahead."""
         super().on_response_complete()
-        if self._ahead:
+        if self._in_head:
             self._arm()
+        if self._ahead:
+            self.loop.call_soon(self._go_on)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Remember which request is being answered: those behind it are whole already."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    # -- answers of our own -------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Answer in the shape of all other errors, and close."""
-        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else MALFORMED)
+        """Answer in the shape of all other errors, and close. Behind requests that are not answered yet the connection
+        ends with their answers instead: a client would take this one for theirs."""
+        problem, self._refusal = self._refusal or MALFORMED, None
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
+        if self._in_body and self.cycle.response_started:
+            self.transport.abort()
+            return
+        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else problem)
 
     def _turn_away(self, problem: Problem) -> None:
         body = problem.body("")
@@ -132,50 +261,3 @@ class DeadlineProtocol(HttpToolsProtocol):
     def _too_late(self) -> None:
         self._late = None
         self.transport.abort()
-
-
-class ShortBodies:
-    """An ASGI app before one whose requests are short: reads each body whole, within limits, before the app sees it.
-    One that is announced as too long is not waited for."""
-
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or answer 413 or 408."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = None if _announced(scope) > BODY_BYTES else await _whole(receive)
-        except TimeoutError:
-            await answer(send, Problem(408, "request_timeout", f"the body did not arrive within {BODY_SECONDS:.0f} s"))
-            return
-        if body is None:
-            await answer(send, Problem(413, "request_too_large", f"a request here may have {BODY_BYTES} bytes"))
-            return
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return waiting.pop() if waiting else await receive()
-
-        await self._app(scope, replay, send)
-
-
-def _announced(scope: Scope) -> int:
-    """Give the length that a head announces, 0 for one that announces none; the parser has seen that it is a number."""
-    return max((int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()),
-               default=0)  # fmt: skip
-
-
-async def _whole(receive: Receive) -> bytes | None:
-    """Give the body, what came of it when the client left, or None when it is too long."""
-    body = bytearray()
-    while True:
-        part = await receive()
-        body += part.get("body", b"")
-        if len(body) > BODY_BYTES:
-            return None
-        if part["type"] != "http.request" or not part.get("more_body", False):
-            return bytes(body)

@@ -8,7 +8,7 @@ one can only say what the app would have said.
 
 Rules
 - Bytes are looked at here only between two requests, while uvicorn's parser is at rest.
-- Exactly one request at a time: what a client sends ahead waits in `_waiting`, with reading paused.
+- Exactly one request at a time: what a client sends ahead is held as bytes (`coordinator.deadline`).
 - A request that leaves by any way closes its ticket.
 """
 
@@ -28,6 +28,7 @@ from coordinator.guard import Guard
 from router.dialects import chat, chat_answer
 from router.dispatch import Dispatcher
 from router.events import Pump, problem_of
+from router.exchange import INLINE_BYTES
 from router.keys import SESSION, KeyRing, credential, session_of
 from router.problems import Header, Problem
 from router.settings import RouterSettings
@@ -45,8 +46,8 @@ _STREAM = (
     b"x-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%s\r\n"
 )
 _NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_BREAKS = re.compile(rb"[\r\n\0]")
-_ODD = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"connection"})
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+_ODD = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Door:
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: Guard) -> None:
         self.dispatcher = dispatcher
-        self.longest = settings.body_bytes
+        self.longest = min(settings.body_bytes, INLINE_BYTES)
         self._ring = ring
         self._guard = guard
         self._heads: dict[bytes, Head] = {}
@@ -85,12 +86,12 @@ class Door:
         headers: list[Header] = []
         for line in raw.split(b"\r\n")[1:]:
             name, colon, value = line.partition(b":")
-            if not colon or not _NAME.fullmatch(name) or _BREAKS.search(line):
+            if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
                 return Head()
             headers.append((name.lower(), value.strip()))
         names = [name for name, _ in headers]
         if len(set(names)) != len(names) or any(
-            name in _ODD and value.lower() != b"keep-alive" for name, value in headers
+            name in _ODD or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
         ):
             return Head()
         found = dict(headers)
@@ -107,7 +108,7 @@ class Door:
         if key is None or not key.allows("infer"):
             return None
         asked = chat.parse(body)
-        if isinstance(asked, Problem):
+        if isinstance(asked, Problem) or asked.params.logprobs:  # log probabilities are written beside the loop
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
         job = asked.job(key.id, request_id, int(time.time()))
@@ -125,19 +126,19 @@ class HotProtocol(DeadlineProtocol):
         self._serving = False
         self._ticket: Ticket | None = None
         self._stream: HotStream | None = None
-        self._waiting = b""
         self._closing = False
         self._rests_since = 0.0
 
     # -- bytes in -------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
+    def _is_answering(self) -> bool:
+        """Return whether a request is whole and its answer is not, here or in the app."""
+        return self._ticket is not None or super()._is_answering()
+
+    def _feed(self, data: bytes) -> None:
         """Answer here what can be, hand on the rest."""
-        if self._ticket is not None or self._waiting:
-            self._waiting += data
-            self.flow.pause_reading()
-        elif self._parsing or self._serving or not data.startswith(START) or not self._take(data):
-            super().data_received(data)
+        if self._parsing or self._serving or not data.startswith(START) or not self._take(data):
+            super()._feed(data)
 
     def _take(self, data: bytes) -> bool:
         end = data.find(b"\r\n\r\n", len(START) - 2, LONGEST_HEAD)
@@ -150,7 +151,7 @@ class HotProtocol(DeadlineProtocol):
         job = self.door.job(head, data[begin : begin + head.length])
         if job is None:
             return False
-        self._waiting = data[begin + head.length :]
+        self._ahead = data[begin + head.length :]
         self._start(job)
         return True
 
@@ -237,10 +238,8 @@ class HotProtocol(DeadlineProtocol):
         self._rests_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._rest(self.timeout_keep_alive)
-        if self._waiting:
+        if self._ahead:
             self.loop.call_soon(self._go_on)
-        else:
-            self.flow.resume_reading()
 
     def _rest(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
@@ -254,12 +253,6 @@ class HotProtocol(DeadlineProtocol):
             super().timeout_keep_alive_handler()
         elif self._ticket is None:
             self._rest(left)
-
-    def _go_on(self) -> None:
-        ahead, self._waiting = self._waiting, b""
-        if not self.transport.is_closing():
-            self.flow.resume_reading()
-            self.data_received(ahead)
 
     # -- the connection -----------------------------------------------------------------------------
 

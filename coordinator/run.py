@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -33,7 +34,6 @@ from coordinator.authority import Authority, AuthorityError
 from coordinator.conditions.rules import WATCHED
 from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
 from coordinator.conditions.webhook import Webhook, WebhookError, parse
-from coordinator.deadline import ShortBodies
 from coordinator.endpoint import Endpoint
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard
@@ -76,6 +76,8 @@ COUNT_SECONDS = 10.0
 """Between two times that what was used is written down; a crash loses no more."""
 COLLECT_AFTER = 20_000
 """Objects made and not freed after which the youngest are searched for rings; Python's 700 costs 4 % of a request."""
+SWITCH_SECONDS = 0.001
+"""Longest time for which a thread that parses a long body keeps the loop waiting, where Python's 5 ms add up."""
 LOCAL_NODE_SECONDS = 20.0
 """Longest wait for the node on this machine before we say that we are ready without it."""
 
@@ -124,6 +126,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
     superseded = _Superseded(options.state, stop)
     loop = asyncio.get_running_loop()
     _allow_files()
+    sys.setswitchinterval(SWITCH_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
@@ -267,8 +270,7 @@ async def _serve_http(
     seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
     api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
               facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
-    videos = Videos(conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters,
-                    Page(ShortBodies(api.app)))  # fmt: skip
+    videos = Videos(conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, Page(api.app))
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls

@@ -5,9 +5,11 @@ by its client.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 from router import confluence
+from router.beside import beside
 from router.dialects.dialect import Asked
 from router.dispatch import Dispatcher
 from router.events import EventStream, Flow, Pump, problem_of
@@ -51,7 +53,9 @@ def _collected(tickets: list[WholeTicket]) -> Collected:
 async def _whole(exchange: Exchange, asked: Asked, ticket: Collected) -> None:
     outcome = await ticket.outcome_of()
     if isinstance(outcome, Finished):
-        await exchange.answer(asked.whole(ticket.job, ticket.answer(), outcome), 200, _about(ticket))
+        write = partial(asked.whole, ticket.job, ticket.answer(), outcome)
+        body = await beside(write) if ticket.job.params.logprobs else write()
+        await exchange.answer(body, 200, _about(ticket))
     else:
         await _decline(exchange, ticket, outcome)
 

@@ -9,10 +9,13 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from router import answering, counting
+from router.beside import beside
 from router.dialects import anthropic, models, ollama_models
 from router.dialects.anthropic import ANTHROPIC, Messages
 from router.dialects.chat import Chat
@@ -24,12 +27,13 @@ from router.dialects.openapi import openapi_paths, openapi_schemas
 from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
 from router.events import Send
-from router.exchange import Exchange, Receive, Scope
+from router.exchange import INLINE_BYTES, Exchange, Receive, Scope
 from router.keys import SESSION, ApiKey, KeyRing, credential, session_of
 from router.problems import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.settings import RouterSettings
 from router.visible import visible
 
+P = TypeVar("P")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
@@ -64,6 +68,7 @@ class FrontDoor:
         self._control = control
         self._clock = clock
         self._started = int(clock())
+        self._short = min(settings.body_bytes, INLINE_BYTES)
         self._responses = Responses()
         self._dialects: Mapping[str, Dialect] = {
             CHAT: Chat(),
@@ -122,7 +127,7 @@ class FrontDoor:
         body = await exchange.body(self._settings)
         if body is None:
             return
-        asked = body if isinstance(body, Problem) else dialect.parse(body, key.id)
+        asked = body if isinstance(body, Problem) else await self._parsed(body, partial(dialect.parse, body, key.id))
         if isinstance(asked, Problem):
             await exchange.refuse(asked)
             return
@@ -131,6 +136,12 @@ class FrontDoor:
         if session:
             jobs = tuple(replace(job, session=session) for job in jobs)
         await answering.generate(exchange, self._dispatcher, asked, jobs)
+
+    async def _parsed(self, body: bytes, parse: Callable[[], P]) -> P:
+        """Parse a body: a short one here, a long one beside the loop."""
+        if len(body) <= INLINE_BYTES:
+            return parse()
+        return await beside(parse)
 
     # the rest
 
@@ -142,7 +153,11 @@ class FrontDoor:
         body = await exchange.body(self._settings)
         if body is None:
             return
-        asked = body if isinstance(body, Problem) else anthropic.count(body, int(self._clock()))
+        asked = (
+            body
+            if isinstance(body, Problem)
+            else await self._parsed(body, partial(anthropic.count, body, int(self._clock())))
+        )
         tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked, key.id)
         await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
 
@@ -184,7 +199,7 @@ class FrontDoor:
         elif path == "/api/version":
             await exchange.tell(ollama_models.version())
         else:
-            body = await exchange.body(self._settings)
+            body = await exchange.body(replace(self._settings, body_bytes=self._short))
             if body is not None:
                 seen = visible(view, key.limits)
                 await exchange.tell(

@@ -20,6 +20,8 @@ _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
 _numbers = itertools.count(1)
 """Request ids are unique, not secret."""
+INLINE_BYTES = 64 * 1024
+"""Longest body that is parsed on the loop."""
 GONE = 499
 """Counted, never sent: the client left before an answer."""
 

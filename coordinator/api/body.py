@@ -1,6 +1,8 @@
-"""Bodies of the control plane: read as strictly as on the routes that generate, unknown fields refused."""
+"""Bodies of the control plane: read after the key was checked, within the bound of their route, as strictly as on the
+routes that generate; unknown fields are refused."""
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
@@ -8,10 +10,17 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
 
+from coordinator.api.problems import ProblemError
+from coordinator.api.route import BODY_BYTES
 from router.dialects.strict_json import read_object
 from router.problems import Problem
 
+BODY_SECONDS = 10.0
+"""Longest time for a body of the control plane to arrive."""
+_DIGITS = 18
+"""Digits of a Content-Length that is read as a number."""
 PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """A text that moves no terminal's cursor."""
 
@@ -23,24 +32,67 @@ class Body(BaseModel):
 
 
 class StrictRequest(Request):
-    """A request whose body two readers cannot understand differently."""
+    """A request whose body has arrived, and that two readers cannot understand differently."""
+
+    def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
+        super().__init__(scope, receive)
+        self._body = body
 
     async def json(self) -> Any:
-        """Give the JSON object, or the 400."""
-        found = read_object(await self.body())
+        """Return the JSON object, or raise the 400."""
+        found = read_object(self._body)
         if isinstance(found, Problem):
             raise HTTPException(found.status, found.message)
         return found
 
 
 class StrictRoute(APIRoute):
-    """A route that reads its body so."""
+    """A route that authenticates first, and then reads its body up to `longest_body` bytes.
+
+    A stranger's body is never read: FastAPI reads bodies before it resolves dependencies, so the key is no dependency.
+    """
+
+    check: Callable[[Request], Awaitable[None]] | None = None
+    longest_body = BODY_BYTES
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI."""
+        """Return FastAPI's handler behind the check of the key and the reading of the body."""
         plain = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await plain(StrictRequest(request.scope, request.receive))
+            if self.check is not None:
+                await self.check(request)
+            body = b"" if self.body_field is None else await _read(request, self.longest_body)
+            return await plain(StrictRequest(request.scope, request.receive, body))
 
         return handle
+
+
+async def _read(request: Request, longest: int) -> bytes:
+    """Read a body of at most `longest` bytes; ProblemError when it is longer, late, or its client has left."""
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or len(announced) > _DIGITS or int(announced) > longest:
+        raise _too_long(longest)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _parts(request.receive, longest)
+    except TimeoutError:
+        late = Problem(408, "request_timeout", f"the body did not arrive within {BODY_SECONDS:.0f} s")
+        raise ProblemError(late) from None
+
+
+async def _parts(receive: Receive, longest: int) -> bytes:
+    body = bytearray()
+    while True:
+        part = await receive()
+        if part["type"] != "http.request":
+            raise ProblemError(Problem(400, "client_left", "the client left before the end of its body"))
+        body += part.get("body", b"")
+        if len(body) > longest:
+            raise _too_long(longest)
+        if not part.get("more_body", False):
+            return bytes(body)
+
+
+def _too_long(longest: int) -> ProblemError:
+    return ProblemError(Problem(413, "request_too_large", f"a request here may have {longest} bytes"))

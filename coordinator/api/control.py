@@ -4,12 +4,12 @@ FastAPI lives in this package and only here; the routes that generate are plain 
 a declared scope does not exist: a subject names its routes in a table, and `_add` is the only way in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI, Request
 
 from coordinator.admin import Admin
 from coordinator.api.body import StrictRoute
@@ -100,15 +100,21 @@ class Api:
 
     def _add(self, route: Route) -> None:
         is_open = route.scope == OPEN
-        self.app.add_api_route(
+        self.app.router.add_api_route(
             route.path,
             noted(self._store, route.answer) if route.audited else route.answer,
             methods=[route.method],
-            dependencies=[] if is_open else [Depends(needs(self._ring, route.scope))],
+            route_class_override=_opened_by(None if is_open else needs(self._ring, route.scope), route.longest_body),
             openapi_extra={"security": []} if is_open else {"x-scope": route.scope, "security": [{"key": []}]},
             summary=route.summary,
             response_model=None,
         )
+
+
+def _opened_by(check: Callable[[Request], Awaitable[None]] | None, longest_body: int) -> type[StrictRoute]:
+    """Return the class of a route: FastAPI builds routes itself, and only a class can carry these."""
+    opens = None if check is None else staticmethod(check)
+    return type("OpenedRoute", (StrictRoute,), {"check": opens, "longest_body": longest_body})
 
 
 def _application(version: str) -> FastAPI:
@@ -121,7 +127,6 @@ def _application(version: str) -> FastAPI:
         redirect_slashes=False,
         openapi_url="/api/v1/openapi.json",
     )
-    app.router.route_class = StrictRoute
     answer_errors(app)
     return app
 

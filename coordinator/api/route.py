@@ -9,6 +9,10 @@ from router.dialects.openapi import ALWAYS, told
 OPEN = ""
 """In place of a scope: anybody may ask. `tests/test_routes.py` lists these and why."""
 EVENTS = "text/event-stream"
+BODY_BYTES = 64 * 1024
+"""Longest body of a control route whose caller has a key."""
+OPEN_BODY_BYTES = 1024
+"""Longest body of a control route that anybody may use: a code of 100 characters, each of them escaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,11 @@ class Route:
     refusals: tuple[int, ...] = ()
     """Statuses beside those that follow from the method and the path."""
     content: Content = JSON
+
+    @property
+    def longest_body(self) -> int:
+        """Return the bound of its body in bytes."""
+        return OPEN_BODY_BYTES if self.scope == OPEN else BODY_BYTES
 
     @property
     def audited(self) -> bool:

@@ -96,7 +96,8 @@ class RedactedThinkingBlock(Strict):
 
 
 Texts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")]
+    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 Block = Annotated[
@@ -108,7 +109,7 @@ Block = Annotated[
     by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Block], Field(max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -169,9 +170,9 @@ class CountBody(Strict):
     """The request body of a count."""
 
     model: Named
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -7,6 +7,7 @@ where it is.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
 
 from msgspec.structs import replace
 
@@ -36,8 +37,8 @@ def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicM
         for part in _parts(message, f"messages[{at}]"):
             if isinstance(part, Problem):
                 return part
-            _add(messages, part)
-    return messages
+            messages.append(part)
+    return [_merged(role, list(run)) for role, run in _runs(messages)]
 
 
 def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
@@ -45,18 +46,24 @@ def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
     return content if isinstance(content, str) else joint.join(block.text for block in content or ())
 
 
-def _add(messages: list[Message], message: Message) -> None:
-    """Put a message behind the others, or into the last if it goes on with it."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != message.role or message.role == "tool":
-        messages.append(message)
-        return
-    joint = _JOINT[message.role] if last.content and message.content else ""
-    messages[-1] = replace(
-        last,
-        content=last.content + joint + message.content,
-        tool_calls=last.tool_calls + message.tool_calls,
-        reasoning="\n".join(thought for thought in (last.reasoning, message.reasoning) if thought),
+def _runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
+    """Group neighbours of one role; each result of a tool stays alone."""
+    for role, run in groupby(messages, key=lambda message: message.role):
+        if role == "tool":
+            yield from ((role, (message,)) for message in run)
+        else:
+            yield role, run
+
+
+def _merged(role: str, run: list[Message]) -> Message:
+    """Join the messages of one role in linear time."""
+    if len(run) == 1:
+        return run[0]
+    return replace(
+        run[0],
+        content=_JOINT[role].join(message.content for message in run if message.content),
+        tool_calls=tuple(chain.from_iterable(message.tool_calls for message in run)),
+        reasoning="\n".join(message.reasoning for message in run if message.reasoning),
     )
 
 

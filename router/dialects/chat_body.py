@@ -22,7 +22,7 @@ from router.dialects.fields import (
     by_type,
 )
 from router.dialects.formats import FORMS, Formed, ToolChoice
-from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS, MOST_TOP_LOGPROBS
+from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
 
@@ -83,7 +83,10 @@ class RefusalPart(Strict):
 Part = Annotated[
     Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
 ]
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")], TEXT_OR_PARTS]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
 
 
 class CalledFunction(Strict):
@@ -111,7 +114,7 @@ class ChatMessage(Strict):
     content: Content | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MOST_CALLS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
     function_call: None = None
     audio: None = None
     refusal: str | None = None
@@ -144,12 +147,12 @@ class ChatBody(Formed):
     """The request body. What is not offered is refused with `unsupported_parameter`, nothing is ignored in silence."""
 
     model: Named
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from router.beside import encoded_list
 from router.dialects.limits import LONGEST_NAME
 from wire.frames import Logprob
 
@@ -66,19 +67,19 @@ class _Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """`choices[].logprobs`."""
+    """`choices[].logprobs`; `content` is a list of tokens, encoded in slices."""
 
-    content: list[_Token]
+    content: msgspec.Raw
     refusal: None = None
 
 
 def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     """Give the shape, with at most `top` alternatives beside each token. A token may be a part of a character: `bytes`
     is exact, `token` what can be shown of it."""
-    return Logprobs([
+    return Logprobs(encoded_list(
         _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
         for one in logprobs
-    ])  # fmt: skip
+    ))  # fmt: skip
 
 
 def shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:

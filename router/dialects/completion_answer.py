@@ -6,6 +6,7 @@ from json.encoder import encode_basestring_ascii
 
 import msgspec
 
+from router.beside import encoded_list
 from router.dialects.chat_answer import DONE, usage_of
 from router.dialects.chat_parts import shown
 from router.dialects.dialect import comment
@@ -102,7 +103,7 @@ class Legacy(msgspec.Struct, gc=False):
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: msgspec.Raw
     text_offset: list[int]
 
 
@@ -115,12 +116,13 @@ def _logprobs(job: Job, answer: Answer, choice: int, offset: int) -> Legacy | No
 def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> Legacy:
     """Give the shape; `offset` are the characters before the first token. A token that is a part of a character is
     shown as OpenAI does, by its bytes."""
-    found = Legacy([], [], [], [])
-    for one in logprobs:
+    known = list(logprobs)
+    alternatives = encoded_list(dict(_token(*each) for each in one.top[:top]) for one in known)
+    found = Legacy([], [], alternatives, [])
+    for one in known:
         text, value = _token(one.token, one.logprob)
         found.tokens.append(text)
         found.token_logprobs.append(value)
-        found.top_logprobs.append(dict(_token(*each) for each in one.top[:top]))
         found.text_offset.append(offset)
         offset += len(text)
     return found

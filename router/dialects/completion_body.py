@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from router.dialects.fields import SESSION_NOTE, Named, Tokens
 from router.dialects.formats import FORMS, Formed
-from router.dialects.limits import MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
+from router.dialects.limits import MAX_PROMPT_IDS, MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 
 HARMLESS: Mapping[str, str] = MappingProxyType({})
@@ -26,10 +26,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "logprobs": f"0 to {MOST_TOP_LOGPROBS} alternatives",
 })  # fmt: skip
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]], Field(min_length=1, max_length=MOST_TOKENS)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MOST_TOKENS)
+]
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-ManyIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
 
 
 def _kind(prompt: object) -> str:
@@ -59,4 +61,4 @@ class CompletionBody(Formed):
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
 
-COMPLETION = Parameters(CompletionBody, HARMLESS, NEUTRAL, INSTEAD)
+COMPLETION = Parameters(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)

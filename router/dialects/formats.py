@@ -76,7 +76,9 @@ def _json_kind(schema: object) -> str:
 SchemaOrText = Annotated[
     Annotated[dict[str, Any], Tag("object_part")] | Annotated[str, Tag("written_part")], Discriminator(_json_kind)
 ]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_SCHEMA_CHOICES)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_SCHEMA_CHOICES)
+]
 
 
 class StructuredOutputs(Strict):

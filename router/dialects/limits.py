@@ -1,5 +1,15 @@
 """The most that one body may ask for, whichever reader takes it."""
 
+MAX_VALUES = 64 * 1024
+"""Values of one body, counted by its commas and brackets: 16,384 messages of two fields fit. It bounds the memory of a
+parsed body to 16 MiB and the time in its thread to 100 ms: the costliest value, a part of a message, takes 250 bytes
+for each comma."""
+MAX_TEXTS = 2 * MAX_VALUES
+"""Texts of one body: a key and a value for each comma."""
+MAX_PROMPT_IDS = 512 * 1024
+"""The same for a body whose prompt may be token ids, of which each takes 36 bytes."""
+MAX_KEYS = 2048
+"""Keys of one object. The validator collects an error for each wrong key, and 2,048 errors take 10 ms."""
 MOST_TOKENS = 10_000_000
 MOST_CHOICES = 16
 MOST_STOPS = 16

@@ -10,7 +10,7 @@ from router.dialects.demand import demand_of, demand_of_plain
 from router.dialects.dialect import Reader
 from router.dialects.fields import stops_of
 from router.dialects.formats import of_schema
-from router.dialects.limits import TOOLS_BYTES
+from router.dialects.limits import MOST_CALLS, TOOLS_BYTES
 from router.dialects.ollama_answer import OLLAMA, Lines, Shape, whole
 from router.dialects.ollama_body import (
     CHAT,
@@ -28,6 +28,9 @@ from router.dialects.tools import as_written, written
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
 from wire.frames import Finished, Grammar, Message, Params, ToolCall
+
+MOST_WAITING_CALLS = 2 * MOST_CALLS
+"""Calls without a result to which the results of an Ollama conversation are matched; the newest are kept."""
 
 
 class OllamaRequest(Request, frozen=True, gc=False):
@@ -151,10 +154,11 @@ def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
         calls = _calls(message, at)
         if isinstance(calls, Problem):
             return calls
-        waiting += calls
+        waiting = [*waiting[-MOST_WAITING_CALLS:], *calls]
         name = message.tool_name or message.name or ""
         answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
-        waiting = [call for call in waiting if call.id != answers]
+        if answers:
+            waiting = [call for call in waiting if call.id != answers]
         messages.append(
             Message(message.role, message.content or "", name, tuple(calls), answers, message.thinking or "")
         )

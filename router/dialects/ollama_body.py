@@ -109,8 +109,8 @@ class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=MOST_CALLS)] | None = None
+    images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
@@ -149,8 +149,8 @@ class Asking(Strict):
 class OllamaChatBody(Asking):
     """The request body of `/api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(Asking):

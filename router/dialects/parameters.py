@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from router.dialects.fields import Strict
+from router.dialects.limits import MAX_VALUES
 from router.dialects.strict_json import Body, read_object
 from router.dialects.validation import from_validation, unsupported
 from router.problems import Problem
@@ -34,6 +35,7 @@ class Parameters(Generic[B]):
     ignored: Mapping[str, str]
     neutral: Mapping[str, tuple[object, ...]]
     instead: Mapping[str, str]
+    max_values: int = MAX_VALUES
 
     @property
     def known(self) -> frozenset[str]:
@@ -42,7 +44,7 @@ class Parameters(Generic[B]):
 
     def read(self, raw: bytes) -> tuple[B, Body] | Problem:
         """Read a body (UTF-8 JSON): as it was understood, and as it was written; or the 400 that says why not."""
-        found = read_object(raw)
+        found = read_object(raw, self.max_values)
         return found if isinstance(found, Problem) else self.understand(found)
 
     def understand(self, found: Body) -> tuple[B, Body] | Problem:

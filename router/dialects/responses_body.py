@@ -88,7 +88,8 @@ ContentPart = Annotated[
     by_type("input_text", "output_text", "refusal"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")]
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -143,8 +144,8 @@ class ReasoningItem(Returned):
     """What the model thought. Somebody else's encrypted content is nothing that can be read here."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Thought], Field(max_length=MOST_PARTS)] | None = None
-    content: Annotated[list[Thought], Field(max_length=MOST_PARTS)] | None = None
+    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+    content: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
     encrypted_content: Any = None
 
 
@@ -157,7 +158,7 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
-    | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
+    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -228,7 +229,7 @@ class ResponsesBody(Strict):
 
     model: Named
     input: Input
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16)] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True, max_length=16)] | None = None
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
@@ -242,7 +243,7 @@ class ResponsesBody(Strict):
     temperature: Temperature | None = None
     text: TextConfig | None = None
     tool_choice: ToolChoice | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     top_p: TopP | None = None
     user: Hint | None = None
 

@@ -1,6 +1,7 @@
 """Items of `/v1/responses` into messages: what a model thought, said and called in a row is one message."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -15,28 +16,40 @@ def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
     if isinstance(found, str):
         return [Message("user", found)]
     messages: list[Message] = []
+    turn: list[Message] = []
+    calls = 0
     for at, item in enumerate(found):
-        add(messages, _message(item))
-        if len(messages[-1].tool_calls) > MOST_CALLS:
+        message = _message(item)
+        if not _goes_on(turn, message, calls):
+            messages += _merged(turn)
+            turn, calls = [], 0
+        turn.append(message)
+        calls += len(message.tool_calls)
+        if calls > MOST_CALLS:
             return invalid(f"the model made more than {MOST_CALLS} calls at once", f"input[{at}]")
-    return messages
+    return messages + _merged(turn)
 
 
-def add(messages: list[Message], message: Message) -> None:
-    """Put a message behind the others. What the model says goes on with what it thought or said before, until it has
-    called: a text after a call begins anew."""
-    last = messages[-1] if messages else None
-    begun = last is not None and last.role == message.role == "assistant" and not last.content
-    called = last is not None and last.role == message.role == "assistant" and bool(message.tool_calls)
-    if last is None or not (called or (begun and not last.tool_calls)):
-        messages.append(message)
-        return
-    messages[-1] = replace(
-        last,
-        content=last.content + message.content,
-        tool_calls=last.tool_calls + message.tool_calls,
-        reasoning="\n".join(thought for thought in (last.reasoning, message.reasoning) if thought),
-    )
+def _goes_on(turn: Sequence[Message], message: Message, calls: int) -> bool:
+    """Return whether a message belongs to the turn before it: what the model says goes on with what it thought or said,
+    until it has called. A text after a call begins a new turn, and so does one after a text."""
+    if not turn or turn[0].role != "assistant" or message.role != "assistant":
+        return False
+    return bool(message.tool_calls) or (not calls and not turn[-1].content)
+
+
+def _merged(turn: Sequence[Message]) -> list[Message]:
+    """Join the messages of one turn in linear time; none for no messages."""
+    if len(turn) <= 1:
+        return list(turn)
+    return [
+        replace(
+            turn[0],
+            content="".join(message.content for message in turn),
+            tool_calls=tuple(chain.from_iterable(message.tool_calls for message in turn)),
+            reasoning="\n".join(message.reasoning for message in turn if message.reasoning),
+        )
+    ]
 
 
 def _message(item: Item) -> Message:

@@ -1,6 +1,9 @@
 """A request body as JSON, read strictly: what two readers could understand differently is refused.
 
 No duplicate keys, no NaN or Infinity, no lone surrogates, UTF-8 only, an object at the top.
+
+A body is counted before it is parsed: `[[],[],...` takes 24 times its size as Python objects. The count is a handful of
+passes in C over the bytes, 15 ms for 8 MiB, and never parses a value.
 """
 
 import json
@@ -8,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
-from router.dialects.limits import DEEPEST
+from router.dialects.limits import DEEPEST, MAX_KEYS, MAX_TEXTS, MAX_VALUES
 from router.problems import Problem, invalid
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -20,8 +23,11 @@ class _UnusableError(ValueError):
     """The text is JSON that we do not take."""
 
 
-def read_object(body: bytes) -> Body | Problem:
-    """Read one JSON object; the 400 says where and why not."""
+def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
+    """Read one JSON object of at most `max_values` values; the 400 says where and why not."""
+    crowded = _too_many(body, max_values)
+    if crowded is not None:
+        return crowded
     try:
         found: object = _decoder.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -38,6 +44,25 @@ def read_object(body: bytes) -> Body | Problem:
     if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(whole):
         return invalid("a text holds half of a surrogate pair (\\ud800-\\udfff alone), which is no character")
     return whole
+
+
+def _too_many(body: bytes, max_values: int) -> Problem | None:
+    """Count the commas, lists, objects and texts of a JSON text; return the 400 when there are too many.
+
+    Strings are found by their quotes, after escaped backslashes and quotes are taken out. A text that is no JSON is
+    counted right up to its first error, which is where a parser stops, because a backslash outside a string is one.
+    """
+    if len(body) <= max_values:
+        return None
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
+    texts = bare.count(b'"') // 2
+    if texts > MAX_TEXTS:
+        return invalid(f"the body has {texts} texts, at most {MAX_TEXTS} are read")
+    outside = b"".join(bare.split(b'"')[::2])
+    values = outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+    if values <= max_values:
+        return None
+    return invalid(f"the body has {values} values (commas, lists and objects), at most {max_values} are read")
 
 
 def write(value: object, name: str, longest: int) -> str | Problem:
@@ -69,10 +94,12 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Body:
+    if len(pairs) > MAX_KEYS:
+        raise _UnusableError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise _UnusableError(f"the key {twice[:64]!r} appears twice in one object")
     return found
 
@@ -90,7 +117,7 @@ def _has_lone_surrogate(found: object) -> bool:
     while waiting:
         one = waiting.pop()
         if isinstance(one, str):
-            if not one.isascii() and any("\ud800" <= letter <= "\udfff" for letter in one):
+            if not one.isascii() and not _is_encodable(one):
                 return True
         elif isinstance(one, dict):
             waiting += one.keys()
@@ -98,3 +125,12 @@ def _has_lone_surrogate(found: object) -> bool:
         elif isinstance(one, list):
             waiting += one
     return False
+
+
+def _is_encodable(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair; UTF-8 has no code for one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

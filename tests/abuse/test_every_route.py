@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.deadline import BODY_SECONDS
+from coordinator.api.body import BODY_SECONDS
+from coordinator.api.route import OPEN_BODY_BYTES
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate
@@ -305,7 +306,8 @@ BAD = [
 def test_bodies_that_nobody_should_send(served: Served, operation: str):
     for body in BAD:
         answer = only(served, request(served, operation, body=body))
-        assert status(answer) == 400, (body[:60], answer)
+        long = operation == "POST /api/v1/page/visits" and len(body) > OPEN_BODY_BYTES
+        assert status(answer) == (413 if long else 400), (body[:60], answer)
         assert message_of(answer)
 
 

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.deadline import BODY_SECONDS, HEAD_SECONDS
+from coordinator.api.body import BODY_SECONDS
+from coordinator.deadline import HEAD_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow
@@ -107,9 +108,10 @@ async def test_names_that_are_not_ours_are_421(running: Pool, host: str) -> None
     assert await ask(running, host=host) in (421, 400)
 
 
-async def test_two_hosts_or_none_are_421(running: Pool) -> None:
-    assert await ask(running, "host: 127.0.0.1") == 421
-    assert status(await raw(running, b"GET /livez HTTP/1.1\r\n\r\n")) in (421, 400)
+async def test_two_hosts_or_none_are_refused(running: Pool) -> None:
+    assert await ask(running, "host: 127.0.0.1") == 400
+    assert status(await raw(running, b"GET /livez HTTP/1.1\r\n\r\n")) == 400
+    assert status(await raw(running, b"GET /livez HTTP/1.0\r\n\r\n")) == 421
 
 
 @pytest.mark.parametrize("line", ["origin: https://evil.example", "origin: null", "sec-fetch-site: cross-site",
@@ -154,7 +156,8 @@ async def test_a_body_that_drips_to_the_control_api_has_ten_seconds(patient: Pat
 
 async def drips_a_body(running: Pool) -> None:
     began = time.monotonic()
-    answer = await raw(running, request(running, "content-length: 100", path="/api/v1/place") + b"{")
+    head = request(running, "content-length: 100", path="/api/v1/place")
+    answer = await raw(running, head.replace(running.key.encode(), running.secret.encode()) + b"{")
     assert status(answer) == 408
     assert BODY_SECONDS - 1 < time.monotonic() - began < BODY_SECONDS + 3
 
@@ -166,10 +169,14 @@ async def drips_a_body(running: Pool) -> None:
         pytest.param(b"transfer-encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n", id="in pieces"),
     ],
 )
-async def test_a_long_body_to_the_control_api_is_not_read_even_without_a_key(running: Pool, told: bytes, body: bytes):
-    head = b"POST /api/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\n" + told + b"\r\n\r\n"
-    answer = await raw(running, head, body)
-    assert (status(answer), error(answer)["code"]) == (413, "request_too_large")
+async def test_a_long_body_to_the_control_api_is_not_read(running: Pool, told: bytes, body: bytes):
+    for key, expected in (
+        (b"", (401, "invalid_api_key")),
+        (b"authorization: Bearer " + running.secret.encode() + b"\r\n", (413, "request_too_large")),
+    ):
+        head = b"POST /api/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\n" + key + told + b"\r\n\r\n"
+        answer = await raw(running, head, body)
+        assert (status(answer), error(answer)["code"]) == expected
 
 
 async def test_an_idle_connection_is_kept_between_requests(patient: Patient) -> None:
@@ -224,6 +231,41 @@ async def test_ambiguous_framing_is_a_400_and_the_connection_ends(running: Pool,
     assert status(answer) == 400
     assert answer.count(b"HTTP/1.1") == 1
     assert error(answer)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("lines", "expected"), [
+    (("content-length: " + "0" * 4300 + "5",), (400, "malformed_http")),
+    (("authorization: Bearer mp_x_y",), (400, "header_twice")),
+    (("content-length: 2", "x-api-key: a", "x-api-key: b"), (400, "header_twice")),
+    (("expect: 200-ok",), (417, "expectation_failed")),
+    (("content-length: 2", "content-encoding: gzip"), (415, "content_encoding_unknown")),
+    (("transfer-encoding: gzip, chunked",), (501, "transfer_coding_unknown")),
+])  # fmt: skip
+async def test_heads_that_mean_two_things_are_refused(
+    running: Pool, lines: tuple[str, ...], expected: tuple[int, str]
+) -> None:
+    hidden = request(running, path="/livez", method="GET")
+    for path in (CHAT, "/livez", "/api/v1/keys"):
+        answer = await raw(running, request(running, *lines, path=path) + hidden)
+        assert (status(answer), error(answer)["code"]) == expected
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_an_offer_to_upgrade_is_not_taken_and_the_body_is_the_body(running: Pool) -> None:
+    """Read as the next request, the body would pass whatever stands before this port."""
+    hidden = request(running, path="/livez", method="GET")
+    offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+    answer = await raw(running, request(running, *offer, f"content-length: {len(hidden)}") + hidden, seconds=3)
+    assert (status(answer), answer.count(b"HTTP/1.1")) == (400, 1)
+    assert "JSON" in error(answer)["message"]
+    assert await ask(running, *offer) == 200
+
+
+async def test_a_key_in_a_trailer_opens_nothing(running: Pool) -> None:
+    body = json.dumps(QUESTION).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    trailer = f"0\r\nauthorization: Bearer {running.key}\r\n\r\n".encode()
+    assert status(await raw(running, head + b"%x\r\n%s\r\n" % (len(body), body) + trailer)) == 401
 
 
 async def test_more_than_eight_mebibytes_are_413(running: Pool) -> None:

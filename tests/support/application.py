@@ -14,7 +14,6 @@ from coordinator.api.facts import Facts
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.conditions.watch import Conditions
-from coordinator.deadline import ShortBodies
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.events import Events
 from coordinator.guard import Guard
@@ -98,7 +97,7 @@ async def application(
         api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(), visitors,
                   Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
         used = over.settings if over else settings.router
-        videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(ShortBodies(api.app)))
+        videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(api.app))
         door = FrontDoor(dispatcher, ring, used, control=videos)
         if over is not None:
             over.app = Guard(door)
