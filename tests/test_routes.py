@@ -34,6 +34,8 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "nodes logs": ("GET /api/v1/nodes/{node}/logs",),
     "nodes cordon": ("POST /api/v1/nodes/{node}/cordon",),
     "nodes uncordon": ("POST /api/v1/nodes/{node}/uncordon",),
+    "nodes allow-video": ("POST /api/v1/nodes/{node}/allow-video",),
+    "nodes deny-video": ("POST /api/v1/nodes/{node}/deny-video",),
     "nodes drain": ("POST /api/v1/nodes/{node}/drain",),
     "nodes label": ("PUT /api/v1/nodes/{node}/labels",),
     "nodes remove": ("DELETE /api/v1/nodes/{node}",),
