@@ -332,7 +332,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 
 class Count(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: of how many tokens is this prompt? Parts as in Generate. Answered by Finished, whose
-    `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised."""
+    `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised. `owner`:
+    whose turn it takes where several wait to be tokenized."""
 
     request: int
     model: str
@@ -340,6 +341,7 @@ class Count(Frame, frozen=True, array_like=True, gc=False):
     created: int
     tools: str = ""
     template: str = ""
+    owner: Owner = Owner()
 
 
 class Load(Frame, frozen=True, array_like=True, gc=False):

@@ -41,8 +41,8 @@ class Unread:
 
     @property
     def key(self) -> str:
-        """Return the API key whose turn it takes; all counts have one turn."""
-        return self.frame.owner.name if isinstance(self.frame, Generate) else ""
+        """Return the API key whose turn it takes."""
+        return self.frame.owner.name
 
     @property
     def long(self) -> bool:
