@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from node.engine.prompt import Prepared
 from node.engine.tokenizer import LONG_TEXT, TooLong, load
-from node.engine.unread import Read, Unread, UnreadQueue, text_bytes
+from node.engine.unread import Read, Unread, text_bytes
+from node.engine.unread_queue import UnreadQueue
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.fairness import Owner
