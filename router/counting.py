@@ -15,6 +15,7 @@ from router.problems import Problem, failed, from_refused
 from router.quotas import KeyLimits
 from router.view import NodeView
 from router.visible import visible
+from wire.fairness import Owner
 from wire.frames import Count, Finished, Params
 from wire.refusals import FINAL, Code, Refused
 
@@ -26,17 +27,18 @@ _ELSEWHERE = frozenset({Code.NO_MODEL, Code.LOAD_FAILED})
 async def count(dispatcher: Dispatcher, asked: Count, key: str) -> int | Problem:
     """Count a prompt within the limits of its key; return the tokens, or why they cannot be counted."""
     quotas = dispatcher.quotas
+    limits = quotas.limits(key)
     demand = replace(demand_of(asked.model, asked.messages, Params(), asked.tools), choices=0)
     charged = quotas.take(key, demand, dispatcher.now())
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
-        return await _counted(dispatcher, asked, key, quotas.limits(key))
+        return await _counted(dispatcher, replace(asked, owner=Owner(key, limits.weight)), limits)
     finally:
         quotas.settle(key, demand, charged, 0, dispatcher.now())
 
 
-async def _counted(dispatcher: Dispatcher, asked: Count, key: str, limits: KeyLimits) -> int | Problem:
+async def _counted(dispatcher: Dispatcher, asked: Count, limits: KeyLimits) -> int | Problem:
     """Ask one node after the other, those first that have the model loaded."""
     why: Refused | None = None
     for node in _able(dispatcher, asked.model, limits):
@@ -44,7 +46,7 @@ async def _counted(dispatcher: Dispatcher, asked: Count, key: str, limits: KeyLi
         if away is not None:
             why = why or away
             continue
-        ended = await _ask(dispatcher, node, asked, key)
+        ended = await _ask(dispatcher, node, asked)
         if isinstance(ended, Finished):
             return ended.prompt_tokens
         if not isinstance(ended, Refused):
@@ -55,10 +57,10 @@ async def _counted(dispatcher: Dispatcher, asked: Count, key: str, limits: KeyLi
     return from_refused(why or _nowhere(dispatcher, asked.model, limits))
 
 
-async def _ask(dispatcher: Dispatcher, node: NodeView, asked: Count, key: str) -> Ended:
+async def _ask(dispatcher: Dispatcher, node: NodeView, asked: Count) -> Ended:
     try:
         async with asyncio.timeout(LONGEST):
-            return await dispatcher.orders.count(node.id, node.name, asked, key)
+            return await dispatcher.orders.count(node.id, node.name, asked)
     except TimeoutError:
         return Refused(Code.NOT_READY, f"{node.name} has not counted within {LONGEST:.0f} s", None, 2.0, node.name)
 

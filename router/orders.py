@@ -67,9 +67,9 @@ class Orders:
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
 
-    async def count(self, node: NodeId, name: str, asked: Count, key: str) -> Ended:
-        """Send a prompt of a key to a node to be counted; its number is given here."""
-        number = self._number()
+    async def count(self, node: NodeId, name: str, asked: Count) -> Ended:
+        """Send a prompt to a node to be counted; its number is given here."""
+        number, key = self._number(), asked.owner.name
         mine = sum(one.kind is Count and one.key == key for one in self._open.values())
         if mine >= MAX_COUNTS_OF_A_KEY:
             text = f"{mine} counts of this API key are under way already: wait for one to end"

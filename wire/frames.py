@@ -362,7 +362,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 
 class Count(Frame, frozen=True, array_like=True, gc=False):
     """coordinator → engine: of how many tokens is this prompt? Parts as in Generate. Answered by Finished, whose
-    `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised."""
+    `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised. `owner`:
+    whose turn it takes where several wait to be tokenized."""
 
     request: Number
     model: Word
@@ -370,6 +371,7 @@ class Count(Frame, frozen=True, array_like=True, gc=False):
     created: Natural
     tools: Long = ""
     template: Long = ""
+    owner: Owner = Owner()
 
 
 class Load(Frame, frozen=True, array_like=True, gc=False):

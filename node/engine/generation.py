@@ -250,8 +250,11 @@ class Generation:
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
-        first = next(self._unbegun(), None) if self._free_rows() < self._batch else None
-        if first is None or first.retry_at:
+        alone = len({one.request.owner.name for one in self._live.values()}) < 2
+        if alone or all(one.cache is not None for one in self._prefills):
+            return
+        first = next(self._unbegun())
+        if first.retry_at:
             return
         begun = Counter(id(one.sequence) for one in self._prefills if one.cache is not None for _ in one.rows)
         holding = [

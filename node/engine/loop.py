@@ -16,7 +16,8 @@ import structlog
 
 from node.engine.kinds import Engine, Halted, Work
 from node.engine.recorder import Last
-from node.engine.unread import Unread, UnreadQueue
+from node.engine.unread import Unread
+from node.engine.unread_queue import UnreadQueue
 from wire.frames import EngineReport, Frame
 
 PUBLISH_EVERY = 0.1

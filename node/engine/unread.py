@@ -14,8 +14,6 @@ short prompts itself (`Door.inline`): it answers pings, limits and cancels, and 
                            admitted, no longer reserved ◄──┘ Read
 """
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,40 +39,13 @@ class Unread:
 
     @property
     def key(self) -> str:
-        """Return the API key whose turn it takes; all counts have one turn."""
-        return self.frame.owner.name if isinstance(self.frame, Generate) else ""
+        """Return the API key whose turn it takes."""
+        return self.frame.owner.name
 
     @property
     def long(self) -> bool:
         """Return whether this text may take longer than the prompts of usual length wait for each other."""
         return text_bytes(self.frame) > LONG
-
-
-class UnreadQueue:
-    """Prompts that one thread reads, in turns between API keys: a key with many texts or grammars delays another key
-    by one of them. Any thread may call `put`."""
-
-    def __init__(self) -> None:
-        self._lanes: dict[str, deque[Unread]] = {}
-        self._changed = threading.Condition()
-
-    def put(self, unread: Unread) -> None:
-        """Add a prompt behind those of its key."""
-        with self._changed:
-            self._lanes.setdefault(unread.key, deque()).append(unread)
-            self._changed.notify()
-
-    def get(self) -> Unread:
-        """Wait for a prompt; take the first of the key whose turn it is."""
-        with self._changed:
-            while not self._lanes:
-                self._changed.wait()
-            key = next(iter(self._lanes))
-            lane = self._lanes.pop(key)
-            unread = lane.popleft()
-            if lane:
-                self._lanes[key] = lane  # behind all other keys
-            return unread
 
 
 @dataclass(frozen=True, slots=True)

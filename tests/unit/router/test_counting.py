@@ -65,6 +65,12 @@ async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
     assert (found.status, found.code) == (502, "node_lost")
 
 
+async def test_a_node_is_asked_in_the_name_of_the_key():
+    node = LoopbackNode("a")
+    await count(LoopbackCluster(node).dispatcher, ASKED, "k")
+    assert [frame.owner.name for frame in node.heard if isinstance(frame, Count)] == ["k"]
+
+
 async def test_one_key_does_not_take_all_counts():
     node = LoopbackNode("a")
     cluster = LoopbackCluster(node)

@@ -118,7 +118,7 @@ async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
 
 async def test_counts_have_places_of_their_own(nodes: Nodes):
     loads = [await nodes.give() for _ in range(MOST_OPEN)]
-    count = asyncio.create_task(nodes.orders.count(A, "node-a", Count(0, "tiny", (Message("user", "x"),), 5), "k"))
+    count = asyncio.create_task(nodes.orders.count(A, "node-a", Count(0, "tiny", (Message("user", "x"),), 5)))
     await asyncio.sleep(0)
     number = MOST_OPEN + 1
     assert nodes.sent[-1] == (A, Count(number, "tiny", (Message("user", "x"),), 5))
