@@ -1,0 +1,10 @@
+"""Mutated input for what reads bytes of strangers: seeded, bounded, and compared with a reader that is not ours.
+
+`python -m tests.fuzz [GROUP ...] [--seed N] [--count N]` runs the groups, all of them without a name. A group is a
+module of this package with
+
+    COUNT: int                                    inputs of a full run
+    def run(seed: int, count: int) -> list[str]   one line for each surprise, with what is needed to see it again
+
+The same seed and count make the same inputs. `make fuzz` runs every group in full, `make test` a small part of each.
+"""
