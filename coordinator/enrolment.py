@@ -149,6 +149,9 @@ class Conversation:
             return self._admit(self._asked, "an approved code")
         if decision is Decision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
+        if self._ticket and self._ticket.gave_way:
+            message = "too many machines of this address wait for an approval: try again later, or use a token"
+            return self._deny("approvals_full", message, retry_after=LIFE)
         if now < self.deadline:
             return []
         if self._ticket:

@@ -17,7 +17,7 @@ class RateLimit:
 
     def wait(self, address: str, now: float) -> float:
         """Count an attempt and give 0, or give the seconds until one will be allowed, counting nothing."""
-        who = _network(address)
+        who = network_of(address)
         left, at = self._buckets.pop(who, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)
         allowed = left >= 1.0
@@ -27,8 +27,8 @@ class RateLimit:
         return 0.0 if allowed else (1.0 - left) / self._rate
 
 
-def _network(address: str) -> str:
-    """One IPv6 host owns a whole /64, so it counts as one."""
+def network_of(address: str) -> str:
+    """Return what counts as one address: an IPv6 host owns a whole /64."""
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from coordinator.cli.harmless import harmless_output
+
 COMMANDS = {
     "up": ("coordinator.cli.up:up", "Start the coordinator, and a node on this machine; makes the cluster at first."),
     "join": ("coordinator.cli.join:join", "Join this machine to a cluster and run its node."),
@@ -60,6 +62,11 @@ class LazyGroup(click.Group):
             extra["color"] = False
         return super().make_context(info_name, args, parent, **extra)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb; nothing that it prints can harm a terminal."""
+        with harmless_output():
+            return super().invoke(ctx)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All verbs, in the order of a pool's life."""
         return list(COMMANDS)
@@ -106,7 +113,8 @@ def main() -> None:
     try:
         cluster.main(prog_name="cluster", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        with harmless_output():
+            error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)

@@ -76,16 +76,9 @@ def doctor(
 
 def _print(one: "Examined") -> None:
     found = one.finding
-    click.echo(
-        click.style(f"{found.result:<8}", fg=COLOURS[found.result]) + f" {one.check.id:<14} {_plain(found.text)}"
-    )
+    click.echo(click.style(f"{found.result:<8}", fg=COLOURS[found.result]) + f" {one.check.id:<14} {found.text}")
     if found.fix:
-        click.echo(f"{'':23} → {_plain(found.fix)}")
-
-
-def _plain(text: str) -> str:
-    """Take out what would move a terminal's cursor: findings quote what other machines say."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+        click.echo(f"{'':23} → {found.fix}")
 
 
 def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:

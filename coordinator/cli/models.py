@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from coordinator.cli.harmless import raw_output
 from coordinator.cli.session import Session, options, table
 from wire.units import show_size
 
@@ -146,7 +147,7 @@ def waiting(text: str) -> Generator[None]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True)
     progress.add_task(text, total=None)
     timer = threading.Timer(SPINNER_AFTER, progress.start)
     timer.daemon = True

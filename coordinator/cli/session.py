@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from coordinator.cli.harmless import harmless
+
 if TYPE_CHECKING:
     import ssl
 
@@ -23,7 +25,7 @@ class Problem(click.ClickException):
     """A failure with its exit code and, in its text, the next step."""
 
     def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
+        super().__init__(harmless(message))
         self.exit_code = code  # pyright: ignore[reportAttributeAccessIssue]  click reads it from the instance
 
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.access import Duration, moment
+from coordinator.cli.harmless import harmless, raw_output
 from coordinator.cli.session import NOT_FOUND, REFUSED, TIMED_OUT, Problem, Session, options, raise_for, table
 from wire.units import show_size
 
@@ -45,16 +46,11 @@ def _print_list(answer: dict[str, Any]) -> None:
     rows = [
         (
             one["id"], one["status"], f"{one['progress']} %", one["model"], one["size"], f"{one['seconds']} s",
-            moment(one["created_at"]), plain(one["error"]["message"] if one["error"] else one["phase"])[:80],
+            moment(one["created_at"]), harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
         )
         for one in answer["data"]
     ]  # fmt: skip
     table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
-
-
-def plain(text: str) -> str:
-    """Give a text that moves no terminal's cursor."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 @videos.command()
@@ -76,7 +72,7 @@ def _print_one(one: dict[str, Any]) -> None:
         elif name == "peak" and value is not None:
             value = show_size(value)
         if name not in ("object", "schema", "remixed_from_video_id") and value not in (None, []):
-            click.echo(f"{name:<16} {plain(str(value))}")
+            click.echo(f"{name:<16} {harmless(str(value))}")
 
 
 @videos.command()
@@ -166,7 +162,7 @@ def _download(session: Session, video: str, file: Path, variant: str) -> int:
 
 def _raise_if_failed(made: dict[str, Any]) -> None:
     if made["status"] == "failed":
-        raise Problem(REFUSED, f"{made['id']} failed: {made['error']['code']}: {plain(made['error']['message'])}")
+        raise Problem(REFUSED, f"{made['id']} failed: {made['error']['code']}: {harmless(made['error']['message'])}")
 
 
 def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]:
@@ -174,8 +170,10 @@ def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]
     with _progress(session) as bar:
         while (made := _get(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
-                raise Problem(TIMED_OUT, f"{video} is {made['status']} ({plain(made['phase'])}) after {timeout:.0f} s")
-            told = bar.tell(made["progress"], plain(made["phase"]), told)
+                raise Problem(
+                    TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
+                )
+            told = bar.tell(made["progress"], harmless(made["phase"]), told)
             pause.wait(LOOK_SECONDS)
     return made
 
@@ -231,7 +229,7 @@ def _progress(session: Session) -> Generator[Teller]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True) as progress:
         yield Bar(progress)
 
 

@@ -1,5 +1,6 @@
 """Looking on: logs, events, the pool as it is now, and what Prometheus needs to look on by itself."""
 
+import codecs
 import json
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coordinator.cli.arithmetic import ago, breaker_of, guard_of
+from coordinator.cli.harmless import harmless, raw_output
 from coordinator.cli.models import standing
 from coordinator.cli.session import Problem, Session, options, raise_for
 from wire.units import show_size
@@ -24,21 +26,13 @@ BAR = 24
 """Letters of a node's bar."""
 
 
-def printable(text: str) -> str:
-    """Take out what would move a terminal's cursor: logs quote what strangers and other machines say."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
-
-
 def pour(response: HTTPResponse) -> None:
-    """Print an answer's text as it comes; as it is where a program reads, without control characters on a screen."""
+    """Print an answer's text as it comes."""
     if response.status >= 400:
         raise_for(response.status, response.read())
-    screen = sys.stdout.isatty()
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while piece := response.read1(65536):
-        if screen:
-            piece = printable(piece.decode(errors="replace")).encode()
-        sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
+        click.echo(decoder.decode(piece), nl=False)
 
 
 @click.command()
@@ -78,7 +72,7 @@ def _line(event: dict[str, Any]) -> str:
     known = ("timestamp", "level", "logger", "event")
     when, level, _, what = (str(event.get(name, "")) for name in known)
     rest = "  ".join(f"{name}={value}" for name, value in event.items() if name not in known)
-    return printable(f"{when[:19].replace('T', ' ')}  {level:<8} {what}  {rest}".replace("\n", " ").rstrip())
+    return harmless(f"{when[:19].replace('T', ' ')}  {level:<8} {what}  {rest}".replace("\n", " ").rstrip())
 
 
 # -- the pool as it is now ------------------------------------------------------------------------
@@ -101,6 +95,7 @@ def top(session: Session, once: bool, every: float) -> None:
         return
     from rich.live import Live
 
+    console.file = raw_output(sys.stdout)
     pause = threading.Event()
     with Live(_picture(session), console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -115,11 +110,11 @@ def _picture(session: Session) -> "Group":
     status, nodes = session.call("GET", "/api/v1/status"), session.call("GET", "/api/v1/nodes")["nodes"]
     states = ", ".join(f"{count} {state}" for state, count in status["nodes"].items() if count) or "no nodes"
     head = Text(
-        f"{printable(status['cluster']['name'])}  up {ago(status['uptime_seconds'])}  {states}  "
+        f"{harmless(status['cluster']['name'])}  up {ago(status['uptime_seconds'])}  {states}  "
         f"{status['in_flight']} in flight  {status['queued']} in line"
     )
     found: list[RenderableType] = [head, Text()]
-    found += [Text(printable(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else
+    found += [Text(harmless(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else
                    "yellow") for one in status["conditions"]]  # fmt: skip
     return Group(*found, _table(nodes), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
 
@@ -141,7 +136,7 @@ def _table(nodes: list[dict[str, Any]]) -> "RenderableType":
             str(node["in_flight"]), ", ".join(loaded) or "-", ago(node["heard_seconds"]),
         )  # fmt: skip
         lost = node["state"] in ("lost", "suspect")
-        grid.add_row(*(Text(printable(cell), "red" if lost else "") for cell in cells))  # never markup
+        grid.add_row(*(Text(harmless(cell), "red" if lost else "") for cell in cells))  # never markup
     return grid
 
 

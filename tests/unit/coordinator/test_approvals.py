@@ -14,12 +14,12 @@ from coordinator.approvals import (
 from wire.report import Hardware
 
 
-def waiting(code: str, now: float = 0.0) -> Waiting:
-    return Waiting(code, "studio", "m1", Hardware(), "10.0.0.7", now + LIFE)
+def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> Waiting:
+    return Waiting(code, "studio", "m1", Hardware(), address, now + LIFE)
 
 
-def asked(line: Approvals, code: str, now: float = 0.0) -> Ticket:
-    ticket = line.ask(waiting(code, now), now)
+def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> Ticket:
+    ticket = line.ask(waiting(code, now, address), now)
     assert isinstance(ticket, Ticket)
     return ticket
 
@@ -51,7 +51,7 @@ def test_three_wrong_codes_lock_for_a_minute() -> None:
 def test_the_line_is_bounded_and_expires() -> None:
     line = Approvals()
     for number in range(MOST_WAITING):
-        asked(line, str(number))
+        asked(line, str(number), address=f"10.0.1.{number}")
     assert line.ask(waiting("new"), 0.0) == LIFE
     assert isinstance(line.approve("3", LIFE), WrongCode)
     assert not line.list(LIFE)
@@ -61,8 +61,8 @@ def test_the_line_is_bounded_and_expires() -> None:
 def test_nobody_can_draw_codes_until_one_fits() -> None:
     line = Approvals()
     for number in range(MOST_NEW):
-        line.withdraw(asked(line, str(number)))
-    assert isinstance(line.ask(waiting("wanted"), 1.0), float)
+        line.withdraw(asked(line, str(number), address=f"10.0.{number // 200}.{number % 200}"))
+    assert isinstance(line.ask(waiting("wanted", address="10.1.0.1"), 1.0), float)
 
 
 def test_two_that_wait_never_share_a_code() -> None:
