@@ -44,6 +44,7 @@ from coordinator.keeping.fence import Mark, SupersededError, moved_on
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
 from coordinator.metrics.service import Metrics
+from coordinator.places import Places, room_for
 from coordinator.reach import cluster_addresses, from_here, listen, ray_host, reachable
 from coordinator.registry import Registry
 from coordinator.secured import lives_of, tls_of
@@ -273,7 +274,10 @@ async def _serve_http(
     app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
-    await stack.enter_async_context(http_server(app, door, [entrance.socket], context))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = room_for(MOST_FILES if files == resource.RLIM_INFINITY else files)
+    places = Places(room, settings.http.stranger_connections)
+    await stack.enter_async_context(http_server(app, door, [entrance.socket], context, places))
 
 
 def _let_owner_in(options: Options, home: Home, access: Access, entrance: _Entrance, stack: AsyncExitStack) -> None:
