@@ -186,7 +186,8 @@ class HotProtocol(DeadlineProtocol):
             self._disarm()
         if self.place is not None:
             self.place.work()
-            self.place.know()
+            if not self.place.proven:
+                self.place.know()
         self.server_state.total_requests += 1
         ticket = self._ticket = self.door.dispatcher.submit(job)
         ticket.sink = self._ready

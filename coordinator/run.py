@@ -36,7 +36,7 @@ from coordinator.conditions.watch import Conditions, Watch, log_conditions, samp
 from coordinator.conditions.webhook import Webhook, WebhookError, parse
 from coordinator.endpoint import Endpoint
 from coordinator.enrolment import Cluster, Enrolment
-from coordinator.guard import Guard
+from coordinator.guard import Guard, Private
 from coordinator.home import Access, Home, open_access, open_home
 from coordinator.http import Door
 from coordinator.keeping import fence
@@ -270,8 +270,12 @@ async def _serve_http(
     seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
     api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
               facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
-    videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(api.app))
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
+    videos = Videos(conductor, ring, settings.router, dispatcher.counters, Page(Private(api.app)))
+    app = Guard(
+        FrontDoor(dispatcher, ring, settings.router, control=videos),
+        settings.http.hosts,
+        local=not settings.http.anonymous,
+    )
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
     async def _connect(
         self,
         loop: asyncio.AbstractEventLoop,
-        make: Callable[[], DeadlineProtocol],
+        make: Callable[[], asyncio.Protocol],
         patience: float | None,
         accepted: socket.socket,
         place: Place,
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
         """Begin one connection, its handshake first."""
 
         def made() -> DeadlineProtocol:
-            protocol = make()
+            protocol = cast("DeadlineProtocol", make())
             protocol.place = place
             return protocol
 

@@ -54,6 +54,7 @@ PERIODIC_SLEEPS = {
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "coordinator/web/live.py": "the next look at the pool, while a page is open",
+    "coordinator/server.py": "until a connection is accepted again after there was no descriptor for one",
     "coordinator/video/broker.py": "until Ray is asked again for an actor, of whose nodes it had not heard",
     "coordinator/video/conductor.py": "until a node is asked again that did not answer",
     "coordinator/video/head.py": "back-off before Ray is started again",
