@@ -17,10 +17,12 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coordinator import heads
 from coordinator.heads import MALFORMED
+from coordinator.places import MOST_CONNECTIONS, Place
 from router.problems import Problem
 
 HEAD_SECONDS = 10.0
@@ -29,11 +31,22 @@ AHEAD_BYTES = 64 * 1024
 """Bytes that a client may send ahead of the answer to its last request, before it is not read any more."""
 SLICE_BYTES = 512
 """Bytes that are parsed at once where a head may begin: at most 18 of the shortest requests."""
-MOST_CONNECTIONS = 4096
 VERSIONS = frozenset({"1.0", "1.1"})
 
 TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
 CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
+
+
+class Flow(FlowControl):
+    """Reading and writing of one connection. While `held`, reading is not resumed: uvicorn does so for every answer,
+    and what is sent ahead would grow by more than each answer takes away."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        """Read again, unless too much was sent ahead."""
+        if not self.held:
+            super().resume_reading()
 
 
 class DeadlineProtocol(HttpToolsProtocol):
@@ -51,10 +64,15 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._refusal: Problem | None = None
         self._running: RequestResponseCycle | None = None
+        self.place: Place | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock of the first head."""
         super().connection_made(transport)
+        self.flow = self._flow = Flow(transport)
+        if self.place is not None:
+            self.place.end = transport.abort
+            self.place.greeted()
         self._arm()
         if len(self.connections) > self.most:
             self._turn_away(CROWDED)
@@ -62,6 +80,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock, and tell every request of this connection that its client has left."""
         self._disarm()
+        if self.place is not None:
+            self.place.leave()
         self._ahead = b""
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
@@ -83,19 +103,23 @@ class DeadlineProtocol(HttpToolsProtocol):
         """Return whether a request is whole and its answer is not."""
         if self.pipeline:
             return True
-        return self.cycle is not None and not self.cycle.response_complete and not self._in_body
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete and not self._in_body
 
     def _hold(self, data: bytes) -> None:
         self._ahead += data
         if len(self._ahead) > AHEAD_BYTES:
             self.flow.pause_reading()
+            self._flow.held = True
 
     def _go_on(self) -> None:
         """Parse what was sent ahead of the answer that is out now."""
         if self._ahead and not self._is_answering() and not self.transport.is_closing():
             ahead, self._ahead = self._ahead, b""
-            self.flow.resume_reading()
             self._feed(ahead)
+        if len(self._ahead) <= AHEAD_BYTES and self._flow.held:
+            self._flow.held = False
+            self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> None:
         """Parse in slices until a request is whole; its known body goes through in one."""
@@ -194,9 +218,21 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._disarm()
         self._in_head, self._in_body, self._unparsed = False, True, 0
         self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        self._work()
         super().on_headers_complete()
         if self.pipeline:  # uvicorn does not read meanwhile, and would not see that the client leaves
             self.flow.resume_reading()
+
+    def _work(self) -> None:
+        """Keep this connection while its request is answered; a good key gives its address more places."""
+        if self.place is not None:
+            self.place.work()
+            if not self.place.proven and self._proves():
+                self.place.know()
+
+    def _proves(self) -> bool:
+        """Return whether the head shows a good key; a protocol that knows the keys says so."""
+        return False
 
     def on_body(self, body: bytes) -> None:
         """Count down what is known to come."""
@@ -213,6 +249,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Start the clock if the next head has begun already, and parse what was sent ahead."""
         super().on_response_complete()
+        if self.place is not None and not self.pipeline:
+            self.place.rest()
         if self._in_head:
             self._arm()
         if self._ahead:

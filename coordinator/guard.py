@@ -16,6 +16,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_MARKED = frozenset(name for name, _ in _MARKS)
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -27,11 +29,33 @@ async def answer(send: Send, problem: Problem) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class Guard:
-    """An ASGI app before the ASGI app. `hosts`: further names, comma separated."""
+class Private:
+    """An ASGI app before one whose answers are for one client and one moment: no cache keeps them, and no browser takes
+    them for anything but what they are."""
 
-    def __init__(self, app: Asgi, hosts: str = "") -> None:
+    def __init__(self, app: Asgi) -> None:
         self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and mark what comes back."""
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in _MARKED]
+                message = {**message, "headers": [*own, *_MARKS]}
+            await send(message)
+
+        await self._app(scope, receive, marked)
+
+
+class Guard:
+    """An ASGI app before the ASGI app. `hosts`: further names, comma separated. Without `local` no name under `.local`
+    is ours by itself: anybody on the network can answer for one, and where no key is needed (`http.anonymous`) a page
+    under such a name could ask models."""
+
+    def __init__(self, app: Asgi, hosts: str = "", *, local: bool = True) -> None:
+        self._app = app
+        self._local = local
         self._hosts = {"localhost", *(host.strip().lower() for host in hosts.split(",") if host.strip())}
         self._known: dict[bytes, bool] = {}
 
@@ -82,7 +106,7 @@ class Guard:
             name = text
         elif not port.isdecimal():
             return False
-        if name in self._hosts or (name.endswith(".local") and name.count(".") == 1):
+        if name in self._hosts or (self._local and name.endswith(".local") and name.count(".") == 1):
             return True
         try:
             ipaddress.ip_address(name.strip("[]"))

@@ -102,6 +102,10 @@ class Door:
         return Head(int(length), key, told if valid_request_id(told) else "",
                     session_of(found.get(SESSION)))  # fmt: skip
 
+    def knows(self, presented: bytes) -> bool:
+        """Return whether a key is good; nothing is counted."""
+        return self._ring.knows(presented)
+
     def job(self, head: Head, body: bytes) -> Job | None:
         """Give the request of a whole body; None when the app must answer."""
         key = self._ring.check(head.key)
@@ -170,11 +174,20 @@ class HotProtocol(DeadlineProtocol):
         self._serving = bool(self.pipeline)
         super().on_response_complete()
 
+    def _proves(self) -> bool:
+        """Return whether the head shows a good key."""
+        presented = credential(self.headers)
+        return presented is not None and self.door.knows(presented)
+
     # -- one request ------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
         if self._late is not None:
             self._disarm()
+        if self.place is not None:
+            self.place.work()
+            if not self.place.proven:
+                self.place.know()
         self.server_state.total_requests += 1
         ticket = self._ticket = self.door.dispatcher.submit(job)
         ticket.sink = self._ready
@@ -235,6 +248,8 @@ class HotProtocol(DeadlineProtocol):
         if self._closing:
             self.transport.close()
             return
+        if self.place is not None:
+            self.place.rest()
         self._rests_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._rest(self.timeout_keep_alive)

@@ -36,7 +36,7 @@ from coordinator.conditions.watch import Conditions, Watch, log_conditions, samp
 from coordinator.conditions.webhook import Webhook, WebhookError, parse
 from coordinator.endpoint import Endpoint
 from coordinator.enrolment import Cluster, Enrolment
-from coordinator.guard import Guard
+from coordinator.guard import Guard, Private
 from coordinator.home import Access, Home, open_access, open_home
 from coordinator.http import Door
 from coordinator.keeping import fence
@@ -44,6 +44,7 @@ from coordinator.keeping.fence import Mark, SupersededError, moved_on
 from coordinator.loads import Loads
 from coordinator.local import LocalNode
 from coordinator.metrics.service import Metrics
+from coordinator.places import Places, room_for
 from coordinator.reach import cluster_addresses, from_here, listen, reachable
 from coordinator.registry import Registry
 from coordinator.secured import lives_of, tls_of
@@ -270,11 +271,20 @@ async def _serve_http(
     seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
     api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
               facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
-    videos = Videos(conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, Page(api.app))
-    app = Guard(FrontDoor(dispatcher, ring, settings.router, control=videos), settings.http.hosts)
+    videos = Videos(
+        conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, Page(Private(api.app))
+    )  # fmt: skip
+    app = Guard(
+        FrontDoor(dispatcher, ring, settings.router, control=videos),
+        settings.http.hosts,
+        local=not settings.http.anonymous,
+    )
     door = Door(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, Endpoint) else tls
-    await stack.enter_async_context(http_server(app, door, [entrance.socket], context))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = room_for(MOST_FILES if files == resource.RLIM_INFINITY else files)
+    places = Places(room, settings.http.stranger_connections)
+    await stack.enter_async_context(http_server(app, door, [entrance.socket], context, places))
 
 
 def _let_owner_in(options: Options, home: Home, access: Access, entrance: _Entrance, stack: AsyncExitStack) -> None:

@@ -4,26 +4,38 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import cast
 
+import structlog
 import uvicorn
 
+from coordinator.deadline import DeadlineProtocol
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
+from coordinator.places import Place, Places
 
+log = structlog.get_logger("coordinator.server")
+
+BACKLOG = 2048
+"""Connections that wait in the kernel to be accepted."""
+ACCEPT_PAUSE_SECONDS = 0.1
+"""Wait after a connection could not be accepted: descriptors come back when others end."""
 HANDSHAKE_SECONDS = 10.0
 """For a TLS handshake, from the connection on."""
 
 
 class Server(uvicorn.Server):
     """uvicorn without its own signal handling: the composition root decides when to stop. With a deadline for
-    handshakes, for until one is done no protocol of ours sees the connection. And without its ticks, ten a second also
-    while nobody asks for anything: what they look for does not exist here, but for the end."""
+    handshakes and a place for each connection, because until a handshake is done no protocol of ours sees it. And
+    without its ticks, ten a second also while nobody asks for anything: what they look for does not exist here, but
+    for the end."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, places: Places) -> None:
         super().__init__(config)
+        self._places = places
         self.ending = asyncio.Event()
 
     async def main_loop(self) -> None:
@@ -40,11 +52,27 @@ class Server(uvicorn.Server):
         patience = None if config.ssl is None else HANDSHAKE_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
-            await loop.create_server(protocol_class, sock=one, ssl=config.ssl, ssl_handshake_timeout=patience,
-                                     backlog=config.backlog)
+            cast("asyncio.Server", Listener(one, self._places, partial(self._connect, loop, protocol_class, patience)))
             for one in sockets or ()
-        ]  # fmt: skip
+        ]
         self.started = True
+
+    async def _connect(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        make: Callable[[], asyncio.Protocol],
+        patience: float | None,
+        accepted: socket.socket,
+        place: Place,
+    ) -> None:
+        """Begin one connection, its handshake first."""
+
+        def made() -> DeadlineProtocol:
+            protocol = cast("DeadlineProtocol", make())
+            protocol.place = place
+            return protocol
+
+        await loop.connect_accepted_socket(made, accepted, ssl=self.config.ssl, ssl_handshake_timeout=patience)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -52,9 +80,61 @@ class Server(uvicorn.Server):
         yield
 
 
+class Listener:
+    """Accepts connections on one socket: each takes its place before its handshake begins, or is closed at once."""
+
+    def __init__(
+        self, listening: socket.socket, places: Places, connect: Callable[[socket.socket, Place], Awaitable[None]]
+    ) -> None:
+        self._socket = listening
+        self._places = places
+        self._connect = connect
+        self._begun: set[asyncio.Task[None]] = set()
+        listening.setblocking(False)
+        listening.listen(BACKLOG)
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._accepting.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing is accepted any more."""
+        await asyncio.wait([self._accepting])
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(self._socket)
+            except OSError as error:  # no descriptor left, or the client has gone already
+                log.warning("accept failed", reason=error.strerror or type(error).__name__)
+                await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
+                continue
+            accepted.setblocking(False)
+            self._begin(accepted, address[0] if address else "")
+
+    def _begin(self, accepted: socket.socket, address: str) -> None:
+        place = self._places.take(address)
+        if place is None:
+            accepted.close()
+            return
+        task = asyncio.create_task(self._greet(accepted, place))
+        place.end = task.cancel
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+
+    async def _greet(self, accepted: socket.socket, place: Place) -> None:
+        try:
+            await self._connect(accepted, place)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            place.leave()
+            accepted.close()
+
+
 @asynccontextmanager
 async def http_server(
-    app: Guard, door: Door, sockets: list[socket.socket], tls: ssl.SSLContext | None
+    app: Guard, door: Door, sockets: list[socket.socket], tls: ssl.SSLContext | None, places: Places
 ) -> AsyncGenerator[None]:
     """Serve on these sockets until left; requests that run have been let end by then."""
     config = uvicorn.Config(
@@ -74,7 +154,7 @@ async def http_server(
     )
     config.load()
     config.ssl = tls
-    server = Server(config)
+    server = Server(config, places)
     task = asyncio.create_task(server.serve(sockets))
     try:
         yield

@@ -42,6 +42,9 @@ class HttpSettings(Section, frozen=True, kw_only=True):
     anonymous: Annotated[
         bool, Meta(description="Let programs on this machine ask models without a key; only on a loopback address.")
     ] = False
+    stranger_connections: Annotated[
+        int, Meta(ge=8, le=4096, description="Connections at a time of one address that has shown no API key yet.")
+    ] = 128
     hosts: Annotated[
         str, Meta(description="Host names, beside IP addresses and *.local, that requests may name; comma separated.")
     ] = ""

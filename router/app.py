@@ -211,9 +211,11 @@ class FrontDoor:
             await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
             return
         why = self._dispatcher.servable()
-        ready = sum(node.state == "ready" for node in self._dispatcher.view.nodes)
-        state = {"status": "unavailable" if why else "ok", "reason": why, "nodes_ready": ready,
-                 "waiting": len(self._dispatcher.queue)}  # fmt: skip
+        state: dict[str, object] = {"status": "unavailable" if why else "ok"}
+        presented = credential(exchange.headers)
+        if presented is not None and self._keys.knows(presented):
+            ready = sum(node.state == "ready" for node in self._dispatcher.view.nodes)
+            state |= {"reason": why, "nodes_ready": ready, "waiting": len(self._dispatcher.queue)}
         await exchange.answer(json.dumps(state).encode(), 503 if why else 200)
 
     async def _livez(self, exchange: Exchange) -> None:

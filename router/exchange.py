@@ -69,17 +69,9 @@ class Exchange:
         declared = self.header(b"content-length") or b"0"
         if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
             return too_long(limit)
-        first = await self.receive()
-        if first["type"] != "http.request":
-            return None
-        body: bytes = first.get("body", b"")
-        if len(body) > limit:
-            return too_long(limit)
-        if not first.get("more_body", False):
-            return body
         try:
             async with asyncio.timeout(settings.body_seconds):
-                return await _rest(self.receive, bytearray(body), limit)
+                return await _received(self.receive, limit)
         except TimeoutError:
             seconds = settings.body_seconds
             return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
@@ -94,7 +86,8 @@ def _request_id(headers: list[Header]) -> str:
     return f"{_PROCESS}{next(_numbers):012x}"
 
 
-async def _rest(receive: Receive, body: bytearray, limit: int) -> bytes | Problem | None:
+async def _received(receive: Receive, limit: int) -> bytes | Problem | None:
+    body = bytearray()
     while True:
         part = await receive()
         if part["type"] != "http.request":

@@ -131,6 +131,11 @@ class KeyRing:
                 self._proven[seen] = known
         return None if known.expires is not None and known.expires <= self._clock() else known
 
+    def knows(self, presented: bytes) -> bool:
+        """Return whether a key is one of ours and in force, without counting a wrong one."""
+        known = self._prove(presented) if len(presented) <= _LONGEST else None
+        return known is not None and (known.expires is None or known.expires > self._clock())
+
     def _prove(self, text: bytes) -> ApiKey | None:
         prefix, _, rest = text.partition(b"_")
         key_id, _, _ = rest.partition(b"_")

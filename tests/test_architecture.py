@@ -54,6 +54,7 @@ PERIODIC_SLEEPS = {
     "coordinator/local.py": "back-off before the node is started again",
     "coordinator/run.py": "the next look at our certificate",
     "coordinator/web/live.py": "the next look at the pool, while a page is open",
+    "coordinator/server.py": "until a connection is accepted again after there was no descriptor for one",
     "coordinator/video/conductor.py": "until a node is asked again that did not answer",
     "machine/announce.py": "looks at our own addresses, which nobody announces",
     "node/bonjour.py": "the time in which a second cluster may answer",

@@ -34,7 +34,19 @@ WAITING = 64
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 """What a URL may be written with: printable ASCII without space and backslash."""
 
+METADATA = tuple(map(ipaddress.ip_network, (
+    "169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.0/24", "fd00:ec2::/32", "fd20:ce::/32",
+    "fe80::/10",
+)))  # fmt: skip
+"""Where clouds serve a machine's own secrets: AWS, Azure, Google and others, Alibaba, Azure's host, Oracle, and over
+IPv6 AWS and Google."""
+TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
+"""NAT64 (RFC 6052, RFC 8215): the last 32 bits are the IPv4 address that is reached."""
+ISATAP = 0x5EFE
+"""In the third quarter of an IPv6 address, with or without the global bit: the last 32 bits are an IPv4 address."""
+
 log = structlog.get_logger("coordinator.webhook")
+Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Sequence[str]]
 
 
@@ -86,15 +98,40 @@ def resolve(host: str, port: int) -> Sequence[str]:
 def allowed(address: Address, found: Sequence[str]) -> str:
     """Give the one of a host's addresses to connect to; WebhookError when any of them is out of bounds."""
     for text in found:
-        one = ipaddress.ip_address(text.partition("%")[0])
-        one = getattr(one, "ipv4_mapped", None) or getattr(one, "sixtofour", None) or one
-        if one.is_link_local or one.is_multicast or one.is_unspecified or one.is_reserved:
-            raise WebhookError(f"{address.host} is at {one}, to which nothing is sent")
-        if not address.tls and not one.is_loopback:
-            raise WebhookError(f"{address.host} is at {one}, which is not this machine")
+        for one in reached(text.partition("%")[0]):
+            if is_forbidden(one):
+                raise WebhookError(f"{address.host} is at {one}, to which nothing is sent")
+            if not address.tls and not one.is_loopback:
+                raise WebhookError(f"{address.host} is at {one}, which is not this machine")
     if not found:
         raise WebhookError(f"{address.host} has no address")
     return found[0]
+
+
+def is_forbidden(one: Ip) -> bool:
+    """Return whether nothing is sent to an address: it serves a cloud machine's secrets, or is no host's."""
+    if one.is_loopback:
+        return False
+    bare = one.is_link_local or one.is_multicast or one.is_unspecified or one.is_reserved
+    return bare or any(one in network for network in METADATA if network.version == one.version)
+
+
+def reached(text: str) -> Sequence[Ip]:
+    """Return the addresses that a packet to this one may reach: itself, or the IPv4 ones that it wraps."""
+    one = ipaddress.ip_address(text)
+    if isinstance(one, ipaddress.IPv4Address):
+        return [one]
+    number = int(one)
+    if one.ipv4_mapped is not None:
+        return [one.ipv4_mapped]
+    if one.sixtofour is not None:
+        return [one.sixtofour]
+    if one.teredo is not None:
+        return list(one.teredo)
+    last = ipaddress.IPv4Address(number & 0xFFFFFFFF)
+    if any(one in network for network in TRANSLATED) or (number >> 32) & 0xFDFFFFFF == ISATAP:
+        return [last]
+    return [one, last] if number >> 32 == 0 and number > 1 else [one]
 
 
 def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:

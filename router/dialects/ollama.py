@@ -1,6 +1,6 @@
 """`/api/chat` and `/api/generate`: Ollama's bodies into the parts of a Generate frame."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -149,24 +149,26 @@ def _tools(body: OllamaChatBody, asked: Body) -> str | Problem:
 def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
     """Give the messages. Ollama's calls may be without ids, so results are matched to them by name and order."""
     messages: list[Message] = []
-    waiting: list[ToolCall] = []
+    waiting: dict[str, str] = {}
     for at, message in enumerate(found):
         calls = _calls(message, at)
         if isinstance(calls, Problem):
             return calls
-        waiting = [*waiting[-MOST_WAITING_CALLS:], *calls]
+        waiting |= {call.id: call.name for call in calls}
+        while len(waiting) > MOST_WAITING_CALLS:
+            del waiting[next(iter(waiting))]
         name = message.tool_name or message.name or ""
         answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
-        if answers:
-            waiting = [call for call in waiting if call.id != answers]
+        waiting.pop(answers, None)
         messages.append(
             Message(message.role, message.content or "", name, tuple(calls), answers, message.thinking or "")
         )
     return messages
 
 
-def _answered(waiting: list[ToolCall], name: str) -> str:
-    return next((call.id for call in waiting if not name or call.name == name), "")
+def _answered(waiting: Mapping[str, str], name: str) -> str:
+    """Return the id of the first call without a result, of this name if one is given."""
+    return next((call for call, called in waiting.items() if not name or called == name), "")
 
 
 def _calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:

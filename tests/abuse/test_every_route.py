@@ -19,6 +19,8 @@ import pytest
 
 from coordinator.api.body import BODY_SECONDS
 from coordinator.api.route import OPEN_BODY_BYTES
+from coordinator.guard import Guard
+from router.app import nothing_else
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate
@@ -252,6 +254,25 @@ def test_no_page_is_let_in_by_a_header(served: Served, operation: str):
                "origin: https://evil.example")  # fmt: skip
     for answer in served.ask(request(served, f"GET {path}", *upgrade)):
         assert status(answer) != 101
+
+
+@pytest.mark.parametrize("operation", [one for one in OPERATIONS if " /api/v1/" in one])
+def test_answers_of_the_control_api_are_kept_by_no_cache(served: Served, operation: str):
+    for key in ("admin", "infer", None):
+        answer = only(served, request(served, operation, key=key)) if operation != "GET /api/v1/live" else b""
+        head = answer.partition(b"\r\n\r\n")[0].lower()
+        assert not answer or (head.count(b"cache-control: no-store"), head.count(b"cache-control")) == (1, 1), head
+        assert not answer or b"x-content-type-options: nosniff" in head
+
+
+def test_local_names_are_not_ours_where_no_key_is_needed():
+    """Anybody on the network answers for a name under .local: a page of theirs could ask models."""
+    headers = [(b"host", b"studio.local:8080")]
+    assert Guard(nothing_else).judge("GET", headers) is None
+    for hosts, expected in (("", 421), ("studio.local", None)):
+        problem = Guard(nothing_else, hosts, local=False).judge("GET", headers)
+        assert (problem and problem.status) == expected
+    assert Guard(nothing_else, local=False).judge("GET", [(b"host", b"127.0.0.1:8080")]) is None
 
 
 # 4: framing and bodies

@@ -1,27 +1,37 @@
 """Clients without a key: none of them may hold the loop, have a body read, or keep an honest client out."""
 
 import asyncio
+import itertools
 import json
+import resource
+import socket
 import tempfile
+import time
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.abuse.test_http_port import ask, dial, error, raw, request, status
 from tests.support.loop_watch import MAX_HELD_SECONDS, Held, watch_server
-from tests.support.processes import Pool, pool
+from tests.support.processes import Pool, pool, until
+from wire.units import MIB
 
 pytestmark = pytest.mark.slow
 
+NUMBERS = itertools.count(1)
 VISITS = b"POST /api/v1/page/visits HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
-        made.up()
-        made.join("one", "engine.scripted.step_ms=1")
+        made.up("router.body_seconds=2")
+        made.join("one", "engine.scripted.step_ms=3")
         yield made
 
 
@@ -79,3 +89,87 @@ async def test_a_body_is_not_waited_for_before_its_key_is_good(running: Pool):
                 assert (await reader.readline()).split()[1] == b"401", path
             writer.transport.abort()
     assert await ask(running) == 200
+
+
+async def test_what_is_sent_ahead_becomes_no_requests_and_is_given_back(running: Pool):
+    """Twelve connections that ask for a long answer and send 8 MiB of requests behind it, without reading."""
+    assert running.coordinator is not None
+    process = psutil.Process(running.coordinator.pid)
+    before = process.memory_info().rss
+    get = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    ahead = get * (8 * MIB // len(get))
+    with watch_server(running.base, running.coordinator.pid) as held:
+        opened = [await dial(running) for _ in range(12)]
+        for _, writer in opened:
+            writer.write(ahead)
+        await asyncio.sleep(2)
+        assert await ask(running) == 200
+        grown = process.memory_info().rss - before
+        for _, writer in opened:
+            writer.transport.abort()
+    assert held.seconds < MAX_HELD_SECONDS
+    assert grown < 64 * MIB
+
+
+async def test_idle_connections_make_room_for_honest_ones(running: Pool):
+    """Far more than there are places for: the longest at rest end, an honest client is served at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    opened = list[socket.socket]()
+    try:
+        where = urlsplit(running.base)
+        for _ in range(min(2600, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)):
+            opened.append(socket.create_connection((str(where.hostname), where.port or 0), timeout=10))
+        began = time.monotonic()
+        assert await ask(running) == 200
+        assert time.monotonic() - began < 2
+        assert running.coordinator is not None
+        assert psutil.Process(running.coordinator.pid).num_fds() < 2048 + 100
+    finally:
+        for one in opened:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("more", [b"", b"x", b"\r\n", b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", b"x" * 60_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_client_that_leaves_is_seen_whatever_it_sent_ahead(running: Pool, more: bytes, path: str):
+    """On the way of the front door and on that of the app."""
+    asked: dict[str, Any] = {"model": "scripted-1", "max_tokens": 3000}
+    asked |= {"messages": [{"role": "user", "content": "a"}]} if path.endswith("chat/completions") else {"prompt": "a"}
+    body, name = json.dumps(asked).encode(), f"leaves-{next(NUMBERS)}"
+    _, writer = await dial(running)
+    head = request(running, f"content-length: {len(body)}", f"x-request-id: {name}", path=path)
+    writer.write(head + body + more)
+    await asyncio.to_thread(until, lambda: under_way(running, name), 10, "the request is under way")
+    writer.transport.abort()
+    await asyncio.to_thread(until, lambda: not under_way(running, name), 2, "the request ends")
+
+
+def under_way(running: Pool, name: str) -> bool:
+    try:
+        return bool(running.get(f"/api/v1/requests/{name}")["under_way"])
+    except urllib.error.HTTPError:  # 404: nothing is known of it yet, or any more
+        return False
+
+
+async def test_a_body_that_never_begins_ends_after_its_time(running: Pool):
+    """Announced, also with an expectation that is met, and never sent."""
+    for lines in ((), ("expect: 100-continue",)):
+        began = time.monotonic()
+        head = request(running, "content-length: 100", *lines)
+        answer = (await raw_after_continue(running, head))[-1]
+        assert (status(answer), error(answer)["code"]) == (408, "request_timeout")
+        assert 1 < time.monotonic() - began < 5
+
+
+async def raw_after_continue(running: Pool, head: bytes) -> list[bytes]:
+    """Send a head; give every answer until the body's time is over."""
+    reader, writer = await dial(running)
+    writer.write(head)
+    got = b""
+    async with asyncio.timeout(10):
+        while b"request_timeout" not in got:
+            got += await reader.read(65536)
+    writer.transport.abort()
+    return [b"HTTP/1.1 " + one for one in got.split(b"HTTP/1.1 ")[1:]]

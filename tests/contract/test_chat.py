@@ -493,17 +493,19 @@ async def test_health_is_green_only_if_a_request_could_be_served_now():
         served(LoopbackCluster(node)) as cluster,
         httpx.AsyncClient(trust_env=False, base_url=cluster.base_url) as client,
     ):
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health")).json() == {"status": "ok"}
         head = await client.head("/health")
         assert (head.status_code, head.content) == (200, b"")
         node.memory = a_memory(MIB)
         cluster.report()
-        full = await client.get("/health")
+        full = await client.get("/health", headers={"authorization": f"Bearer {cluster.key}"})
         assert full.status_code == 503
         assert "best node a has 1.0 MiB" in full.json()["reason"]
         node.memory, node.engine = a_memory(), "restarting"
         cluster.report()
-        restarting = await client.get("/health")
+        for stranger in ({}, {"authorization": "Bearer mp_x_y"}):
+            assert (await client.get("/health", headers=stranger)).json() == {"status": "unavailable"}
+        restarting = await client.get("/health", headers={"authorization": f"Bearer {cluster.key}"})
         assert restarting.status_code == 503
         assert "its engine is restarting" in restarting.json()["reason"]
         node.engine = "ready"

@@ -16,7 +16,7 @@ from coordinator.authority import Authority
 from coordinator.conditions.watch import Conditions
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.events import Events
-from coordinator.guard import Guard
+from coordinator.guard import Guard, Private
 from coordinator.loads import Loads
 from coordinator.metrics.service import Metrics
 from coordinator.ratelimit import RateLimit
@@ -97,7 +97,7 @@ async def application(
         api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(), visitors,
                   Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
         used = over.settings if over else settings.router
-        videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(api.app))
+        videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(Private(api.app)))
         door = FrontDoor(dispatcher, ring, used, control=videos)
         if over is not None:
             over.app = Guard(door)

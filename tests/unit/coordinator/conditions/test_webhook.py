@@ -63,6 +63,39 @@ def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
         allowed(Address(tls, "example.com", 443, "/"), found)
 
 
+@pytest.mark.parametrize("host", [
+    "169.254.169.254", "169.254.170.2", "169.254.0.1", "100.100.100.200", "168.63.129.16", "192.0.0.192",
+    "fd00:ec2::254", "fd20:ce::254", "fe80::a9fe:a9fe", "::ffff:169.254.169.254", "::ffff:100.100.100.200",
+    "::169.254.169.254", "64:ff9b::169.254.169.254", "64:ff9b::100.100.100.200", "64:ff9b:1::169.254.169.254",
+    "2002:a9fe:a9fe::1", "2002:6464:64c8::", "2001:0:a9fe:a9fe::1", "2001:db8::5efe:169.254.169.254",
+    "2001:0:1:1:0:0:5601:5601", "2001:db8::200:5efe:169.254.169.254", "::", "0.0.0.0", "ff02::1", "240.0.0.1",
+])  # fmt: skip
+def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
+    with pytest.raises(WebhookError):
+        allowed(Address(True, "example.com", 443, "/"), ["93.184.216.34", host])
+
+
+@pytest.mark.parametrize("host", [
+    "93.184.216.34", "192.168.1.9", "10.0.0.1", "100.64.0.7", "127.0.0.1", "::1", "2606:2800:220:1::1", "fd12:3456::1",
+    "64:ff9b::93.184.216.34", "::ffff:192.168.1.9",
+])  # fmt: skip
+def test_addresses_of_homes_and_of_the_internet_are_reached(host: str):
+    assert allowed(Address(True, "example.com", 443, "/"), [host]) == host
+
+
+def test_a_name_is_resolved_once_and_redirects_are_not_followed():
+    asked: list[str] = []
+
+    def find(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
+
+    with receiver(302) as (address, got):
+        named = Address(False, "localhost", address.port, address.path)
+        assert post(named, b"{}", find) == 302
+    assert (asked, len(got)) == (["localhost"], 1)
+
+
 def test_the_address_that_was_looked_at_is_the_one_that_is_used():
     assert allowed(Address(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"]) == "192.168.1.9"
 
