@@ -4,14 +4,17 @@ A budget holds for a node, not for a link, so a new link brings no new budget. T
 honest node needs at its fastest settings (20 reports a second, a certificate renewed every two months).
 """
 
-from wire.frames import TAGS, Renew, Report
+from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, Renew, Report
 
 FRAMES_PER_SECOND, MOST_FRAMES = 10_000.0, 5_000.0
 REPORTS_PER_SECOND, MOST_REPORTS = 60.0, 240.0
 REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES = 4.0 * 2**20, 8.0 * 2**20
 RENEWALS_PER_SECOND, MOST_RENEWALS = 0.1, 5.0
+LOGGED_PER_SECOND, MOST_LOGGED = 20.0, 100.0
+"""Frames that make a line in the log each."""
 LINKS_PER_SECOND, MOST_LINKS = 1.0, 30.0
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
+_LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded))
 _REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[Renew]
 
 
@@ -40,12 +43,13 @@ class Budget:
 class NodeBudgets:
     """The budgets of one node."""
 
-    __slots__ = ("_frames", "_links", "_renewals", "_report_bytes", "_reports")
+    __slots__ = ("_frames", "_links", "_logged", "_renewals", "_report_bytes", "_reports")
 
     def __init__(self) -> None:
         self._frames = Budget("frames", FRAMES_PER_SECOND, MOST_FRAMES)
         self._reports = Budget("reports", REPORTS_PER_SECOND, MOST_REPORTS)
         self._report_bytes = Budget("bytes of reports", REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES)
+        self._logged = Budget("leases and goodbyes", LOGGED_PER_SECOND, MOST_LOGGED)
         self._renewals = Budget("renewals", RENEWALS_PER_SECOND, MOST_RENEWALS)
         self._links = Budget("links", LINKS_PER_SECOND, MOST_LINKS)
 
@@ -58,4 +62,6 @@ class NodeBudgets:
         why = self._frames.over(now)
         if tag == _REPORT:
             return why or self._reports.over(now) or self._report_bytes.over(now, size)
+        if tag in _LOGGED:
+            return why or self._logged.over(now)
         return why or (self._renewals.over(now) if tag == _RENEW else "")

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.budgets import MOST_FRAMES, MOST_LINKS, MOST_RENEWALS, MOST_REPORT_BYTES, MOST_REPORTS, Budget
+from coordinator.budgets import (
+    MOST_FRAMES,
+    MOST_LINKS,
+    MOST_LOGGED,
+    MOST_RENEWALS,
+    MOST_REPORT_BYTES,
+    MOST_REPORTS,
+    Budget,
+)
 from node.identity import new_request
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loop_watch import MAX_HELD_SECONDS, watch_loop
 from tests.support.loopback_cluster import a_model
 from wire.codec import encode, fragments
-from wire.frames import Deltas, Denied, Finished, Frame, Renew, Welcome
+from wire.frames import Deltas, Denied, Finished, Frame, LeaseGranted, Renew, Welcome
 
 
 @pytest.fixture
@@ -27,6 +35,7 @@ FLOODS: dict[str, tuple[Frame | bytes, float]] = {
     "large reports": (LARGE, MOST_REPORT_BYTES / len(LARGE)),
     "renewals": (Renew(new_request("x").csr), MOST_RENEWALS),
     "answers of requests that are not there": (Finished(1, ("stop",), 1, 1), MOST_FRAMES),
+    "leases that are not there": (LeaseGranted("l", 1), MOST_LOGGED),
     "empty steps": (Deltas(()), MOST_FRAMES),
 }
 

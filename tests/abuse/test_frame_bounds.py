@@ -61,6 +61,15 @@ async def test_a_number_out_of_its_bounds_ends_that_link_alone(port: Port, lie: 
         await port.until(lambda: port.said(f"bad {type(LIES[lie]).__name__}"))
 
 
+async def test_a_report_with_one_model_too_many_ends_its_link(port: Port) -> None:
+    who = port.member("liar")
+    line = await port.link(who)
+    await port.until(lambda: port.state(who) == "ready")
+    line.send(a_report(models=tuple(a_model(f"m{number}", features=()) for number in range(513))))
+    await line.ended(5)
+    assert port.said("bad Report: Expected `array` of length <= 512")
+
+
 async def test_the_largest_frames_hold_the_loop_for_less_than_50_ms(port: Port) -> None:
     """Before: one report of 16 MiB held the loop for 4.4 s and took 2.1 GiB."""
     who = port.member("large")
