@@ -58,6 +58,8 @@ ENTRIES = (
     Entry("interval-height", "The interval high-water mark of a footprint"),
     Entry("worker-group", "The processes of a video worker's group, and when one began"),
     Entry("video-worker", "A clip of Wan2.2, its peak and its wired limit"),
+    Entry("local-ray", "Ray on one Mac, and nothing of it on the network"),
+    Entry("model-trial", "The trial of a model's template and tokenizer"),
     Entry("pressure-level", "The system's own word for its memory pressure"),
     Entry("wired-weights", "What the engine keeps wired"),
     Entry("wired-panic", "Two streams and a churn of buffers, unwired and wired", mac_wired.both_ways, risky=True),
