@@ -156,8 +156,8 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def _waits(self, size: int) -> bool:
         """Put a head that is not whole on the clock, and the rest of a body that no one waits for; False when a head
-        is too long."""
-        if self._in_body and not self.cycle.response_complete:
+        is too long. A request that is whole has no clock: its answer may take minutes."""
+        if self._is_answering() or (self._in_body and not self.cycle.response_complete):
             return True
         self._arm()
         if not self._in_body:

@@ -98,7 +98,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 def _show(served: Served) -> None:
     """Show the same nodes to the routes of the control plane and of videos."""
     nodes = served.cluster.dispatcher.view.nodes
-    view = ClusterView(tuple(replace(node, video=VIDEO, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes))
+    view = ClusterView(
+        tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
+    )
     served.built.registry.view = lambda: view  # pyright: ignore[reportAttributeAccessIssue]
     served.built.conductor.see(view)
 

@@ -75,8 +75,9 @@ async def test_a_declared_length_above_the_limit_is_refused_before_it_is_read(cl
 
 
 async def test_a_length_beyond_all_numbers_is_refused(cluster: LoopbackCluster):
-    status, _ = parsed(await exchange(cluster, head(cluster, "content-length: " + "9" * 19)))
-    assert status == 413
+    for digits, expected in ((15, 413), (19, 400)):
+        status, _ = parsed(await exchange(cluster, head(cluster, "content-length: " + "9" * digits)))
+        assert status == expected
 
 
 async def test_a_chunked_body_is_counted(cluster: LoopbackCluster):

@@ -216,7 +216,10 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
         cause = ward.back("victim", restarts + death, models - ({"cursed"} if death == 2 else set()))
     assert "for the second time: the model is kept out for 10 minutes" in cause
     began = time.monotonic()
-    with pytest.raises(openai.InternalServerError, match="the engine died 2 times in its load or forward") as caught:
+    with pytest.raises(
+        openai.InternalServerError,
+        match="the engine died 2 times in its load, its template, its tokenizer or a forward",
+    ) as caught:
         ward.ask("cursed")
     assert time.monotonic() - began < 2
     assert caught.value.code == "model_load_failed"

@@ -17,7 +17,7 @@ from tests.support.processes import CLI, Pool, environment, pool
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")]
-LONG = ("cluster up", "cluster join", "uv tool install")
+LONG = ("cluster up", "cluster join", "echo mpj1.…", "uv tool install")
 """What runs until it is stopped, or installs: the pool of these tests was made by these."""
 PLACEHOLDERS = {"mp_…": "{key}", "http://127.0.0.1:8080/v1": "{base}", "NAME": "studio", "MODEL": "macpool-tiny"}
 

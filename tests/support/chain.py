@@ -27,7 +27,7 @@ WORKERS = ("worker", "actor")
 RAY = ("raylet", "gcs_server", "launcher")
 """Processes of Ray whose end is the end of all of it."""
 RUNNING = ("loading", "denoising", "saving")
-LARGE = 64 * 2**20
+LARGE = 15 * 2**20
 """Bytes of a clip that takes long enough to be fetched for somebody to be killed meanwhile."""
 SECONDS = 180.0
 """For whatever has to come: Ray may be asked twice for an actor, and the machine may be busy."""

@@ -19,7 +19,7 @@ MAKE = {
 
 
 def made(kind: str) -> Engine:
-    settings = NodeSettings(engine=EngineSettings(kind=kind), models=ModelSettings(hub=False))
+    settings = NodeSettings(engine=EngineSettings(kind=kind), models=ModelSettings(hub=False, trial=False))
     return builder(kind)(settings, Recorder())
 
 
