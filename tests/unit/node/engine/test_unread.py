@@ -198,12 +198,13 @@ def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver)
 
 def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
     (tokenizer,) = driver.engine._door._tokenizers.values()
-    rust, entered, leave = tokenizer._rust, threading.Event(), threading.Event()
+    rust, entered, leave, alone = tokenizer._rust, threading.Event(), threading.Event(), threading.Event()
 
     class Held:
         def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
             entered.set()
-            assert leave.wait(20.0)
+            if not leave.wait(10.0):
+                alone.set()
             return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
 
     tokenizer._rust = Held()  # type: ignore[assignment] # pyright: ignore
@@ -217,6 +218,7 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
         assert not usual.long
         assert isinstance(usual.read().work, Prepared), "a prompt of usual length has a thread of its own"
         assert driver.engine.prepare(Ping(1)) is None
+        assert not alone.is_set(), "all of it while the long text was being tokenized"
     finally:
         leave.set()
         reader.join(20.0)
