@@ -187,7 +187,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count. Only a path is a target here: whoever names a host beside the Host header means another server, and
+        """Count. Only a path is a target here: a host in the target beside the Host header means another server, and
         a fragment belongs to the client: a proxy may look at it, and the routes never would."""
         if not self._parsed and not url.startswith(b"/"):
             raise httptools.HttpParserError("the target is no path")

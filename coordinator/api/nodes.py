@@ -127,7 +127,7 @@ class NodeRoutes:
         return await self._set_video(node, on=True)
 
     async def deny_video(self, node: str) -> dict[str, Any]:
-        """Give a node no new videos; one that it makes now is finished."""
+        """Stop placing videos on a node; one that it makes now is finished."""
         return await self._set_video(node, on=False)
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:

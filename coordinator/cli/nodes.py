@@ -154,7 +154,7 @@ def allow_video(session: Session, node: str) -> None:
 @click.argument("node")
 @options
 def deny_video(session: Session, node: str) -> None:
-    """Give a node no new videos; one that it makes now is finished."""
+    """Stop placing videos on a node; one that it makes now is finished."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{node}/deny-video"), lambda _: click.echo(f"{node} makes no new videos")
     )
