@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,10 +37,8 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
     screen = _Screen()
     screen.setLevel(logging.WARNING)
-    plain = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )  # fmt: skip
-    screen.setFormatter(_formatter(plain, None))
+    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    screen.setFormatter(_formatter(terminal_line if sys.stderr.isatty() else plain, None))
     for handler in (lines, screen):
         handler.addFilter(_Unrepeated())
     logging.basicConfig(level=level.upper(), handlers=[lines, screen], force=True)
@@ -49,6 +48,14 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=True,
     )
+
+
+def hide_warnings() -> None:
+    """Write only errors to standard error from now on: what ends in an orderly stop is no warning to a person. The
+    journal keeps everything."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Screen):
+            handler.setLevel(logging.ERROR)
 
 
 def log_to_stderr() -> None:
@@ -89,7 +96,15 @@ def shorten(descriptor: int, longest: int = LONGEST) -> bool:
 
 
 class _Rotating(logging.handlers.RotatingFileHandler):
-    """Rotates; what it makes anew is its owner's alone, too."""
+    """A rotating file that only its owner reads. A record is formatted once, although logging's own handler does it
+    twice: for the size of the file, and to write it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging."""
+        line: str | None = getattr(record, "journal_line", None)
+        if line is None:
+            line = record.journal_line = super().format(record)
+        return line
 
     def _open(self) -> Any:
         return os.fdopen(os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "a",
@@ -113,6 +128,23 @@ class _Unrepeated(logging.Filter):
         if left_out and fields:
             fields["left_out"] = left_out
         return left_out is not None
+
+
+def terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
+    """Return an event as a line for a terminal: local time, level, event and its fields, without control characters."""
+    when = str(event.pop("timestamp", ""))
+    with contextlib.suppress(ValueError):
+        when = datetime.fromisoformat(when).astimezone().strftime("%H:%M:%S")
+    level, name = str(event.pop("level", "")), str(event.pop("event", ""))
+    event.pop("logger", None)
+    exception = str(event.pop("exception", ""))
+    fields = "  ".join(f"{field}={_printable(value)}" for field, value in event.items())
+    return f"{when}  {level:<7}  {_printable(name)}  {fields}".rstrip() + (f"\n{exception}" if exception else "")
+
+
+def _printable(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _shared() -> list[structlog.typing.Processor]:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -5,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import machine.awake
 from machine.awake import Awake
 from tests.support.processes import ROOT, environment, until
 
@@ -65,3 +67,23 @@ def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text()
+
+
+@pytest.mark.parametrize(("platform", "held"), [("darwin", True), ("linux", False)])
+def test_a_mac_is_held_awake_by_caffeinate_for_our_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, held: bool
+):
+    assert machine.awake.CAFFEINATE == ("/usr/bin/caffeinate", "-i", "-w")
+    tool, note = tmp_path / "caffeinate", tmp_path / "arguments"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {note}.new\nmv {note}.new {note}\nexec sleep 60\n')
+    tool.chmod(0o755)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(machine.awake, "CAFFEINATE", (str(tool), "-i", "-w"))
+    awake = Awake()
+    awake.hold(True)
+    assert awake.held is held
+    if held:
+        until(note.exists, 10)
+        assert note.read_text() == f"-i -w {os.getpid()}\n"
+    awake.hold(False)
+    assert not awake.held
