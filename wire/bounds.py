@@ -28,6 +28,8 @@ MAX_MODELS = 512
 MAX_GROUPS = 256
 MAX_DELTAS = 256
 """Deltas in one frame; pieces, and log probabilities, of one delta."""
+LONG_CHARACTERS = 64 * 1024
+"""Characters of text in one step of an engine, above which each delta has a frame of its own."""
 MAX_BIASES = 16 * 1024
 MAX_MESSAGES = 2**18
 MAX_IDS = 2**24

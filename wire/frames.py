@@ -15,6 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from wire.bounds import (
+    LONG_CHARACTERS,
     MAX_BIASES,
     MAX_DELTAS,
     MAX_ITEMS,
@@ -140,6 +141,16 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     takeover: bool = False
     generation: Number = 0
     seal: Blob = b""
+
+
+class Query(Frame, frozen=True, array_like=True, gc=False):
+    """a member's command → coordinator, in place of Hello: read `path` of the API. The answer is JSON in Answers, then
+    the connection ends; it is no link, and the node's own link stays as it is."""
+
+    protocol: Natural
+    node: Word
+    machine: Word
+    path: Text
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):
@@ -439,8 +450,10 @@ class Deltas(Frame, frozen=True, array_like=True, gc=False):
 
 
 def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
-    """Return the frames of one step: one for up to MAX_ROWS_IN_STEP rows."""
-    return [Deltas(tuple(deltas[at : at + MAX_ROWS_IN_STEP])) for at in range(0, len(deltas), MAX_ROWS_IN_STEP)]
+    """Return the frames of one step: one for up to MAX_ROWS_IN_STEP rows, of long texts one for each delta."""
+    characters = sum(len(text) for delta in deltas for _, text in delta.pieces)
+    most = MAX_ROWS_IN_STEP if characters <= LONG_CHARACTERS else 1
+    return [Deltas(tuple(deltas[at : at + most])) for at in range(0, len(deltas), most)]
 
 
 class Timings(Part, frozen=True, array_like=True, gc=False):
@@ -652,7 +665,7 @@ class Head(Part, frozen=True, array_like=True, gc=False):
 TAGS: dict[int, type[Frame]] = {
     1: EnrolStart, 2: EnrolAuthority, 3: Enrol, 4: EnrolPending, 5: Enrolled,
     10: Hello, 11: Welcome, 12: Denied, 13: Report, 14: Goodbye, 15: Ping, 16: Pong, 17: Renew, 18: Renewed,
-    19: Ask, 20: Answer, 21: Fragment, 22: Pause,
+    19: Ask, 20: Answer, 21: Fragment, 22: Pause, 23: Query,
     30: Generate, 31: Cancel, 32: Admitted, 33: Deltas, 34: Finished, 35: Refusal, 36: Failed,
     37: Load, 38: Unload, 39: Profile, 40: Count,
     50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom, 55: Stop,

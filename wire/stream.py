@@ -178,6 +178,9 @@ class Transport(Protocol):
     def pause_reading(self) -> None:
         """Take no more bytes from the kernel."""
 
+    def resume_reading(self) -> None:
+        """Take bytes from the kernel again."""
+
     def is_closing(self) -> bool:
         """Whether it closes or is closed."""
         ...

@@ -46,6 +46,8 @@ READ_TOKEN = 320
 """Bytes that a token takes while a prompt is put into tokens, at most; so does a byte of text, which may be one."""
 READ_LOAD, READ_GUIDE = 36, 16
 """Bytes that a tokenizer takes to load, and its tables for grammars, for each byte of its files, at most."""
+READ_CODE = 2 * MIB
+"""What a tokenizer takes to load however small its files are: the code that it imports."""
 READ_TEXT = 8
 """Bytes that a byte of text takes that is rendered and never put into tokens: copies of the text."""
 READ_SLICE = 256 * 1024
@@ -292,6 +294,7 @@ def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: boo
     No byte is more than one token. With a `context` in tokens, tokenizing ends there and the rest is only rendered."""
     most = min(text, int(context * READ_SLACK) + READ_SLICE) if context else text
     taken = READ_TOKEN * most + READ_TEXT * (text - most) + files * (READ_LOAD * loads + READ_GUIDE * guides)
+    taken += READ_CODE * loads
     return taken if taken > READ_FREE else 0
 
 

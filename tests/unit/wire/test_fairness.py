@@ -132,3 +132,32 @@ def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: i
     for place in places:
         back = giving_way(held[place].owner, held[place].size, held[place].size, left)
         assert not any(left[one].owner.name == "x" for one in back)
+
+
+def test_a_key_without_rows_goes_before_one_with_a_row():
+    assert order(Waiting(ADA), Waiting(BOB), ada=1) == [1, 0]
+
+
+def test_the_key_that_holds_most_is_preempted():
+    eve = Owner("eve")
+    holding = [Holding(BOB, 5), Holding(eve, 2), Holding(BOB, 5), Holding(eve, 2)]
+    assert giving_way(ADA, 1, 5, holding) == [2]
+    assert giving_way(ADA, 1, 6, holding) == []
+
+
+def test_no_request_is_preempted_where_all_of_them_are_too_few():
+    assert giving_way(ADA, 0, 6, [Holding(BOB, 5)]) == []
+    assert giving_way(ADA, 0, 5, [Holding(BOB, 5)]) == [0]
+
+
+def test_a_key_that_comes_begins_with_the_least_that_another_has_prefilled():
+    eve, reading = Owner("eve"), Reading()
+    reading.has_read(ADA, 1000)
+    waiting = [*[ADA] * (CROWD + 1), BOB]
+    assert reading.next(waiting) == 0
+    reading.has_read(ADA, 100)
+    assert reading.next(waiting) == CROWD + 1
+    reading.has_read(BOB, 10)
+    assert reading.next([*waiting, eve]) == CROWD + 1
+    reading.has_read(BOB, 5)
+    assert reading.next([*waiting, eve]) == CROWD + 2

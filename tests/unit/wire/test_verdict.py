@@ -9,6 +9,14 @@ from wire.refusals import STATUS, Code, Numbers, Refused
 from wire.report import Group, Kv, Level, Memory, Model, Transient
 from wire.units import GIB, MIB
 from wire.verdict import (
+    READ_CODE,
+    READ_FREE,
+    READ_GUIDE,
+    READ_LOAD,
+    READ_SLACK,
+    READ_SLICE,
+    READ_TEXT,
+    READ_TOKEN,
     UNREADABLE,
     Fits,
     alone_bytes,
@@ -21,15 +29,18 @@ from wire.verdict import (
     join_bytes,
     joinable,
     judge,
+    judge_load,
     lacks,
     level,
     max_batch,
     max_context,
     most_bytes,
+    most_weights,
     occupied,
     padded,
     prefill_transient,
     profiled_margin,
+    reading_bytes,
     request_need,
     request_transient,
     row_bytes,
@@ -479,3 +490,74 @@ def test_every_code_has_a_status() -> None:
     assert Refused(Code.OVER_SHARE, "").status == 429
     assert Refused(Code.TOO_LARGE, "").final
     assert not Refused(Code.NO_ROOM, "").final
+
+
+def test_a_load_is_judged_without_the_margin():
+    memory = Memory(cap=100, ceiling=100, margin=10, phys=20, active=20, recent=20, reserved=5)
+    assert isinstance(judge_load(memory, 75), Fits)
+    refused = judge_load(memory, 76)
+    assert isinstance(refused, Refused)
+    assert refused.code is Code.NO_ROOM
+    assert isinstance(judge(memory, 75), Refused)
+
+
+def test_weights_may_take_the_cap_without_the_engines_own_base():
+    assert most_weights(Memory(cap=100, margin=10, base=7)) == 93
+
+
+def test_reading_bytes_count_every_byte_of_a_text_as_a_token_and_the_tokenizers_files():
+    assert reading_bytes(10_000) == READ_TOKEN * 10_000
+    assert reading_bytes(10_000, 5_000) == READ_TOKEN * 10_000
+    assert reading_bytes(10_000, 5_000, loads=True) == READ_TOKEN * 10_000 + READ_LOAD * 5_000 + READ_CODE
+    assert reading_bytes(10_000, 5_000, guides=True) == READ_TOKEN * 10_000 + READ_GUIDE * 5_000
+    both = reading_bytes(10_000, 5_000, loads=True, guides=True)
+    assert both == READ_TOKEN * 10_000 + (READ_LOAD + READ_GUIDE) * 5_000 + READ_CODE
+
+
+def test_reading_bytes_beyond_the_context_count_as_rendered_text():
+    context, text = 100_000, 2_000_000
+    most = int(context * READ_SLACK) + READ_SLICE
+    assert reading_bytes(text, context=context) == READ_TOKEN * most + READ_TEXT * (text - most)
+    assert reading_bytes(most, context=context) == READ_TOKEN * most
+    assert reading_bytes(text) == READ_TOKEN * text
+
+
+def test_reading_bytes_are_zero_where_there_is_too_little_to_ask_for():
+    files = READ_FREE // READ_GUIDE
+    assert reading_bytes(0, files, guides=True) == 0
+    assert reading_bytes(0, files + 1, guides=True) == READ_FREE + READ_GUIDE
+    assert reading_bytes(READ_FREE // READ_TOKEN) == 0
+
+
+def test_rows_beyond_those_profiled_are_charged_with_what_the_margin_was_narrowed_by():
+    model = Model("m", "f", True, GIB, 10, transient=100, covered_rows=2, uncovered=1000)
+    assert request_transient(model, 10, 10, choices=2) == 100
+    assert request_transient(model, 10, 10, choices=3) == 1100
+    joins = replace(model, groups=(Group(rows=2, longest=20),))
+    assert request_transient(joins, 10, 10, choices=1) == 1100
+    assert request_transient(replace(joins, covered_rows=3), 10, 10, choices=1) == 100
+
+
+def test_one_choice_adds_one_row():
+    model = Model("m", "f", True, GIB, 10)
+    assert request_need(model, 10, 10, choices=1) == row_bytes(model.kv, 20)
+    assert request_need(model, 10, 10, choices=3) == 3 * row_bytes(model.kv, 20)
+
+
+def test_a_window_is_seen_only_as_far_as_tokens_were_written():
+    transient = Transient(seen=1.0, step_seen=1.0, window=100)
+    assert prefill_transient(transient, 10, 30) == 10 + 30
+    assert prefill_transient(transient, 10, 300) == 10 + 100
+    assert step_transient(transient, 2, 30, grows=False) == 2 * 30
+    assert step_transient(transient, 2, 300, grows=False) == 2 * 100
+
+
+def test_layers_count_where_they_take_more_than_the_logits():
+    assert prefill_transient(Transient(token=10.0, logits=1.0), 5, 0, last=True) == 50
+    assert prefill_transient(Transient(token=1.0, logits=10.0), 5, 0, last=True) == 50
+    assert prefill_transient(Transient(token=1.0, logits=10.0), 5, 0) == 5
+
+
+def test_a_known_transient_counts_where_no_forward_takes_more():
+    model = Model("m", "f", True, GIB, 10, transient=5000, forward=Transient(token=1.0, floor=16))
+    assert request_transient(model, 64, 8) == 5000
