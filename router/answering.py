@@ -18,6 +18,7 @@ from router.problems import Header
 from router.ticket import Job, Outcome, StreamTicket, Ticket, WholeTicket
 from wire.frames import Finished
 
+IGNORED = b"x-macpool-ignored"
 Streamed = StreamTicket | confluence.Stream
 Collected = WholeTicket | confluence.Whole
 
@@ -83,7 +84,25 @@ async def _decline(exchange: Exchange, ticket: Streamed | Collected, outcome: Ou
 
 
 def _about(ticket: Streamed | Collected) -> list[Header]:
-    attempts = (b"x-macpool-attempts", str(ticket.attempts).encode())
-    if not ticket.node_name:
-        return [attempts]
-    return [(b"x-macpool-node", ticket.node_name.encode("ascii", "replace")), attempts]
+    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *more_of(ticket)]
+    if ticket.node_name:
+        about.insert(0, (b"x-macpool-node", ticket.node_name.encode("ascii", "replace")))
+    return about
+
+
+def more_of(ticket: Ticket | Streamed | Collected) -> list[Header]:
+    """Return the headers that few answers have: what was ignored, and where a key with rates stands with them."""
+    if not ticket.rates:
+        return named(ticket.job.ignored)
+    return named(ticket.job.ignored) + [
+        (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
+        for rate in ticket.rates
+        for name, value in (
+            ("limit", str(rate.limit)), ("remaining", str(rate.remaining)), ("reset", f"{rate.reset:.3f}s"),
+        )
+    ]  # fmt: skip
+
+
+def named(ignored: Sequence[str]) -> list[Header]:
+    """Return the header that names the fields and tools of a request that change nothing; none for none."""
+    return [(IGNORED, ", ".join(ignored).encode("ascii", "replace"))] if ignored else []

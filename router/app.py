@@ -5,6 +5,7 @@ before a body is read, a body is bounded before it is parsed, and a request that
 its reservation is freed and its node is told.
 """
 
+import asyncio
 import contextlib
 import json
 import time
@@ -28,10 +29,12 @@ from router.dialects.responses import Responses
 from router.dispatch import Dispatcher
 from router.events import Send
 from router.exchange import INLINE_BYTES, Exchange, Receive, Scope
+from router.intake import Intake
 from router.keys import SESSION, ApiKey, KeyRing, credential, session_of
 from router.problems import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.settings import RouterSettings
 from router.visible import visible
+from wire.units import show_size
 
 P = TypeVar("P")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -69,14 +72,16 @@ class FrontDoor:
         self._clock = clock
         self._started = int(clock())
         self._short = min(settings.body_bytes, INLINE_BYTES)
-        self._responses = Responses()
+        self._strict = strict = settings.unknown_fields == "refuse"
+        self._responses = Responses(strict=strict)
+        self._intake = Intake(settings.body_bytes)
         self._dialects: Mapping[str, Dialect] = {
-            CHAT: Chat(),
-            COMPLETIONS: Completion(),
-            MESSAGES: Messages(),
+            CHAT: Chat(strict=strict),
+            COMPLETIONS: Completion(strict=strict),
+            MESSAGES: Messages(strict=strict),
             RESPONSES: self._responses,
-            "/api/chat": OllamaChat(),
-            "/api/generate": OllamaGenerate(),
+            "/api/chat": OllamaChat(strict=strict),
+            "/api/generate": OllamaGenerate(strict=strict),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,12 +129,11 @@ class FrontDoor:
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
-        body = await exchange.body(self._settings)
-        if body is None:
+        asked = await self._asked(exchange, key, partial(dialect.parse, key=key.id))
+        if asked is None:
             return
-        asked = body if isinstance(body, Problem) else await self._parsed(body, partial(dialect.parse, body, key.id))
         if isinstance(asked, Problem):
-            await exchange.refuse(asked)
+            await self._refuse(exchange, key, asked)
             return
         jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
         session = session_of(exchange.header(SESSION))
@@ -137,11 +141,40 @@ class FrontDoor:
             jobs = tuple(replace(job, session=session) for job in jobs)
         await answering.generate(exchange, self._dispatcher, asked, jobs)
 
-    async def _parsed(self, body: bytes, parse: Callable[[], P]) -> P:
-        """Parse a body: a short one here, a long one beside the loop."""
-        if len(body) <= INLINE_BYTES:
-            return parse()
-        return await beside(parse)
+    async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
+        """Refuse a request for what it is; `cluster explain` finds it."""
+        self._dispatcher.history.refused(self._dispatcher.now(), exchange.request_id, key.id, problem)
+        await exchange.refuse(problem)
+
+    async def _asked(
+        self, exchange: Exchange, key: ApiKey, parse: Callable[[bytes], P | Problem]
+    ) -> P | Problem | None:
+        """Read and parse a body, within its key's room when it is long; None when the client left."""
+        taken = 0
+
+        async def room(size: int) -> Problem | None:
+            nonlocal taken
+            try:
+                async with asyncio.timeout(self._settings.body_seconds):
+                    await self._intake.take(key.id, size)
+            except TimeoutError:
+                return self._no_room(size)
+            taken = size
+            return None
+
+        try:
+            body = await exchange.body(self._settings, room)
+            if not isinstance(body, bytes):
+                return body
+            return parse(body) if len(body) <= INLINE_BYTES else await beside(partial(parse, body))
+        finally:
+            if taken:
+                self._intake.release(key.id, taken)
+
+    def _no_room(self, size: int) -> Problem:
+        most, seconds = show_size(self._settings.body_bytes), self._settings.body_seconds
+        text = f"this API key may send {most} of long bodies at once, and this one of {show_size(size)} waited"
+        return Problem(429, "rate_limited", f"{text} {seconds:g} s for room: send fewer at once", retry_after=1.0)
 
     # the rest
 
@@ -150,16 +183,19 @@ class FrontDoor:
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
-        body = await exchange.body(self._settings)
-        if body is None:
-            return
-        asked = (
-            body
-            if isinstance(body, Problem)
-            else await self._parsed(body, partial(anthropic.count, body, int(self._clock())))
+        asked = await self._asked(
+            exchange, key, partial(anthropic.count, created=int(self._clock()), strict=self._strict)
         )
-        tokens = asked if isinstance(asked, Problem) else await counting.count(self._dispatcher, asked, key.id)
-        await exchange.tell(tokens if isinstance(tokens, Problem) else b'{"input_tokens":%d}' % tokens)
+        if asked is None:
+            return
+        if isinstance(asked, Problem):
+            await self._refuse(exchange, key, asked)
+            return
+        tokens = await counting.count(self._dispatcher, asked.asked, key.id)
+        if isinstance(tokens, Problem):
+            await self._refuse(exchange, key, tokens)
+            return
+        await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=answering.named(asked.ignored))
 
     async def _kept(self, exchange: Exchange) -> None:
         key = self._allowed(exchange, (*_READ, "DELETE"), "infer")

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from router.placement import Demand
+from router.quotas import Rate
 from router.ticket import Answer, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from wire.frames import Delta, Finished
 
@@ -36,6 +37,16 @@ class Confluence(Generic[K]):
     def demand(self) -> Demand:
         """What the first of them needs."""
         return self._tickets[0].demand
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the first one's model."""
+        return self._tickets[0].fingerprint
+
+    @property
+    def rates(self) -> tuple[Rate, ...]:
+        """Where the key stands with its rates after the last of them."""
+        return self._tickets[-1].rates
 
     @property
     def node_name(self) -> str:

@@ -28,6 +28,7 @@ async def count(dispatcher: Dispatcher, asked: Count, key: str) -> int | Problem
     """Count a prompt within the limits of its key; return the tokens, or why they cannot be counted."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
+    asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))
     demand = replace(demand_of(asked.model, asked.messages, Params(), asked.tools), choices=0)
     charged = quotas.take(key, demand, dispatcher.now())
     if isinstance(charged, Refused):

@@ -55,7 +55,7 @@ from router.placement import (
     place,
 )
 from router.queue import AdmissionQueue, Entry
-from router.quotas import Quotas, work
+from router.quotas import KeyLimits, Quotas, work
 from router.reservations import Ledger, Turn
 from router.resume import STOPS, Fall, fall_of, is_fault, patience, survives
 from router.settings import RouterSettings
@@ -63,6 +63,7 @@ from router.swaps import Ask, Begun, Ended, Swaps, fits_beside, picture_of
 from router.ticket import CANCELLED, LONGEST_WHOLE, SLOW, SWAP, Failure, Job, Outcome, StreamTicket, Ticket, WholeTicket
 from router.usage import Usage
 from router.view import LEFT, ClusterView, NodeView, seen_as
+from router.visible import visible
 from wire.fairness import Owner
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
@@ -379,6 +380,9 @@ class Dispatcher:
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
         limits = self.quotas.limits(job.key)
+        name = self.canonical_name(job.demand.model, limits)
+        if name != job.demand.model:
+            job = replace(job, demand=replace(job.demand, model=name))
         owner = Owner(job.key, limits.weight)
         ticket = kind(job, owner, self._count, self._clock())
         if job.params.seed is None:  # else what one node draws no other could go on with
@@ -389,9 +393,11 @@ class Dispatcher:
         if self._closing:
             self._end(ticket, Failure("shutting_down", STOPPING))
         elif isinstance(charged := self.quotas.take(job.key, job.demand, ticket.arrived), Refused):
+            ticket.rates = self.quotas.rates(job.key, ticket.arrived)
             self._end(ticket, charged)
         else:
             ticket.charged = charged
+            ticket.rates = self.quotas.rates(job.key, ticket.arrived)
             if limits.labels:
                 ticket.demand = replace(ticket.demand, labels=frozenset(limits.labels))
             self._place(ticket)
@@ -401,6 +407,12 @@ class Dispatcher:
         self._quiet.clear()
         self._arm()
         return ticket
+
+    def canonical_name(self, model: str, limits: KeyLimits) -> str:
+        """Return the model that a client means (`ClusterView.canonical_name`), among those that its key may use."""
+        if any(model in node.models for node in self.view.nodes):
+            return model
+        return visible(self.view, limits).canonical_name(model)
 
     def _chain(self, job: Job) -> Chain:
         fingerprint = self.view.identity(job.demand.model).fingerprint
@@ -835,29 +847,33 @@ class Dispatcher:
     def _deltas(self, node: NodeId, frame: Deltas) -> None:
         live = self._live
         touched: list[Ticket] = []
+        tokens = 0
         for delta in frame.deltas:
             ticket = live.get(delta.request)
             if ticket is None or ticket.node != node:
                 continue
             if ticket.first_at is None:
-                self._first(ticket)
+                self._first(ticket, node)
+            tokens += len(delta.ids)
             if ticket.add(delta):
                 touched.append(ticket)
             if ticket.held > self._slow_bytes:
                 self._too_much(ticket)
+        if tokens:
+            self.counters.node(node).generated_tokens += tokens
         if touched:
             first = touched[0]
             self.counters.stepped(node, first.demand.model, first.number, len(touched), self._clock())
         for ticket in touched:
             ticket.flush()
 
-    def _first(self, ticket: Ticket) -> None:
+    def _first(self, ticket: Ticket, node: NodeId) -> None:
         now = self._clock()
         ticket.first_at = now
         ticket.mark(now, "first token", ticket.node_name)
         self.ledger.admitted(ticket.request)
         self.ledger.read(ticket.request)
-        self.counters.first(ticket.demand.model, now - ticket.arrived)
+        self.counters.first(node, ticket.demand.model, ticket.read[0], now - ticket.arrived)
 
     def _admitted(self, ticket: Ticket, frame: Admitted) -> None:
         self.ledger.admitted(frame.request)

@@ -20,8 +20,12 @@ TEMPLATE_TOKENS = 4096
 MESSAGE_TOKENS = 32
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: its end, and what was held back for a stop string."""
-QUOTING = frozenset({Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE})
-"""Refusals whose message may quote the request: it is told to its client, and kept nowhere."""
+QUOTING = {
+    Code.INVALID: "its grammar, or a value of it, is not valid for this model; the client's answer has the details",
+    Code.UNSUPPORTED: "the model cannot do what was asked for; the client's answer has the details",
+    Code.TEMPLATE: "the model's template or tokenizer failed on this conversation; the client's answer has the details",
+}
+"""What is kept of refusals whose message may quote the request: it is sent to its client, and kept nowhere."""
 
 
 class Endings:
@@ -51,6 +55,7 @@ class Endings:
         used.cached_tokens += cached
         used.completion_tokens += written
         self._counters.model(model).used(prompt, cached, written)
+        self._counters.used_by(ticket.job.key, model, prompt + written)
         return max(prompt + written, ticket.wrote)
 
 
@@ -91,15 +96,16 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
     if isinstance(outcome, Finished):
         return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, "ok", "", steps,
                      outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
-                     outcome.timings)  # fmt: skip
+                     outcome.timings, job.ignored)  # fmt: skip
     return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote)  # fmt: skip
+                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote,
+                 ignored=job.ignored)  # fmt: skip
 
 
 def _worth_keeping(outcome: Refused | Failure) -> str:
-    """Give the message of an end for those who look on: not one that may quote what its client wrote."""
-    quotes = isinstance(outcome, Refused) and outcome.code in QUOTING
-    return "its client was told why" if quotes else outcome.message
+    """Return the message of an end for administrators: not one that may quote what its client wrote."""
+    quoting = QUOTING.get(outcome.code) if isinstance(outcome, Refused) else None
+    return quoting or outcome.message
 
 
 def _label(outcome: Outcome) -> str:

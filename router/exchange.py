@@ -15,6 +15,8 @@ from wire.identity import valid_request_id
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
+Room = Callable[[int], Awaitable[Problem | None]]
+"""Waits for room for so many bytes of a body; returns why there is none."""
 
 _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
@@ -63,15 +65,30 @@ class Exchange:
         """Send what was found, or why nothing was."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
-    async def body(self, settings: RouterSettings) -> bytes | Problem | None:
-        """Read a body up to the limit, None when the client left before its end."""
+    async def body(self, settings: RouterSettings, room: Room | None = None) -> bytes | Problem | None:
+        """Read a body up to the limit; None when the client left before its end.
+
+        When more than INLINE_BYTES have arrived, `room` is awaited once with the most bytes that the body can have. Its
+        Problem ends the reading.
+        """
         limit = settings.body_bytes
-        declared = self.header(b"content-length") or b"0"
-        if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
+        length = self.header(b"content-length")
+        if length is not None and not (length.isdigit() and len(length) <= 18 and int(length) <= limit):
             return too_long(limit)
+        size = limit if length is None else int(length)
+        body = bytearray()
         try:
-            async with asyncio.timeout(settings.body_seconds):
-                return await _received(self.receive, limit)
+            async with asyncio.timeout(settings.body_seconds) as clock:
+                ended = await _received(self.receive, body, limit, INLINE_BYTES)
+                if ended is False:
+                    if room is not None:
+                        clock.reschedule(None)  # the time for a body to arrive does not count its wait for room
+                        refused = await room(size)
+                        if refused is not None:
+                            return refused
+                        clock.reschedule(asyncio.get_running_loop().time() + settings.body_seconds)
+                    ended = await _received(self.receive, body, limit, limit)
+                return bytes(body) if ended is True else ended or None
         except TimeoutError:
             seconds = settings.body_seconds
             return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
@@ -86,8 +103,8 @@ def _request_id(headers: list[Header]) -> str:
     return f"{_PROCESS}{next(_numbers):012x}"
 
 
-async def _received(receive: Receive, limit: int) -> bytes | Problem | None:
-    body = bytearray()
+async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
+    """Read into `body` until it has ended (True) or has more than `pause` bytes (False); None when the client left."""
     while True:
         part = await receive()
         if part["type"] != "http.request":
@@ -96,7 +113,9 @@ async def _received(receive: Receive, limit: int) -> bytes | Problem | None:
         if len(body) > limit:
             return too_long(limit)
         if not part.get("more_body", False):
-            return bytes(body)
+            return True
+        if len(body) > pause:
+            return False
 
 
 class Watch:

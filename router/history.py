@@ -1,24 +1,31 @@
 """What became of the newest requests: every step with its time, every decision with all its numbers, and its end.
 
-Kept in two bounded rings, so that a person can ask why a request went where it went (`cluster explain`), and so that
-the decisions of a day can be written to a file and taken again by another policy (`replay`).
+Kept in bounded rings, so that a person can ask why a request went where it went (`cluster explain`), and so that the
+decisions of a day can be written to a file and taken again by another policy (`replay`). A request that was refused
+before it had a place in the queue, because its body was wrong, has a ring of its own: a client that sends nothing else
+evicts no other request.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from router.placement import Candidate, Demand, NoPlacement, Placement, Policy, explain
+from router.problems import Problem
 from wire.frames import Timings
 from wire.identity import NodeId
 from wire.refusals import Refused
 
 STORIES_KEPT = 1000
+REFUSALS_KEPT = 500
 DECISIONS_KEPT = 1000
 ROWS_KEPT = 16
 """Nodes kept of each decision: enough to explain, bounded in a large cluster."""
 LONGEST_LINE = 4 * 2**20
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -40,7 +47,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 class Story(msgspec.Struct, frozen=True, gc=False):
     """A request from its arrival (monotonic seconds) to its end, `seconds` later. `steps`: seconds after it came, what,
-    on which node. `timings` are its last node's."""
+    on which node. `timings` are its last node's; `ignored` are the fields and tools
+    of its body that changed nothing."""
 
     request_id: str
     key: str
@@ -55,13 +63,15 @@ class Story(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None
+    ignored: tuple[str, ...] = ()
 
 
 class History:
-    """The two rings."""
+    """The rings."""
 
     def __init__(self) -> None:
         self.stories: deque[Story] = deque(maxlen=STORIES_KEPT)
+        self.refusals: deque[Story] = deque(maxlen=REFUSALS_KEPT)
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
 
     def decided(
@@ -77,9 +87,19 @@ class History:
             kept = (chosen, *(one for one in kept[:ROWS_KEPT] if one is not chosen))
         self.decisions.append(Decision(at, request_id, key, demand, kept, chosen.node, None, nodes))
 
+    def refused(self, at: float, request_id: str, key: str, problem: Problem) -> None:
+        """Keep a request that was refused for what it is, `at` in monotonic seconds."""
+        reason = unquoted(problem.message, problem.param or "")
+        self.refusals.append(Story(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
+
+    def newest(self, count: int) -> list[Story]:
+        """Return the newest requests that have ended, refused ones included, oldest first."""
+        ended = list(self.stories)[-count:] + list(self.refusals)[-count:]
+        return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
+
     def told(self, request_id: str) -> list[Story]:
         """Give the kept stories of a request id, oldest first: a client may use one id twice."""
-        return [story for story in self.stories if story.request_id == request_id]
+        return [story for story in (*self.refusals, *self.stories) if story.request_id == request_id]
 
     def decided_on(self, request_id: str) -> list[Decision]:
         """Give the kept decisions about one request, oldest first."""
@@ -101,6 +121,14 @@ class Replayed(msgspec.Struct, frozen=True):
     """(request id, node taken, node that the other policy takes)"""
     waits: tuple[float, float]
     """Mean of the expected seconds to the first token as decided, and by the other policy."""
+
+
+def unquoted(message: str, param: str) -> str:
+    """Return a message without what it quotes of a request, but names: a prompt in a wrong place is not kept."""
+    for step in re.split(r"[.\[\]]+", param):
+        if step and not _NAME.fullmatch(step):
+            message = message.replace(step, "…")
+    return _QUOTED.sub(lambda quoted: quoted[0] if _NAME.fullmatch(quoted[0][1:-1]) else "'…'", message)
 
 
 def read_line(line: bytes) -> Decision:

@@ -54,6 +54,13 @@ def digest_of(pepper: bytes, key: bytes) -> bytes:
     return hmac.digest(pepper, key, "sha256")
 
 
+def new_secret(pepper: bytes, key_id: str) -> tuple[bytes, str]:
+    """Return the digest of a new secret of a key, and the key's text `mp_<id>_<43 characters>`."""
+    secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
+    text = f"mp_{key_id}_{secret}"
+    return digest_of(pepper, text.encode()), text
+
+
 def new_key(
     pepper: bytes,
     name: str,
@@ -71,9 +78,8 @@ def new_key(
     if not wanted or not wanted <= SCOPES:
         raise ValueError(f"scopes are {', '.join(sorted(SCOPES))}; not {', '.join(sorted(wanted - SCOPES)) or 'none'}")
     key_id = base64.b32encode(secrets.token_bytes(5)).decode().lower()
-    secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
-    text = f"mp_{key_id}_{secret}"
-    return ApiKey(key_id, name, wanted, digest_of(pepper, text.encode()), created, expires, limits), text
+    digest, text = new_secret(pepper, key_id)
+    return ApiKey(key_id, name, wanted, digest, created, expires, limits), text
 
 
 class KeyRing:
@@ -87,7 +93,7 @@ class KeyRing:
         self._salt = secrets.token_bytes(32)
         self._proven: dict[bytes, ApiKey] = {}
         self.refused = 0
-        """Keys that were shown and let nobody in."""
+        """Keys that were shown and not known, or expired."""
         self.anonymous: ApiKey | None = None
         """Who a caller is that shows no key of ours; None: nobody, and it gets nothing."""
 
@@ -105,6 +111,16 @@ class KeyRing:
         """Give all keys, oldest first."""
         return sorted(self._keys.values(), key=lambda key: key.created)
 
+    def names(self) -> dict[str, str]:
+        """Return the name of every key in force by its id, the one of clients without a key included."""
+        names = {key.id: key.name for key in self._keys.values()}
+        return names if self.anonymous is None else {**names, self.anonymous.id: self.anonymous.name}
+
+    def of(self, key_id: str) -> ApiKey | None:
+        """Return a key by its id, the one of clients without a key included; None where there is none."""
+        key = self._keys.get(key_id.encode())
+        return self.anonymous if key is None and self.anonymous and self.anonymous.id == key_id else key
+
     def limits(self, key_id: str) -> KeyLimits | None:
         """Give the limits of a key in force, None where it has none."""
         key = self._keys.get(key_id.encode())
@@ -118,18 +134,20 @@ class KeyRing:
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # libraries insist on sending something
             return self.anonymous
-        if len(text) > _LONGEST:
+        known = self._find(text) if len(text) <= _LONGEST else None
+        if known is None or (known.expires is not None and known.expires <= self._clock()):
+            self.refused += 1
             return None
+        return known
+
+    def _find(self, text: bytes) -> ApiKey | None:
         seen = hashlib.blake2b(text, key=self._salt, digest_size=32).digest()
         known = self._proven.get(seen)
         if known is None:
             known = self._prove(text)
-            if known is None:
-                self.refused += 1
-                return None
-            if len(self._proven) < MOST_PROVEN:
+            if known is not None and len(self._proven) < MOST_PROVEN:
                 self._proven[seen] = known
-        return None if known.expires is not None and known.expires <= self._clock() else known
+        return known
 
     def knows(self, presented: bytes) -> bool:
         """Return whether a key is one of ours and in force, without counting a wrong one."""

@@ -7,6 +7,7 @@ Rules
   streams at once.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from wire.identity import NodeId
@@ -22,6 +23,8 @@ PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.
 MOST_MODELS = 64
 MOST_PACES = 4096
 """Pairs of node and model of which the last step is remembered; beyond them all are forgotten, and one gap of each."""
+MAX_KEY_MODELS = 1024
+"""Pairs of key and model that are counted; tokens of further pairs are left out."""
 OTHER = "other"
 FAILED = "failed"
 OUTCOMES = frozenset({
@@ -48,6 +51,16 @@ class ModelCounts:
         self.prompt_tokens += max(0, prompt)
         self.cached_tokens += max(0, cached)
         self.completion_tokens += max(0, written)
+
+
+class NodeCounts:
+    """Totals of one node, counted as its frames arrive; times in seconds."""
+
+    __slots__ = ("first_token_seconds", "first_tokens", "generated_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generated_tokens = self.first_tokens = 0
+        self.first_token_seconds = 0.0
 
 
 @dataclass(slots=True)
@@ -84,6 +97,10 @@ class Counters:
     models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
     placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
     """Requests sent to each member."""
+    nodes: dict[NodeId, NodeCounts] = field(default_factory=dict[NodeId, NodeCounts])
+    """Tokens and times to the first token of each member."""
+    keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
     queue_wait: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
     placement: Buckets = field(default_factory=lambda: Buckets(PLACEMENT_BOUNDS))
     """How long it took to decide."""
@@ -98,6 +115,23 @@ class Counters:
             name = name if name and len(self.models) < MOST_MODELS else OTHER
             found = self.models.setdefault(name, ModelCounts())
         return found
+
+    def node(self, node: NodeId) -> NodeCounts:
+        """Return a node's totals."""
+        found = self.nodes.get(node)
+        if found is None:
+            found = self.nodes[node] = NodeCounts()
+        return found
+
+    def used_by(self, key: str, model: str, tokens: int) -> None:
+        """Count the tokens of a key's request; an empty model is one that no member has."""
+        pair = key, model if model in self.models else OTHER
+        if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
+            self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
+
+    def forget_keys(self, known: Container[str]) -> None:
+        """Drop the totals of keys that are not `known` any more."""
+        self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
 
     def ended(self, outcome: str, model: str, seconds: float) -> None:
         """Count one ended request and how long it took."""
@@ -121,10 +155,14 @@ class Counters:
         """Count one refusal by a node."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
-    def first(self, model: str, seconds: float) -> None:
-        """Count a first token, so many seconds after its request came."""
+    def first(self, node: NodeId, model: str, prompt_tokens: int, seconds: float) -> None:
+        """Count a node's first token of a request, `seconds` after the request arrived."""
         self.first_tokens += 1
         self.first_token_seconds += seconds
+        counts = self.node(node)
+        counts.prompt_tokens += prompt_tokens
+        counts.first_tokens += 1
+        counts.first_token_seconds += seconds
         self.model(model).ttft.observe(seconds)
 
     def left_line(self, seconds: float) -> None:
@@ -150,5 +188,6 @@ class Counters:
     def forget(self, node: NodeId) -> None:
         """Forget a node that is no member any more."""
         self.placements.pop(node, None)
+        self.nodes.pop(node, None)
         for key in [key for key in self._paces if key[0] == node]:
             del self._paces[key]

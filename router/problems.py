@@ -5,8 +5,11 @@ one object, `error.memory`, with the verdict's field names.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import takewhile
+from types import MappingProxyType
 
 import msgspec
 
@@ -34,6 +37,22 @@ _FAILED: dict[str, int] = {
 _ONCE = frozenset({HTTPStatus.CONFLICT, HTTPStatus.INTERNAL_SERVER_ERROR})
 """The client libraries send these again by themselves. A request that was in a crash must not come back, and a model
 whose files are broken stays broken: the header that they obey says so."""
+
+
+_PREFIXES = frozenset({"v1", "api", "openai", "v1beta"})
+"""What wrong base URLs have too much of."""
+
+
+_ROUTES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("chat/completions", "completions", "models", "responses", "videos", "messages", "messages/count_tokens"),
+            "/v1/",
+        ),
+        **dict.fromkeys(("chat", "generate", "tags", "show", "ps", "version"), "/api/"),
+    }
+)
+"""What stands before the names of routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +144,19 @@ def missing_scope(scope: str) -> Problem:
                    f"`cluster key create NAME --scope {scope}`")  # fmt: skip
 
 
-def not_found(path: str) -> Problem:
-    """Give the 404 of a path that does not exist."""
-    return Problem(404, "not_found", f"there is nothing at {path[:200]}")
+def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
+    """Return the 404 of a path that does not exist. Where a client has a wrong base URL it says the right one; `server`
+    is scheme and host of the request."""
+    parts = [part for part in path.split("/") if part]
+    before = list(takewhile(_PREFIXES.__contains__, parts))
+    meant = "/".join(parts[len(before) :])
+    route = _ROUTES.get(meant) or _ROUTES.get(meant.partition("/")[0])
+    text = f"there is nothing at {path[:200]}"
+    if route is None or path == route + meant:
+        return Problem(404, "not_found", text)
+    # a client that asks /v1/v1/... puts /v1 before the names itself, one that asks without does not
+    base = server if route == "/api/" or before.count("v1") > 1 else f"{server}/v1"
+    return Problem(404, "not_found", f"{text}, but at {route}{meant[:80]}: set the client's base URL to {base}")
 
 
 def wrong_method(method: str, allow: str) -> Problem:

@@ -13,7 +13,7 @@ import fnmatch
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -32,7 +32,7 @@ VIDEO_RETRY_SECONDS = 30.0
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}
 """A key's part of the queue beside others, by its priority (`queue`)."""
 
-Rate = Annotated[int, Meta(ge=1, le=10**9)]
+PerMinute = Annotated[int, Meta(ge=1, le=10**9)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
@@ -42,8 +42,8 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     models: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     labels: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
-    requests_per_minute: Rate | None = None
-    tokens_per_minute: Rate | None = None
+    requests_per_minute: PerMinute | None = None
+    tokens_per_minute: PerMinute | None = None
     concurrency: Annotated[int, Meta(ge=1, le=10_000)] | None = None
     waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     priority: Literal["low", "normal", "high"] = "normal"
@@ -59,6 +59,16 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 NO_LIMITS = KeyLimits()
+
+
+class Rate(NamedTuple):
+    """Where a key stands with one of its rates: of `what`, the `limit` a minute, how many are left, and seconds until
+    all are."""
+
+    what: str
+    limit: int
+    remaining: int
+    reset: float
 
 
 @dataclass(slots=True)
@@ -164,6 +174,18 @@ class Quotas:
             most_size = show_size(settings.key_bytes)
             return f"this API key may have {most_size} of prompts under way, and this makes it {show_size(size)}"
         return ""
+
+    def rates(self, key: str, now: float) -> tuple[Rate, ...]:
+        """Return where a key stands with its rates; nothing for a key without any."""
+        limits = self._limits_of(key) or NO_LIMITS
+        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+            return ()
+        meter = self._filled(key, limits, now)
+        return tuple(
+            Rate(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
+            for what, bucket in (("requests", meter.requests), ("tokens", meter.tokens))
+            if bucket is not None
+        )
 
     def settle(self, key: str, demand: Demand, charged: int, used: int, now: float) -> None:
         """Count the end of a request that was let in with this demand: it used so many tokens."""

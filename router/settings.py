@@ -43,8 +43,21 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = 16_000_000  # fmt: skip
     key_bytes: Annotated[
         int,
-        Meta(ge=1, description="Bytes of prompts that one API key may have under way with more than one request."),
-    ] = 64 * MIB
+        Meta(
+            ge=1,
+            description=(
+                "Bytes of prompts that one API key may have under way with more than one request, and bytes of long "
+                "bodies that are received from it at once."
+            ),
+        ),
+    ] = 32 * MIB
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        Meta(description=(
+            "Fields of a request that are not known here, and tools that would have to run here: ignore (the answer "
+            "names them in x-macpool-ignored), or refuse (400)."
+        )),
+    ] = "ignore"  # fmt: skip
     keepalive_seconds: Annotated[
         float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0

@@ -14,6 +14,7 @@ import msgspec
 from router.affinity import NOWHERE, Chain
 from router.placement import FIRST, Demand, Trials
 from router.queue import Entry
+from router.quotas import Rate
 from router.resume import MOST_KNOWN
 from wire.fairness import Owner
 from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
@@ -33,7 +34,8 @@ LONGEST_WHOLE = 32 * 1024 * 1024
 
 class Job(msgspec.Struct, frozen=True, gc=False):
     """What a dialect asks for: the parts of Generate, whose it is, and how it will be read. `created` in seconds since
-    1970, `session` the conversation's name if its client gave one."""
+    1970, `session` the conversation's name if its client gave one, `ignored` the fields and tools of its body that
+    change nothing."""
 
     demand: Demand
     key: str
@@ -48,15 +50,17 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
     ids: tuple[int, ...] = ()
     session: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
     """What was said of an answer that is not streamed: texts by choice and channel, tool calls (the nodes' JSON) and
-    log probabilities by choice."""
+    log probabilities by choice, and the fingerprint of the model that said it."""
 
     texts: Mapping[tuple[int, int], str]
     calls: Mapping[int, Sequence[str]]
     logprobs: Mapping[int, Sequence[Logprob]]
+    fingerprint: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
@@ -78,8 +82,8 @@ class Ticket:
     __slots__ = (
         "arrived", "asked", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
         "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
-        "node_name", "number", "opened", "outcome", "owner", "params", "queued_at", "read", "refused", "request",
-        "sink", "steps", "swap", "waiter", "warm",
+        "node_name", "number", "opened", "outcome", "owner", "params", "queued_at", "rates", "read", "refused",
+        "request", "sink", "steps", "swap", "waiter", "warm",
     )  # fmt: skip
 
     def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
@@ -125,6 +129,7 @@ class Ticket:
         self.charged: int | None = None
         self.asked = 0
         self.steps: list[tuple[float, str, str]] = []
+        self.rates: tuple[Rate, ...] = ()
 
     def mark(self, now: float, what: str, node: str = "") -> None:
         """Remember a step of its way, `now` in monotonic seconds; the first and the last of too many."""
@@ -301,7 +306,8 @@ class WholeTicket(Ticket):
 
     def answer(self) -> Answer:
         """Give all that was said."""
-        return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs)
+        return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs,
+                      self.fingerprint)  # fmt: skip
 
     def discard(self) -> None:
         """Forget what was said."""

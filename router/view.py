@@ -44,6 +44,8 @@ MOST_BYTES = 2**60
 MOST_EVICTED, MOST_HASH = 64, 32
 """Evictions of a node's prefix cache that are looked at, and bytes of the hash of each."""
 MOST_WARNINGS = 8
+MOST_PREFIXES = 3
+"""Parts before a model's name that may be taken off: `openrouter/qwen/MODEL` has two."""
 MOST_STEP = 65_536
 MOST_PACKAGES, MOST_LEASES = 64, 16
 MOST_SIDE, MOST_FRAMES, MOST_FPS = 1024, 64, 1000
@@ -122,6 +124,16 @@ class ClusterView:
         if found is None:
             found = self._identities[name] = _identity(self.nodes, name)
         return found
+
+    def canonical_name(self, name: str) -> str:
+        """Return the model that a client means: of this name, else of the same but for its case, else of the name
+        without a provider before it (`openai/`). A name that nothing has is returned as it is."""
+        if any(name in node.models for node in self.nodes):
+            return name
+        folded = {known.casefold(): known for known in sorted(self.models(), reverse=True)}
+        parts = name.casefold().split("/", MOST_PREFIXES)
+        tails = ("/".join(parts[at:]) for at in range(len(parts)))
+        return next((folded[tail] for tail in tails if tail in folded), name)
 
     def conflicts(self) -> list[str]:
         """List the names under which members hold different models."""

@@ -1,14 +1,17 @@
 """`/v1/messages`: Anthropic's body into the parts of a Generate frame, and `/v1/messages/count_tokens` into a Count."""
 
+from typing import NamedTuple
+
 from router.dialects.anthropic_answer import MessageChunks, error_of, message
 from router.dialects.anthropic_body import COUNT, MESSAGES, CountBody, MessagesBody, Thinking, Tool
 from router.dialects.anthropic_messages import messages_of
 from router.dialects.demand import demand_of
 from router.dialects.dialect import Reader, Style
 from router.dialects.formats import of_schema, with_calls
+from router.dialects.parameters import nameable
 from router.dialects.request import Request
 from router.dialects.template import variables
-from router.dialects.tools import function, written
+from router.dialects.tools import NO_TOOLS, Offered, Tools, function, gathered
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
 from wire.frames import Count, Finished, Grammar, Message, Params
@@ -31,34 +34,45 @@ class MessagesRequest(Request, frozen=True, gc=False):
 
 
 class Messages:
-    """The route."""
+    """The route; `strict` refuses unknown fields."""
 
     style = ANTHROPIC
 
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
         """See `router.dialects.dialect.Dialect`."""
-        found = MESSAGES.read(body)
-        return found if isinstance(found, Problem) else _request(found[0])
+        found = MESSAGES.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
 
 
-def count(body: bytes, created: int) -> Count | Problem:
+class Counted(NamedTuple):
+    """A prompt to count, and what of its body changes nothing."""
+
+    asked: Count
+    ignored: tuple[str, ...]
+
+
+def count(body: bytes, created: int, *, strict: bool = False) -> Counted | Problem:
     """Read the body of a count; `created` in seconds since 1970."""
-    found = COUNT.read(body)
+    found = COUNT.read(body, strict=strict)
     if isinstance(found, Problem):
         return found
-    parts = _parts(found[0])
+    parts = _parts(found.body, strict=strict)
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
-    return Count(0, found[0].model, messages, created, tools, template)
+    asked = Count(0, found.body.model, messages, created, tools.text, template)
+    return Counted(asked, nameable([*found.ignored, *tools.left_out]))
 
 
-def _request(body: MessagesBody) -> MessagesRequest | Problem:
-    parts = _parts(body)
+def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:
+    parts = _parts(body, strict=strict)
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
-    grammar = _grammar(body)
+    grammar = _grammar(body, tools)
     if isinstance(grammar, Problem):
         return grammar
     params = Params(
@@ -71,16 +85,26 @@ def _request(body: MessagesBody) -> MessagesRequest | Problem:
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use is True,
     )
     thoughts = body.thinking is None or body.thinking.display != "omitted"
-    demand = demand_of(body.model, messages, params, tools)
-    return MessagesRequest(demand, messages, params, bool(body.stream), True, tools, template, body.session, thoughts)
+    return MessagesRequest(
+        demand_of(body.model, messages, params, tools.text),
+        messages,
+        params,
+        bool(body.stream),
+        True,
+        tools.text,
+        template,
+        body.session,
+        nameable([*ignored, *tools.left_out]),
+        thoughts,
+    )
 
 
-def _parts(body: CountBody) -> tuple[tuple[Message, ...], str, str] | Problem:
-    """Give what makes the prompt: messages, tools, and the template's variables."""
+def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], Tools, str] | Problem:
+    """Return what makes the prompt: messages, tools, and the template's variables."""
     messages = messages_of(body.system, body.messages)
     if isinstance(messages, Problem):
         return messages
-    tools = _tools(body)
+    tools = _tools(body, strict=strict)
     if isinstance(tools, Problem):
         return tools
     effort = body.output_config.effort if body.output_config is not None else None
@@ -105,32 +129,32 @@ def _thinks(thinking: Thinking | None) -> bool | None:
     return thinking.type == "enabled"
 
 
-def _grammar(body: CountBody) -> Grammar | Problem | None:
-    """Give what the answer has to be like, and what is asked of calls: that there is one, and which."""
+def _grammar(body: CountBody, tools: Tools) -> Grammar | Problem | None:
+    """Return what the answer has to be like, and what is asked of calls: that there is one, and which."""
     asked = body.output_config.format if body.output_config is not None else None
     form = None if asked is None else of_schema(asked.schema_, "output_config.format.schema")
     if isinstance(form, Problem):
         return form
-    choice, tools = body.tool_choice, body.tools or ()
+    choice = body.tool_choice
     if choice is not None and (choice.type == "tool") != bool(choice.name):
         return invalid("tool_choice has a name where its type is tool, and only there", "tool_choice.name")
     word = _WORDS.get("auto" if choice is None else choice.type, "auto")
-    strict = any(tool.strict for tool in tools)
     named = (choice.name or "") if choice is not None else ""
-    return with_calls(form, (tool.name for tool in tools), word=word, named=named, strict=strict)
+    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
 _WORDS = {"any": "required", "tool": "required", "none": "none"}
 
 
-def _tools(body: CountBody) -> str | Problem:
+def _tools(body: CountBody, *, strict: bool) -> Tools | Problem:
     choice = body.tool_choice
     if choice is not None and not body.tools and choice.type != "none":
         return invalid("tool_choice is only possible with tools", "tool_choice")
     if not body.tools:
-        return ""
-    return written(map(_tool, body.tools), told=choice is None or choice.type != "none")
+        return NO_TOOLS
+    offered = (_tool(tool) for tool in body.tools if isinstance(tool, Tool))
+    return gathered(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
 
 
-def _tool(tool: Tool) -> dict[str, object]:
-    return function(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+def _tool(tool: Tool) -> Offered:
+    return Offered(function(tool.name, tool.description, tool.input_schema, strict=tool.strict), bool(tool.strict))

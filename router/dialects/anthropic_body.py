@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from router.dialects.chat_body import BILL, CACHE, WHO
 from router.dialects.fields import (
+    OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    Foreign,
     FunctionName,
     Named,
     Stops,
@@ -25,6 +27,7 @@ from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType({
+    **OTHER_SERVERS,
     "user_profile_id": WHO, "workspace_id": WHO, "service_tier": BILL, "cache_control": CACHE,
     "context_management": "nothing is taken out of a conversation: the model sees all of it",
 })  # fmt: skip
@@ -42,7 +45,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens changes nothing; "
     "display omitted leaves thinking blocks out",
     "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
-    "tools": "custom ones; a tool of the server is refused by its type",
+    "tools": "custom ones; a tool of another type would have to run here, and is left out",
     "output_config": "effort is the template's reasoning_effort; the answer keeps to the JSON schema of format",
 })  # fmt: skip
 
@@ -136,6 +139,16 @@ class Tool(Cached):
     input_examples: Any = None
 
 
+def _tool_kind(tool: object) -> str:
+    kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
+    return "foreign_part" if isinstance(kind, str) and kind not in ("", "custom") else "custom_part"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("custom_part")] | Annotated[Foreign, Tag("foreign_part")], Discriminator(_tool_kind)
+]
+
+
 class ToolChoice(Strict):
     """Which tools may be called."""
 
@@ -172,7 +185,7 @@ class CountBody(Strict):
     model: Named
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -4,15 +4,18 @@ The hot path is `ChatChunks.deltas`: one event per piece of text is a prefix and
 and channel, with the text escaped by the C encoder between them. Log probabilities and tool calls leave that path.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.dialects.chat_parts import MOST_CALLS, Logprobs, finish_reason, logprobs_of, tool_call
+from router.dialects.chat_parts import MOST_CALLS, Logprobs, call_of, finish_reason, logprobs_of
 from router.dialects.dialect import comment
+from router.dialects.tools import input_of
 from router.problems import Problem
 from router.ticket import Answer, Job
 from wire.frames import Channel, Delta, Finished
@@ -25,9 +28,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
-    """Makes the events of one stream."""
+    """Makes the events of one stream. `custom` names the custom tools, `fingerprint` is that of the model's files."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, custom: Collection[str] = (), fingerprint: str = "") -> None:
+        self._custom = custom
         self._request_id = job.request_id
         self._choices = choices = job.params.n
         self._include_usage = job.include_usage
@@ -36,7 +40,7 @@ class ChatChunks:
         self._calls = [0] * choices
         self._head = (
             f'data: {{"id":"chatcmpl-{job.request_id}","object":"chat.completion.chunk","created":{job.created},'
-            f'"model":{json.dumps(job.demand.model)},'
+            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(shown_fingerprint(fingerprint))},'
         )
         self._tail = ',"usage":null}\n\n' if job.include_usage else "}\n\n"
         self._prefixes = {
@@ -110,7 +114,7 @@ class ChatChunks:
         """Give the event of one tool call; nothing when the piece is none."""
         if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MOST_CALLS:
             return ""
-        call = tool_call(piece)
+        call = tool_call(piece, self._custom)
         if call is None:
             return ""
         index = self._calls[choice]
@@ -118,8 +122,22 @@ class ChatChunks:
         return self._choice(choice, _json({"tool_calls": [{"index": index} | call]}))
 
 
+def tool_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
+    """Return a call in OpenAI's shape, of a `custom` tool or of a function; None when it is none."""
+    call = call_of(piece)
+    if call is None:
+        return None
+    if call.name in custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 class _Details(msgspec.Struct, gc=False):
     cached_tokens: int
+
+
+class _Written(msgspec.Struct, gc=False):
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -129,6 +147,7 @@ class Usage(msgspec.Struct, gc=False):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: _Details
+    completion_tokens_details: _Written
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -153,17 +172,25 @@ class _Completion(msgspec.Struct, gc=False):
     model: str
     choices: list[_Choice]
     usage: Usage
+    system_fingerprint: str | None
 
 
-def completion(job: Job, answer: Answer, finished: Finished) -> bytes:
-    """Give the whole answer of a request that did not ask for a stream."""
-    choices = [_choice(choice, job, answer, finished) for choice in range(job.params.n)]
+def completion(job: Job, answer: Answer, finished: Finished, custom: Collection[str] = ()) -> bytes:
+    """Return the whole answer of a request that did not ask for a stream; `custom` names its custom tools."""
+    choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
     name = f"chatcmpl-{job.request_id}"
-    return _encode(_Completion(name, "chat.completion", job.created, job.demand.model, choices, usage_of(finished)))
+    return _encode(_Completion(name, "chat.completion", job.created, job.demand.model, choices, usage_of(finished),
+                               shown_fingerprint(answer.fingerprint)))  # fmt: skip
 
 
-def _choice(choice: int, job: Job, answer: Answer, finished: Finished) -> _Choice:
-    calls = _calls(answer.calls[choice]) if choice in answer.calls else []
+@lru_cache(maxsize=64)
+def shown_fingerprint(fingerprint: str) -> str | None:
+    """Return `system_fingerprint`: it changes with the model's files; None while no node has the request."""
+    return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
+
+
+def _choice(choice: int, job: Job, answer: Answer, finished: Finished, custom: Collection[str]) -> _Choice:
+    calls = _calls(answer.calls[choice], custom) if choice in answer.calls else []
     content = answer.texts.get((choice, Channel.CONTENT), "")
     message = _Message("assistant", content, None, answer.texts.get((choice, Channel.REASONING)) or UNSET)
     if calls:
@@ -171,8 +198,8 @@ def _choice(choice: int, job: Job, answer: Answer, finished: Finished) -> _Choic
     return _Choice(choice, message, _logprobs(choice, answer, job), _reason(finished, choice, len(calls)))
 
 
-def _calls(pieces: Iterable[str]) -> list[dict[str, object]]:
-    return [call for call in map(tool_call, pieces) if call is not None][:MOST_CALLS]
+def _calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
+    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MOST_CALLS]
 
 
 def _logprobs(choice: int, answer: Answer, job: Job) -> Logprobs | None:
@@ -191,4 +218,5 @@ def _json(value: object) -> str:
 def usage_of(finished: Finished) -> Usage:
     """Give the exact counts of a finished request."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
-    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens))
+    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens),
+                 _Written(finished.thought))  # fmt: skip

@@ -5,8 +5,9 @@ at any place, and a model reads a result well without its question. Fields that 
 are refused, unless they are empty: client libraries write all fields of one class into every message.
 """
 
-from router.dialects.chat_body import ChatMessage, MessageToolCall, TextPart
+from router.dialects.chat_body import ChatMessage, MessageCustomCall, MessageToolCall, TextPart
 from router.dialects.chat_body import Part as ContentPart
+from router.dialects.tools import arguments_for
 from router.problems import Problem, invalid
 from wire.frames import Message, ToolCall
 
@@ -59,7 +60,9 @@ def _message(message: ChatMessage) -> Message:
     )
 
 
-def _call(call: MessageToolCall) -> ToolCall:
+def _call(call: MessageToolCall | MessageCustomCall) -> ToolCall:
+    if isinstance(call, MessageCustomCall):
+        return ToolCall(call.id, call.custom.name, arguments_for(call.custom.input))
     return ToolCall(call.id, call.function.name, call.function.arguments)
 
 

@@ -45,14 +45,6 @@ def call_of(piece: str) -> Call | None:
         return None
 
 
-def tool_call(piece: str) -> dict[str, object] | None:
-    """Give a call in OpenAI's shape; None when it is none."""
-    call = call_of(piece)
-    if call is None:
-        return None
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
 class _Alternative(msgspec.Struct, gc=False):
     token: str
     logprob: float

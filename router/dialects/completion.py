@@ -15,6 +15,7 @@ from router.dialects.demand import demand_of_plain
 from router.dialects.dialect import OPENAI, Reader
 from router.dialects.fields import params_of, usage_wanted
 from router.dialects.limits import MOST_CHOICES
+from router.dialects.parameters import nameable
 from router.dialects.validation import unsupported
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
@@ -36,6 +37,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     include_usage: bool
     echo: bool
     session: str = ""
+    ignored: tuple[str, ...] = ()
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
         """See `router.dialects.dialect.Asked`."""
@@ -44,7 +46,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> Job:
         text, ids = (prompt, ()) if isinstance(prompt, str) else ("", prompt)
         return Job(demand_of_plain(self.model, text, ids, self.params), key, request_id, (), self.params, created,
-                   self.stream, include_usage=self.include_usage, text=text, ids=ids, session=self.session)  # fmt: skip
+                   self.stream, include_usage=self.include_usage, text=text, ids=ids, session=self.session,
+                   ignored=self.ignored)  # fmt: skip
 
     def _echoes(self) -> list[str]:
         """Give what stands before each choice."""
@@ -61,17 +64,20 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Completion:
-    """The route."""
+    """The route; `strict` refuses unknown fields."""
 
     style = OPENAI
 
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
     def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
         """See `router.dialects.dialect.Dialect`."""
-        found = COMPLETION.read(body)
-        return found if isinstance(found, Problem) else _request(found[0])
+        found = COMPLETION.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else _request(found.body, found.ignored)
 
 
-def _request(body: CompletionBody) -> CompletionRequest | Problem:
+def _request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionRequest | Problem:
     prompts = _prompts(body)
     wrong = _impossible(body, prompts)
     if wrong is not None:
@@ -84,7 +90,7 @@ def _request(body: CompletionBody) -> CompletionRequest | Problem:
         return grammar
     params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo),
-                             body.session)  # fmt: skip
+                             body.session, nameable(ignored))  # fmt: skip
 
 
 def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:

@@ -6,17 +6,20 @@ from typing import Annotated, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.dialects.fields import SESSION_NOTE, Named, Tokens
+from router.dialects.fields import OTHER_SERVERS, SESSION_NOTE, Named, Tokens
 from router.dialects.formats import FORMS, Formed
 from router.dialects.limits import MAX_PROMPT_IDS, MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
 from router.dialects.parameters import Parameters
 
-HARMLESS: Mapping[str, str] = MappingProxyType({})
+HARMLESS: Mapping[str, str] = OTHER_SERVERS
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
 INSTEAD: Mapping[str, str] = MappingProxyType({
     **FORMS,
     "prompt_cache_key": SESSION_NOTE,
     "user": SESSION_NOTE,
+    "session_id": SESSION_NOTE,
+    "chat_id": SESSION_NOTE,
+    "repeat_penalty": "as repetition_penalty",
     "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
     "best_of": "only where it is n: all answers are given back, none is chosen",
     "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "

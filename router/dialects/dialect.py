@@ -49,6 +49,11 @@ class Reader(Protocol):
         """What it needs of a node."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model's files; empty while no node has the request."""
+        ...
+
 
 class Chunks(Protocol):
     """Makes the bytes of one stream."""

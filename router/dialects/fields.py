@@ -1,7 +1,8 @@
 """Fields that several dialects' bodies have, as pydantic reads them, and what they mean to a node."""
 
-from collections.abc import Iterable
-from typing import Annotated, cast
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -20,6 +21,21 @@ from wire.refusals import Code
 
 INT64 = 2**63 - 1
 
+KEEP = "a model stays loaded until its memory is needed or its node's settings say otherwise"
+ONE = "there is one provider here, and a request goes to the Mac that has room for it"
+OTHER_SERVERS: Mapping[str, str] = MappingProxyType({
+    "cache_prompt": "prompts are cached as the node's settings say", "keep_alive": KEEP, "id_slot": ONE,
+    "provider": ONE, "providers": ONE, "models": ONE, "route": ONE, "transforms": ONE, "plugins": ONE,
+    "include_reasoning": "reasoning is given where the model writes it",
+    "separate_reasoning": "reasoning is given apart from the answer",
+    "skip_special_tokens": "the marks of the model's format are never part of an answer",
+    "spaces_between_special_tokens": "the marks of the model's format are never part of an answer",
+    "add_generation_prompt": "the model's template decides", "continue_final_message": "the model's template decides",
+    "stop_token_ids": "an answer ends where its model ends it, or with one of stop",
+    "min_tokens": "an answer ends where its model ends it", "ignore_eos": "an answer ends where its model ends it",
+    "num_ctx": "a request takes what it needs, up to the model's context",
+})  # fmt: skip
+"""Fields that steer other servers, and why they change nothing here."""
 SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
 
 
@@ -27,6 +43,28 @@ class Strict(BaseModel):
     """Base of all parts: no unknown field, no value turned into another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Foreign(BaseModel):
+    """A part of a type that another server would have to carry out. It is left out, whatever it holds."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Annotated[str, Field(min_length=1)]
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarFormat(Strict):
+    """A grammar that the input of a custom tool follows."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
 
 
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
@@ -55,6 +93,17 @@ def by_type(*kinds: str) -> Discriminator:
     def kind_of(part: object) -> str:
         found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
         return marks.get(found, marks[kinds[0]]) if isinstance(found, str) else marks[kinds[0]]
+
+    return Discriminator(kind_of)
+
+
+def by_offer(*kinds: str) -> Discriminator:
+    """As `by_type`, but a part of another type is marked `foreign_part`."""
+    marks = {kind: f"{kind}_part" for kind in kinds}
+
+    def kind_of(part: object) -> str:
+        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(found, "foreign_part") if isinstance(found, str) and found else marks[kinds[0]]
 
     return Discriminator(kind_of)
 
@@ -95,15 +144,18 @@ class Drawn(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
     seed: Seed | None = None
     prompt_cache_key: Hint | None = None
+    session_id: Hint | None = None
+    chat_id: Hint | None = None
     user: Hint | None = None
 
     @property
     def session(self) -> str:
         """The conversation's name, if its client gave one."""
-        return self.prompt_cache_key or self.user or ""
+        return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
 
 
 def params_of(
@@ -128,7 +180,9 @@ def params_of(
         min_p=body.min_p,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=next(
+            (one for one in (body.repetition_penalty, body.repeat_penalty) if one is not None), 1.0
+        ),
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items() if bias),
         logprobs=logprobs is not None,
         top_logprobs=logprobs or 0,

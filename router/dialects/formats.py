@@ -9,11 +9,11 @@ a schema or a grammar says is the node's to judge: only there is the model's tok
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.dialects.fields import Drawn, FunctionName, Strict, by_type
+from router.dialects.fields import Drawn, FunctionName, Strict, TextFormat, by_type
 from router.dialects.limits import GRAMMAR_BYTES, MOST_SCHEMA_CHOICES
 from router.dialects.strict_json import Body, write
 from router.problems import Problem, invalid
@@ -31,12 +31,6 @@ FORMS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """What the manual says of the fields of `Formed`."""
 BACKENDS = ("auto", "guidance", "llguidance")
-
-
-class TextFormat(Strict):
-    """Any text."""
-
-    type: Literal["text"]
 
 
 class JsonObject(Strict):
@@ -132,15 +126,37 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.function.name
+
+
+class NamedCustomTool(Strict):
+    """The custom tool that has to be called, as chats name it."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.custom.name
+
 
 def choice_kind(choice: object) -> str:
-    """Tell a word from a named tool, marked `word_part` and `named_part`."""
-    return "named_part" if isinstance(choice, dict) else "word_part"
+    """Return whether a choice is a word, a function or a custom tool: `word_part`, `named_part` or `custom_part`."""
+    if not isinstance(choice, dict):
+        return "word_part"
+    return "custom_part" if cast("Body", choice).get("type") == "custom" else "named_part"
 
 
 Word = Literal["auto", "none", "required"]
 ToolChoice = Annotated[
-    Annotated[Word, Tag("word_part")] | Annotated[NamedTool, Tag("named_part")], Discriminator(choice_kind)
+    Annotated[Word, Tag("word_part")]
+    | Annotated[NamedTool, Tag("named_part")]
+    | Annotated[NamedCustomTool, Tag("custom_part")],
+    Discriminator(choice_kind),
 ]
 
 

@@ -8,10 +8,15 @@ MAX_TEXTS = 2 * MAX_VALUES
 """Texts of one body: a key and a value for each comma."""
 MAX_PROMPT_IDS = 512 * 1024
 """The same for a body whose prompt may be token ids, of which each takes 36 bytes."""
+MAX_TEXT_BYTES = 8 * 1024 * 1024
+"""Memory of a body as Python text: one character beyond U+FFFF in 8 MiB of ASCII makes each character take 4 bytes, and
+the text stands twice while it is parsed."""
 MAX_KEYS = 2048
 """Keys of one object. The validator collects an error for each wrong key, and 2,048 errors take 10 ms."""
 MOST_TOKENS = 10_000_000
 MOST_CHOICES = 16
+MOST_IGNORED = 32
+"""Names of ignored fields in the header of an answer; a body with more unknown fields of its own is refused."""
 MOST_STOPS = 16
 MOST_PARTS = 4096
 """Blocks of one message."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
+from router.dialects.chat_body import Tool
 from router.dialects.demand import demand_of, demand_of_plain
 from router.dialects.dialect import Reader
 from router.dialects.fields import stops_of
@@ -21,10 +22,11 @@ from router.dialects.ollama_body import (
     OllamaGenerateBody,
     OllamaMessage,
 )
+from router.dialects.parameters import nameable
 from router.dialects.request import Request
 from router.dialects.strict_json import Body, write
 from router.dialects.template import variables
-from router.dialects.tools import as_written, written
+from router.dialects.tools import NO_TOOLS, Offered, Tools, as_written, gathered
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
 from wire.frames import Finished, Grammar, Message, Params, ToolCall
@@ -42,7 +44,7 @@ class OllamaRequest(Request, frozen=True, gc=False):
     def job(self, key: str, request_id: str, created: int) -> Job:
         """See `Request`."""
         return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
-                   self.template, include_usage=True, text=self.text)  # fmt: skip
+                   self.template, include_usage=True, text=self.text, ignored=self.ignored)  # fmt: skip
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
         """See `router.dialects.dialect.Asked`."""
@@ -54,31 +56,39 @@ class OllamaRequest(Request, frozen=True, gc=False):
 
 
 class OllamaChat:
-    """The route of conversations."""
+    """The route of conversations; `strict` refuses unknown fields."""
 
     style = OLLAMA
 
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
         """See `router.dialects.dialect.Dialect`."""
-        found = CHAT.read(body)
+        found = CHAT.read(body, strict=self._strict)
         if isinstance(found, Problem):
             return found
-        messages = _messages(found[0].messages)
+        messages = _messages(found.body.messages)
         if isinstance(messages, Problem):
             return messages
-        tools = _tools(*found)
-        return tools if isinstance(tools, Problem) else _request(found[0], messages, tools)
+        tools = _tools(found.body, found.asked, strict=self._strict)
+        if isinstance(tools, Problem):
+            return tools
+        return _request(found.body, messages, tools, found.ignored, strict=self._strict)
 
 
 class OllamaGenerate:
-    """The route of single prompts."""
+    """The route of single prompts; `strict` refuses unknown fields."""
 
     style = OLLAMA
 
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
         """See `router.dialects.dialect.Dialect`."""
-        found = GENERATE.read(body)
-        return found if isinstance(found, Problem) else _generate(found[0])
+        found = GENERATE.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
 
 
 def plain_name(model: str) -> str:
@@ -86,49 +96,60 @@ def plain_name(model: str) -> str:
     return model.removesuffix(":latest") or model
 
 
-def _generate(body: OllamaGenerateBody) -> OllamaRequest | Problem:
+def _generate(body: OllamaGenerateBody, ignored: tuple[str, ...], *, strict: bool) -> OllamaRequest | Problem:
     if not body.raw:
         system = [Message("system", body.system)] if body.system else []
-        return _request(body, [*system, Message("user", body.prompt)], "", chat=False)
+        messages = [*system, Message("user", body.prompt)]
+        return _request(body, messages, NO_TOOLS, ignored, strict=strict, chat=False)
     if body.system:
         return invalid("system is not possible with raw: true, which takes the prompt as it is", "system")
-    return _request(body, [], "", chat=False, text=body.prompt)
+    return _request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=body.prompt)
 
 
 def _request(
-    body: Asking, messages: list[Message], tools: str, *, chat: bool = True, text: str = ""
+    body: Asking,
+    messages: list[Message],
+    tools: Tools,
+    ignored: tuple[str, ...],
+    *,
+    strict: bool,
+    chat: bool = True,
+    text: str = "",
 ) -> OllamaRequest | Problem:
-    params = _params(body.options or {})
-    if isinstance(params, Problem):
-        return params
+    drawn = _params(body.options or {}, strict=strict)
+    if isinstance(drawn, Problem):
+        return drawn
+    params, unread = drawn
     form = of_schema(body.format, "format") if isinstance(body.format, dict) else None
     grammar = Grammar("json_object") if body.format == "json" else form
     if isinstance(grammar, Problem):
         return grammar
     if grammar is not None:
-        params = structs.replace(params, grammar=grammar if not tools else structs.replace(grammar, calls="free"))
+        params = structs.replace(params, grammar=grammar if not tools.text else structs.replace(grammar, calls="free"))
     effort = body.think if isinstance(body.think, str) else None
     thinks = body.think if isinstance(body.think, bool) else True if effort else None
     template = "" if text else variables(None, reasoning_effort=effort, enable_thinking=thinks)
     if isinstance(template, Problem):
         return template
     model = plain_name(body.model)
-    demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools)
+    demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools.text)
     stream = body.stream is not False
-    return OllamaRequest(demand, tuple(messages), params, stream, True, tools, template, chat=chat, text=text)
+    return OllamaRequest(demand, tuple(messages), params, stream, True, tools.text, template, chat=chat, text=text,
+                         ignored=nameable([*ignored, *unread, *tools.left_out]))  # fmt: skip
 
 
-def _params(options: dict[str, Any]) -> Params | Problem:
-    found = OPTIONS.understand(options)
+def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]] | Problem:
+    """Return how the answer is drawn, and the options that change nothing."""
+    found = OPTIONS.understand(options, strict=strict)
     if isinstance(found, Problem):
         return replace(found, param=f"options.{found.param}")
-    drawn = found[0]
+    drawn = found.body
     if drawn.num_predict == 0:
         return invalid(
             "options.num_predict is at least 1, or -1 for as much as there is room for", "options.num_predict"
         )
     most = drawn.num_predict
-    return Params(
+    params = Params(
         max_tokens=most if most is not None and most > 0 else None,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
@@ -140,10 +161,13 @@ def _params(options: dict[str, Any]) -> Params | Problem:
         frequency_penalty=drawn.frequency_penalty or 0.0,
         repetition_penalty=1.0 if drawn.repeat_penalty is None else drawn.repeat_penalty,
     )
+    return params, [f"options.{name}" for name in found.ignored]
 
 
-def _tools(body: OllamaChatBody, asked: Body) -> str | Problem:
-    return written(map(as_written, cast("list[Body]", asked["tools"]))) if body.tools else ""
+def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> Tools | Problem:
+    raw = cast("list[Body]", asked.get("tools") or [])
+    offered = (Offered(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, Tool))
+    return gathered(offered, body.tools, strict=strict)
 
 
 def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:

@@ -8,6 +8,8 @@ from pydantic import Discriminator, Field, Tag
 
 from router.dialects.chat_body import Tool
 from router.dialects.fields import (
+    KEEP,
+    Foreign,
     MinP,
     Name,
     Named,
@@ -19,6 +21,7 @@ from router.dialects.fields import (
     Temperature,
     TopK,
     TopP,
+    by_offer,
 )
 from router.dialects.limits import MOST_CALLS, MOST_MESSAGES, MOST_TOKENS, MOST_TOOLS
 from router.dialects.parameters import Parameters
@@ -26,7 +29,7 @@ from router.dialects.parameters import Parameters
 _NO_LOGPROBS = "log probabilities are those of /v1/chat/completions"
 _WHOLE = "a conversation that is too long is refused, never shortened"
 HARMLESS: Mapping[str, str] = MappingProxyType({
-    "keep_alive": "a model stays loaded until its memory is needed or its node's settings say otherwise",
+    "keep_alive": KEEP,
     "truncate": _WHOLE, "shift": _WHOLE,
 })  # fmt: skip
 CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
@@ -146,11 +149,16 @@ class Asking(Strict):
     format: Format | None = None
 
 
+OllamaTool = Annotated[
+    Annotated[Tool, Tag("function_part")] | Annotated[Foreign, Tag("foreign_part")], by_offer("function")
+]
+
+
 class OllamaChatBody(Asking):
     """The request body of `/api/chat`."""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(Asking):

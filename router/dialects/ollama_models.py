@@ -28,7 +28,9 @@ Row = dict[str, object]
 
 def refused(path: str) -> Problem:
     """Give the answer to what changes models, or makes no text."""
-    text = f"{path} is not offered: models lie on the nodes, and `cluster load` and `cluster unload` move them"
+    text = (
+        f"{path} is not offered: models lie on the nodes, and `cluster model load` and `cluster model unload` move them"
+    )
     if path.startswith("/api/embed"):
         text = f"{path} is not offered: no model here makes embeddings"
     return Problem(501, "unsupported_operation", text)
@@ -59,10 +61,10 @@ def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
     found = SHOW.read(body)
     if isinstance(found, Problem):
         return found
-    name = plain_name(found[0].model or found[0].name or "")
+    name = plain_name(found.body.model or found.body.name or "")
     if not name:
         return invalid("model: Field required", "model")
-    model = view.served().get(name)
+    model = view.served().get(view.canonical_name(name))
     if model is None:
         return Problem(404, "model_not_found", f"no node serves the model {name!r}", "model")
     return msgspec.json.encode({

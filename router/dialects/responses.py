@@ -1,22 +1,32 @@
 """`/v1/responses`: items into the parts of a Generate frame, after those of a kept answer if one is named."""
 
 import secrets
+from collections.abc import Iterator
 from typing import cast
 
 import msgspec
 
 from router.dialects.demand import demand_of
 from router.dialects.dialect import OPENAI, Reader
+from router.dialects.fields import Foreign
 from router.dialects.formats import JsonObject, of_schema, with_calls
+from router.dialects.parameters import nameable
 from router.dialects.request import Request
 from router.dialects.responses_answer import Outline, ResponseChunks, response
-from router.dialects.responses_body import RESPONSES, ChosenTool, FunctionTool, ResponsesBody, SchemaFormat
+from router.dialects.responses_body import (
+    RESPONSES,
+    CustomTool,
+    FunctionTool,
+    Namespace,
+    ResponsesBody,
+    SchemaFormat,
+)
 from router.dialects.responses_input import messages_of
 from router.dialects.responses_kept import Kept, entry
 from router.dialects.spoken import Spoken
 from router.dialects.strict_json import Body
 from router.dialects.template import thinking, variables
-from router.dialects.tools import function, written
+from router.dialects.tools import Offered, Origin, Tools, custom, function, gathered
 from router.problems import Problem, invalid
 from router.ticket import Answer, Job
 from wire.frames import Finished, Grammar, Message, Params, ToolCall
@@ -50,17 +60,18 @@ class ResponsesRequest(Request, frozen=True):
 
 
 class Responses:
-    """The routes, and what is kept for them."""
+    """The routes, and what is kept for them; `strict` refuses unknown fields."""
 
     style = OPENAI
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
         self.kept = Kept()
+        self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
         """See `router.dialects.dialect.Dialect`."""
-        found = RESPONSES.read(body)
-        return found if isinstance(found, Problem) else self._request(*found, key)
+        found = RESPONSES.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else self._request(found.body, found.asked, found.ignored, key)
 
     def get(self, key: str, name: str) -> bytes | Problem:
         """Give an answer that was kept for this key."""
@@ -73,18 +84,20 @@ class Responses:
             return _unknown(name)
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
 
-    def _request(self, body: ResponsesBody, asked: Body, key: str) -> ResponsesRequest | Problem:
+    def _request(
+        self, body: ResponsesBody, asked: Body, ignored: tuple[str, ...], key: str
+    ) -> ResponsesRequest | Problem:
         said = self._said(body, key)
         if isinstance(said, Problem):
             return said
-        tools = written(map(_tool, body.tools), told=body.tool_choice != "none") if body.tools else ""
+        tools = _tools(body, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
         effort = body.reasoning.effort if body.reasoning is not None else None
         template = variables(None, **thinking(effort))
         if isinstance(template, Problem):
             return template
-        grammar = _grammar(body)
+        grammar = _grammar(body, tools)
         if isinstance(grammar, Problem):
             return grammar
         params = Params(
@@ -95,12 +108,21 @@ class Responses:
             one_call=body.parallel_tool_calls is False,
         )
         messages = (Message("system", body.instructions), *said) if body.instructions else said
-        demand = demand_of(body.model, messages, params, tools)
-        kept = self.kept if body.store is not False else None
-        outline = Outline(secrets.token_hex(16), body, asked)
-        session = body.prompt_cache_key or body.user or ""
-        return ResponsesRequest(demand, messages, params, bool(body.stream), True, tools, template, session, outline,
-                                said, kept, key)  # fmt: skip
+        return ResponsesRequest(
+            demand_of(body.model, messages, params, tools.text),
+            messages,
+            params,
+            bool(body.stream),
+            True,
+            tools.text,
+            template,
+            body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
+            nameable([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
+            Outline(secrets.token_hex(16), body, asked, tools.origins),
+            said,
+            self.kept if body.store is not False else None,
+            key,
+        )
 
     def _said(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
         """Give the conversation: what went before, and what is new."""
@@ -115,23 +137,36 @@ class Responses:
         return (*kept.messages, *messages)
 
 
-def _grammar(body: ResponsesBody) -> Grammar | Problem | None:
-    """Give what the answer has to be like: its format, and the calls that are asked for."""
+def _grammar(body: ResponsesBody, tools: Tools) -> Grammar | Problem | None:
+    """Return what the answer has to be like: its format, and the calls that are asked for."""
     asked = body.text.format if body.text is not None else None
     form: Grammar | Problem | None = Grammar("json_object") if isinstance(asked, JsonObject) else None
     if isinstance(asked, SchemaFormat):
         form = of_schema(asked.schema_, "text.format.schema")
     if isinstance(form, Problem):
         return form
-    choice, tools = body.tool_choice, body.tools or ()
-    named = choice.name if isinstance(choice, ChosenTool) else ""
+    choice = body.tool_choice
+    named = "" if choice is None or isinstance(choice, str) else choice.name
     word = choice if isinstance(choice, str) else "required" if named else "auto"
-    strict = any(tool.strict for tool in tools)
-    return with_calls(form, (tool.name for tool in tools), word=word, named=named, strict=strict)
+    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
-def _tool(tool: FunctionTool) -> Body:
-    return function(tool.name, tool.description, tool.parameters, strict=tool.strict)
+def _tools(body: ResponsesBody, *, strict: bool) -> Tools | Problem:
+    offered = (offer for tool in body.tools or () for offer in _offered(tool))
+    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+
+
+def _offered(tool: FunctionTool | CustomTool | Namespace | Foreign, namespace: str = "") -> Iterator[Offered]:
+    """Return what the model is offered of a tool: of a namespace every tool in it."""
+    if isinstance(tool, Namespace):
+        for one in tool.tools:
+            yield from _offered(one, tool.name)
+    elif isinstance(tool, CustomTool):
+        body = custom(tool.name, tool.description, tool.format)
+        yield Offered(body, origin=Origin(tool.name, custom=True, namespace=namespace))
+    elif isinstance(tool, FunctionTool):
+        body = function(tool.name, tool.description, tool.parameters, strict=tool.strict)
+        yield Offered(body, bool(tool.strict), Origin(tool.name, namespace=namespace) if namespace else None)
 
 
 def _unknown(name: str) -> Problem:

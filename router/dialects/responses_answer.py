@@ -4,8 +4,9 @@ An answer is a list of items: what was thought, what was said, each call. In a s
 before the next, and the last event holds the whole answer again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
+from typing import cast
 
 import msgspec
 
@@ -14,6 +15,7 @@ from router.dialects.dialect import comment
 from router.dialects.responses_body import ResponsesBody
 from router.dialects.spoken import Pieces, Spoken, spoken
 from router.dialects.strict_json import Body
+from router.dialects.tools import Origin, input_of
 from router.problems import Problem
 from router.ticket import Answer, Job
 from wire.frames import Channel, Delta, Finished
@@ -23,10 +25,13 @@ _PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "
 
 
 class Outline:
-    """What an answer says of its request; `name` is its id without the prefix."""
+    """What an answer says of its request; `name` is its id without the prefix, `origins` are the tools that the client
+    knows otherwise than the model."""
 
-    def __init__(self, name: str, body: ResponsesBody, asked: Body) -> None:
+    def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, Origin]) -> None:
         self.name = name
+        self._origins = origins
+        text = cast("Body", asked.get("text") or {})
         self._echo: Shape = {
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -36,8 +41,8 @@ class Outline:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
+            "text": {"format": {"type": "text"}} | {key: value for key, value in text.items() if value is not None},
+            "tool_choice": asked.get("tool_choice") or "auto",
             "tools": asked.get("tools") or [],
             "top_p": body.top_p,
             "truncation": "disabled",
@@ -63,6 +68,15 @@ class Outline:
             usage=usage_of(finished),
         )
 
+    def call(self, name: str, status: str, call: Call, *, begun: bool = False) -> Shape:
+        """Return the item of a call, as the client knows the tool; without its text where it has only `begun`."""
+        origin = self._origins.get(call.name, Origin(call.name))
+        where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
+        about: Shape = {"id": name, "call_id": call.id, "name": origin.name, "status": status, **where}
+        if origin.custom:
+            return {"type": "custom_tool_call", "input": "" if begun else input_of(call), **about}
+        return {"type": "function_call", "arguments": "" if begun else call.arguments, **about}
+
     def item(self, at: int, channel: Channel) -> str:
         """Give the id of an item by its place."""
         return f"{_PREFIX[channel]}_{self.name}_{at}"
@@ -80,7 +94,7 @@ def whole_output(outline: Outline, said: Spoken) -> list[Shape]:
         if text:
             output.append(_text_item(channel, outline.item(len(output), channel), "completed", text))
     for call in said.calls:
-        output.append(_call_item(outline.item(len(output), Channel.TOOL_CALL), "completed", call, call.arguments))
+        output.append(outline.call(outline.item(len(output), Channel.TOOL_CALL), "completed", call))
     return output
 
 
@@ -175,15 +189,18 @@ class ResponseChunks:
         before = self._close()
         self._calls.append(call)
         name, at = self._id(Channel.TOOL_CALL), len(self._output)
-        added = self._event(
-            "response.output_item.added", output_index=at, item=_call_item(name, "in_progress", call, "")
-        )
+        begun, item = (self._outline.call(name, status, call, begun=status == "in_progress") for status in _CALLED)
+        added = self._event("response.output_item.added", output_index=at, item=begun)
         where: Shape = {"item_id": name, "output_index": at}
-        filled = self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
-        filled += self._event(
-            "response.function_call_arguments.done", arguments=call.arguments, name=call.name, **where
-        )
-        return before + added + filled + self._done(_call_item(name, "completed", call, call.arguments))
+        if "input" in item:
+            filled = self._event("response.custom_tool_call_input.delta", delta=item["input"], **where)
+            filled += self._event("response.custom_tool_call_input.done", input=item["input"], **where)
+        else:
+            filled = self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
+            filled += self._event(
+                "response.function_call_arguments.done", arguments=call.arguments, name=item["name"], **where
+            )
+        return before + added + filled + self._done(item)
 
     def _done(self, item: Shape) -> bytes:
         self._output.append(item)
@@ -202,6 +219,7 @@ class ResponseChunks:
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
 
 
+_CALLED = ("in_progress", "completed")
 _NAMES = {Channel.CONTENT: "response.output_text", Channel.REASONING: "response.reasoning_text"}
 _LOGPROBS: dict[Channel, Shape] = {Channel.CONTENT: {"logprobs": []}, Channel.REASONING: {}}
 
@@ -217,8 +235,3 @@ def _text_item(channel: Channel, name: str, status: str, text: str | None) -> Sh
     if channel is Channel.REASONING:
         return {"type": "reasoning", "id": name, "status": status, "summary": [], "content": content}
     return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
-
-
-def _call_item(name: str, status: str, call: Call, arguments: str) -> Shape:
-    return {"type": "function_call", "id": name, "call_id": call.id, "name": call.name, "arguments": arguments,
-            "status": status}  # fmt: skip

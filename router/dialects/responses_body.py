@@ -7,51 +7,58 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from router.dialects.chat_body import HARMLESS as CHAT_HARMLESS
+from router.dialects.chat_body import TOOLS_NOTE, Custom
 from router.dialects.fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    Foreign,
     FunctionName,
     Hint,
     Name,
     Named,
     Strict,
     Temperature,
+    TextFormat,
     Tokens,
     TopP,
+    by_offer,
     by_type,
 )
-from router.dialects.formats import JsonObject, NamedFunction, Schema, TextFormat, Word, choice_kind
+from router.dialects.formats import JsonObject, NamedFunction, Schema, Word, choice_kind
 from router.dialects.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from router.dialects.parameters import Parameters
 from router.dialects.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType({
-    **{name: why for name, why in CHAT_HARMLESS.items() if name != "metadata"},
+    **{name: why for name, why in CHAT_HARMLESS.items() if name not in ("metadata", "store")},
+    "truncation": "a conversation that is too long is refused, never shortened",
+    "context_management": "nothing is taken out of a conversation: the model sees all of it",
     "max_tool_calls": "it counts calls of tools that run on the server, and none do",
     "client_metadata": "says who asks; nothing depends on it here",
 })  # fmt: skip
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "access_programs": (None,), "background": (None, False), "context_management": (None, []), "conversation": (None,),
-    "image": (None,), "moderation": (None,), "prompt": (None,), "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
+    "access_programs": (None,), "background": (None, False), "conversation": (None,), "image": (None,),
+    "prompt": (None,), "top_logprobs": (None, 0),
 })  # fmt: skip
 INSTEAD: Mapping[str, str] = MappingProxyType({
     "background": "a request is answered while its client waits",
     "conversation": "use previous_response_id",
     "prompt": "prompts are not kept here, send them in input",
     "top_logprobs": "log probabilities are those of /v1/chat/completions",
-    "truncation": "only disabled: a conversation that is too long is refused, never shortened",
-    "tools": "functions; other types are refused by name",
-    "tool_choice": "auto, none, required, or a function by its name",
+    "tools": TOOLS_NOTE.replace("custom tools,", "custom tools and namespaces of both,"),
+    "tool_choice": "auto, none, required, or a tool by its name",
     "text": "format: text, json_object or json_schema, kept to also where it is not strict; verbosity changes nothing",
     "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
-    "include": "reasoning.encrypted_content, which changes nothing: reasoning is given as it is",
+    "include": "changes nothing: reasoning is given as it is, and nothing else runs here",
     "store": "kept in memory until newer answers need the place; true where it is not given",
     "previous_response_id": "of an answer that was kept for the same key",
-    "input": "a text, or messages, function_call, function_call_output and reasoning; other items are refused by name",
+    "input": "a text, or messages, calls of functions and custom tools, their outputs, and reasoning; other items are "
+    "refused by name",
     "metadata": "given back with the answer",
     "prompt_cache_key": SESSION_NOTE,
     "user": SESSION_NOTE,
+    "session_id": SESSION_NOTE,
+    "chat_id": SESSION_NOTE,
     "stream_options": "include_obfuscation false",
     "parallel_tool_calls": "false ends an answer with its first call",
 })  # fmt: skip
@@ -133,6 +140,28 @@ class OutputItem(Returned):
     namespace: Any = None
 
 
+class CustomCallItem(Returned):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Named
+    name: Named
+    input: str
+    caller: Any = None
+    namespace: Any = None
+
+
+class CustomOutputItem(Returned):
+    """What came of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: Named
+    output: Content
+    caller: Any = None
+    name: Any = None
+    namespace: Any = None
+
+
 class Thought(Strict):
     """A piece of reasoning."""
 
@@ -153,8 +182,17 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message_part")]
     | Annotated[CallItem, Tag("function_call_part")]
     | Annotated[OutputItem, Tag("function_call_output_part")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
     | Annotated[ReasoningItem, Tag("reasoning_part")],
-    by_type("message", "function_call", "function_call_output", "reasoning"),
+    by_type(
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
@@ -174,6 +212,42 @@ class FunctionTool(Strict):
     allowed_callers: Any = None
     defer_loading: Any = None
     output_schema: Any = None
+
+
+class CustomTool(Custom):
+    """A custom tool that the model may call."""
+
+    type: Literal["custom"]
+    allowed_callers: Any = None
+    defer_loading: Any = None
+
+
+class Namespace(Strict):
+    """Tools under one name. Its client takes calls by both names."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("function_part")]
+                | Annotated[CustomTool, Tag("custom_part")]
+                | Annotated[Foreign, Tag("foreign_part")],
+                by_offer("function", "custom"),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MOST_TOOLS),
+    ]
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function_part")]
+    | Annotated[CustomTool, Tag("custom_part")]
+    | Annotated[Namespace, Tag("namespace_part")]
+    | Annotated[Foreign, Tag("foreign_part")],
+    by_offer("function", "custom", "namespace"),
+]
 
 
 class Reasoning(Strict):
@@ -206,8 +280,17 @@ class ChosenTool(NamedFunction):
     type: Literal["function"]
 
 
+class ChosenCustomTool(NamedFunction):
+    """The custom tool that has to be called."""
+
+    type: Literal["custom"]
+
+
 ToolChoice = Annotated[
-    Annotated[Word, Tag("word_part")] | Annotated[ChosenTool, Tag("named_part")], Discriminator(choice_kind)
+    Annotated[Word, Tag("word_part")]
+    | Annotated[ChosenTool, Tag("named_part")]
+    | Annotated[ChosenCustomTool, Tag("custom_part")],
+    Discriminator(choice_kind),
 ]
 
 
@@ -229,13 +312,15 @@ class ResponsesBody(Strict):
 
     model: Named
     input: Input
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True, max_length=16)] | None = None
+    include: Annotated[list[Name], Field(fail_fast=True, max_length=16)] | None = None
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Named | None = None
     prompt_cache_key: Hint | None = None
+    session_id: Hint | None = None
+    chat_id: Hint | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -243,7 +328,7 @@ class ResponsesBody(Strict):
     temperature: Temperature | None = None
     text: TextConfig | None = None
     tool_choice: ToolChoice | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     top_p: TopP | None = None
     user: Hint | None = None
 

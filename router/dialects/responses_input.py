@@ -6,7 +6,17 @@ from itertools import chain
 from msgspec.structs import replace
 
 from router.dialects.limits import MOST_CALLS
-from router.dialects.responses_body import CallItem, Content, Item, MessageItem, OutputItem, Refusal
+from router.dialects.responses_body import (
+    CallItem,
+    Content,
+    CustomCallItem,
+    CustomOutputItem,
+    Item,
+    MessageItem,
+    OutputItem,
+    Refusal,
+)
+from router.dialects.tools import arguments_for
 from router.problems import Problem, invalid
 from wire.frames import Message, ToolCall
 
@@ -57,7 +67,9 @@ def _message(item: Item) -> Message:
         return Message(item.role, _text(item.content))
     if isinstance(item, CallItem):
         return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),))
-    if isinstance(item, OutputItem):
+    if isinstance(item, CustomCallItem):
+        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, arguments_for(item.input)),))
+    if isinstance(item, OutputItem | CustomOutputItem):
         return Message("tool", _text(item.output), tool_call_id=item.call_id)
     thoughts = item.content or item.summary or ()
     return Message("assistant", reasoning="\n".join(thought.text for thought in thoughts))

@@ -18,6 +18,9 @@ _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
+_QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
+_FORMS = frozenset({"format", "output_config", "response_format", "structured_outputs", "text"})
+"""Fields that say what an answer is like: what is unknown in them would change it."""
 _LONGEST = 64
 
 
@@ -30,17 +33,14 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
 
 def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
     """Give the 400 for what no model here offers, with what to do instead."""
-    text = why or f"{param} is not supported by the models of this cluster"
+    text = why or f"{param} is not offered by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return invalid(f"{text}: {instead}" if instead else text, param, Code.UNSUPPORTED.value)
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
     """Give the 400. `known` are the fields of the body, `instead` what to do where one is not offered."""
-    found = [
-        _Error(one["type"], one["loc"], one["msg"], one["input"])
-        for one in error.errors(include_url=False, include_context=False)
-    ]
+    found = _errors(error)
     later = next((problem for one in found if (problem := _later(one, instead)) is not None), None)
     if later is not None:
         return later
@@ -51,13 +51,31 @@ def from_validation(error: ValidationError, known: Collection[str], instead: Map
     return invalid(f"{path}: {first.msg}", path)
 
 
+def asks_only_for_more(error: ValidationError) -> bool:
+    """Return whether nothing is wrong with a body but fields that it should not have: none that other servers or other
+    dialects take as a part of the question, and none that says what the answer is like."""
+    return all(
+        one.type == "extra_forbidden"
+        and one.loc[-1] not in _LATER
+        and (one.loc[0] not in _QUESTIONS if len(one.loc) == 1 else one.loc[0] not in _FORMS)
+        for one in _errors(error)
+    )
+
+
+def _errors(error: ValidationError) -> list[_Error]:
+    return [
+        _Error(one["type"], one["loc"], one["msg"], one["input"])
+        for one in error.errors(include_url=False, include_context=False)
+    ]
+
+
 def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
     """Give the problem if this error asks for something that is not offered; None when it is plainly wrong."""
     path = _path(error.loc)
     if error.loc[-1] in _LATER:
         return unsupported(path, instead)
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
-        why = f"{path} {error.input[:_LONGEST]!r} is not supported by the models of this cluster"
+        why = f"{path} {error.input[:_LONGEST]!r} is not offered by this server, with any model"
         return unsupported(path, instead, why)
     return None
 

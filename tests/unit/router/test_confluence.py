@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router import confluence
 from router.placement import Demand
+from router.quotas import Rate
 from router.ticket import Failure, Job, StreamTicket, WholeTicket
 from wire.fairness import Owner
 from wire.frames import Delta, Finished, Logprob, Params
@@ -121,3 +122,14 @@ async def test_a_whole_answer_is_waited_for():
         ticket.end(end(number, "stop", "stop"))
     assert isinstance(await waiting, Finished)
     assert (joined.node_name, joined.attempts) == ("mini,studio", 2)
+
+
+def test_the_headers_are_of_all_of_them_and_the_rates_of_the_last():
+    tickets = streams(3)
+    joined = confluence.Stream(tickets)
+    for number, (ticket, node) in enumerate(zip(tickets, ("studio", "mini", "studio"), strict=True)):
+        ticket.node_name, ticket.attempts, ticket.fingerprint = node, number + 1, f"tiny-{number}"
+        ticket.rates = (Rate("tokens", 1000, 900 - 100 * number, 6.0),)
+    assert (joined.node_name, joined.attempts, joined.fingerprint) == ("studio,mini", 6, "tiny-0")
+    assert joined.rates == (Rate("tokens", 1000, 700, 6.0),)
+    assert joined.demand is tickets[0].demand

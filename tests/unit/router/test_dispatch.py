@@ -999,3 +999,87 @@ async def test_what_ends_by_itself_empties_the_node_too(one: Cluster):
     one.finish()
     assert await waits == 0
     assert await one.dispatcher.emptied(A, 5.0) == 0
+
+
+# counters
+
+
+async def test_every_request_on_a_lost_node_is_counted_as_lost(two: Cluster):
+    full(two, B)
+    for _ in range(3):
+        two.submit()
+    roomy(two, B)
+    two.dispatcher.node_gone(A, "connection ended")
+    counters = two.dispatcher.counters
+    assert (counters.nodes_lost, counters.attempts, counters.retries) == (3, 6, 3)
+    assert counters.placements == {A: 3, B: 3}
+
+
+async def test_time_to_first_token_counts_from_arrival_and_the_queue_from_the_queue(one: Cluster):
+    one.submit()
+    one.now += 3.0
+    one.refuse()
+    one.now += 2.0
+    one.report()
+    await turn()
+    one.say(lambda number: Admitted(number, 25, 5))
+    one.now += 1.0
+    one.speak()
+    one.finish()
+    counters = one.dispatcher.counters
+    ttft = counters.models["tiny"].ttft
+    assert (sum(ttft.counts), round(ttft.total, 6)) == (1, 6.01)
+    assert (sum(counters.queue_wait.counts), round(counters.queue_wait.total, 6)) == (1, 2.01)
+    assert (counters.queue_entries, round(counters.queue_seconds, 6)) == (1, 2.01)
+    assert round(counters.duration_seconds, 6) == 6.01
+    assert counters.nodes[A].prompt_tokens == 25
+
+
+async def test_a_step_of_two_streams_is_two_gaps_however_many_tokens_it_has(one: Cluster):
+    tickets = [one.submit(), one.submit()]
+    for _ in range(3):
+        one.now += 0.5
+        one.say(lambda _: Deltas(tuple(Delta(ticket.request, 0, (1, 2, 3), ((0, "x"),)) for ticket in tickets)))
+        assert [taken(ticket) for ticket in tickets] == [["x"], ["x"]]
+    itl = one.dispatcher.counters.models["tiny"].itl
+    assert (sum(itl.counts), itl.total) == (4, 2.0)
+    assert one.dispatcher.counters.nodes[A].generated_tokens == 18
+
+
+async def test_reservations_and_room_of_no_request_are_leaks():
+    cluster = Cluster(A)
+    cluster.submit()
+    assert cluster.dispatcher.leaks() == 0
+    cluster.dispatcher.ledger.claim(A, 77, 77, MIB, 1, 0, 0.0, 1)
+    assert cluster.dispatcher.leaks() == 1
+    cluster.dispatcher.ledger.hold(88, A, MIB)
+    assert cluster.dispatcher.leaks() == 2
+    cluster.dispatcher.ledger.release(77)
+    cluster.dispatcher.ledger.drop_hold(88)
+    assert cluster.dispatcher.leaks() == 0
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_node_that_is_forgotten_leaves_no_counts(two: Cluster):
+    two.submit()
+    two.speak()
+    first, _ = two.last()
+    two.finish()
+    counters = two.dispatcher.counters
+    assert (set(counters.placements), set(counters.nodes)) == ({first}, {first})
+    two.dispatcher.forget(first)
+    assert (counters.placements, counters.nodes) == ({}, {})
+
+
+async def test_the_time_of_a_decision_is_measured():
+    ticks = iter(range(1000, 10_000))
+    dispatcher = Dispatcher(lambda *_: True, RouterSettings(), numbers=lambda: (1, 1), clock=lambda: float(next(ticks)))
+    before = dispatcher.counters.placement.tally()
+    ticket = dispatcher.submit(Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True))
+    after = dispatcher.counters.placement.tally()
+    taken = sum(after.counts) - sum(before.counts)
+    assert taken == 1
+    assert 1.0 <= after.total - before.total < 10.0, "readings of the clock within one decision"
+    dispatcher.close(ticket)
+    dispatcher.shutdown()

@@ -1,10 +1,11 @@
 import hmac
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.keys import ApiKey, KeyRing, credential, digest_of, new_key
+from router.keys import ApiKey, KeyRing, credential, digest_of, new_key, new_secret
 
 PEPPER = b"0123456789abcdef"
 
@@ -85,3 +86,44 @@ def test_unknown_scopes_are_refused(scopes: tuple[str, ...]):
 ])  # fmt: skip
 def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], found: bytes | None):
     assert credential(headers) == found
+
+
+def test_every_key_that_opens_nothing_is_counted_and_no_other():
+    keys, key, text = ring(expires=100.1)
+    for _ in range(2):
+        assert keys.check(text) == key
+    assert keys.refused == 0
+    for number, wrong in enumerate(("mp_abcdefgh_" + "Q" * 43, text + "A", "x" * 10_000, ""), 1):
+        assert keys.check(wrong) is None
+        assert keys.refused == number
+    assert keys.knows(text.encode())
+    assert not keys.knows(b"wrong")
+    assert keys.refused == 4, "`knows` does not count"
+
+
+def test_an_expired_key_is_counted_as_refused_also_when_it_was_good_before():
+    now = [100.0]
+    keys = KeyRing(PEPPER, clock=lambda: now[0])
+    key, text = new_key(PEPPER, "me", ("infer",), created=1.0, expires=101.0)
+    keys.put(key)
+    assert keys.check(text) == key
+    now[0] = 101.0
+    assert keys.check(text) is None
+    assert not keys.knows(text.encode())
+    assert keys.refused == 1
+
+
+def test_a_replaced_key_opens_with_its_new_secret_alone_and_a_dropped_one_leaves_the_others():
+    keys, key, text = ring()
+    other, other_text = new_key(PEPPER, "other", ("admin",), created=2.0)
+    keys.put(other)
+    assert [one.id for one in keys.list()] == [key.id, other.id]
+    assert keys.names() == {key.id: "me", other.id: "other"}
+    digest, renewed = new_secret(PEPPER, key.id)
+    assert keys.check(text) == key
+    keys.put(replace(key, digest=digest))
+    assert keys.check(text) is None
+    assert keys.check(renewed) == keys.of(key.id)
+    assert keys.drop(key.id)
+    assert keys.check(renewed) is None
+    assert keys.check(other_text) == other

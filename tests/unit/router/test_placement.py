@@ -22,6 +22,7 @@ from router.placement import (
     turns,
 )
 from router.reservations import Account, Ledger, Unread
+from router.resume import GROWTH
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
@@ -87,6 +88,37 @@ def test_a_queue_that_costs_more_than_the_cache_saves_sends_it_elsewhere():
 
     assert chosen(decide(node("a"), busy(3_000), ask=LONG, warm={NodeId("b"): 0.9})) == "b"
     assert chosen(decide(node("a"), busy(4_000), ask=LONG, warm={NodeId("b"): 0.9})) == "a"
+
+
+def test_an_answer_is_expected_to_be_as_long_as_usual_or_as_asked_within_the_context():
+    model = a_model(expected_output=64, context=4096)
+    assert Demand("tiny").output_on(model, 100) == 64
+    assert Demand("tiny", max_tokens=10).output_on(model, 100) == 10
+    assert Demand("tiny", max_tokens=1000).output_on(model, 100) == 64
+    assert [Demand("tiny").output_on(model, tokens) for tokens in (4032, 4033, 4090, 4096, 9000)] == [64, 63, 6, 1, 1]
+    assert Demand("tiny").output_on(a_model(expected_output=64, context=0), 9000) == 64
+
+
+def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 3 * GIB)
+    (found,), _ = told(decide(node("a"), ledger=ledger))
+    numbers, memory = found.numbers(), a_memory()
+    assert (numbers.reserved, numbers.estimate, numbers.margin) == (3 * GIB, found.need, memory.margin)
+    assert numbers.predicted == (memory.current or 0) + 3 * GIB + found.need + memory.margin
+    assert (numbers.headroom, numbers.ceiling, numbers.cap) == (5 * GIB, memory.ceiling, memory.cap)
+
+
+def test_what_was_written_elsewhere_is_read_again_and_never_known():
+    asked = Demand("tiny", 400, prompt_tokens=1000, written=500)
+    (alone,), _ = told(decide(node("a"), ask=asked))
+    assert (alone.reading, alone.output_tokens) == (1500, 500 + GROWTH)
+    assert alone.expected_ttft == pytest.approx(1.5), "at 1,000 tokens per second"
+    (warm,), _ = told(decide(node("a"), ask=asked, warm={NodeId("a"): 0.75}))
+    assert (warm.reading, warm.expected_ttft, warm.warm) == (250 + 500, pytest.approx(0.75), 0.75)
+    usual = node("a", None, a_model(expected_output=256))
+    (short,), _ = told(decide(usual, ask=Demand("tiny", 400, prompt_tokens=1000, written=3)))
+    assert short.output_tokens == 256, "no less than is usual"
 
 
 def test_short_prompts_of_a_conversation_stay_together():

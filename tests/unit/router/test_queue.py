@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queue import LEAST_LIMIT, LEAST_SHARE, MOST_OVERTAKES, PATIENCE, QUANTUM, AdmissionQueue, Entry
+from router.queue import LEAST_LIMIT, LEAST_SHARE, MOST_OVERTAKES, PACES, PATIENCE, QUANTUM, AdmissionQueue, Entry
 from wire.refusals import Code, Refused
 
 
@@ -21,6 +21,19 @@ def test_the_line_is_bounded_and_says_when_to_come_back():
     assert (refused.code, refused.status) == (Code.QUEUE_FULL, 503)
     assert refused.retry_after is not None
     assert 1 <= refused.retry_after <= 60
+
+
+def test_the_oldest_wait_is_that_of_the_request_that_came_first_of_all_keys():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    assert queue.oldest(5.0) == 0.0
+    late = offer(queue, "late", "a", now=3.0)
+    first = offer(queue, "first", "b", now=1.0)
+    offer(queue, "later", "b", now=4.0)
+    assert queue.oldest(5.0) == 4.0
+    queue.remove(first)
+    assert queue.oldest(5.0) == 2.0
+    queue.remove(late)
+    assert (queue.oldest(5.0), queue.depth("a"), queue.depth("b"), len(queue)) == (1.0, 0, 1, 1)
 
 
 def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved():
@@ -42,6 +55,19 @@ def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved
     assert told(3.0) == LEAST_LIMIT * 0.5, "two left in each second"
     assert told(3.7) > LEAST_LIMIT * 0.5, "nobody has left since"
     assert told(100.0) == 60.0
+
+
+def test_the_pace_of_the_queue_is_averaged_over_four_rounds():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(LEAST_LIMIT):
+        offer(queue, str(number), f"key{number % 8}")
+    for now, leaving in ((1.0, ("0",)), (2.0, ("1", "2")), (3.0, ("3",))):
+        queue.wake(now, lambda item, keep, leaving=leaving: item in leaving)
+    for number in range(4):
+        offer(queue, str(number), "more")
+    refused = queue.offer("one more", "late", 1, 3.0, 33.0, 2)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after == LEAST_LIMIT * (0.5 + (1.0 - 0.5) / PACES)
 
 
 def test_a_key_may_have_a_share_of_its_own():
@@ -76,6 +102,18 @@ def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
         place_one(queue, order)
     heavy = sum(item.startswith("heavy") for item in order)
     assert heavy == pytest.approx(20 * weight / (weight + 1), abs=1.5)
+
+
+def test_a_key_whose_priority_was_lowered_has_its_new_part_from_its_next_request_on():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(30):
+        weight = 16 if number < 29 else 1
+        queue.offer(f"heavy {number}", "heavy", QUANTUM, 0.0, 30.0, 20, weight=weight, share=100)
+        queue.offer(f"light {number}", "light", QUANTUM, 0.0, 30.0, 20, share=100)
+    order: list[str] = []
+    for _ in range(20):
+        place_one(queue, order)
+    assert sum(item.startswith("heavy") for item in order) == pytest.approx(10, abs=1)
 
 
 def test_one_key_may_hold_a_quarter_but_at_least_sixteen():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.placement import Demand
-from router.quotas import NO_LIMITS, KeyLimits, Quotas, estimate
+from router.quotas import ANSWER, BYTES_PER_TOKEN, NO_LIMITS, KeyLimits, Quotas, estimate, work
 from router.settings import RouterSettings
 from wire.refusals import Code, Refused
 
@@ -188,3 +188,97 @@ def test_videos_are_counted_apart_and_one_may_always_wait():
     assert isinstance(answer, Refused)
     assert "3 requests a minute" in answer.message
     assert one.running("k") == 0
+
+
+def standings(one: Quotas, now: float) -> list[tuple[str, int, int, float]]:
+    return [(rate.what, rate.limit, rate.remaining, round(rate.reset, 6)) for rate in one.rates("k", now)]
+
+
+def test_a_bucket_fills_at_its_rate_and_never_above_it():
+    one = quotas(requests_per_minute=6)
+    for _ in range(6):
+        taken(one)
+    assert standings(one, 0.0) == [("requests", 6, 0, 60.0)]
+    assert standings(one, 9.9) == [("requests", 6, 0, 50.1)]
+    assert standings(one, 10.0) == [("requests", 6, 1, 50.0)]
+    assert standings(one, 10_000.0) == [("requests", 6, 6, 0.0)]
+    for _ in range(6):
+        taken(one, 10_000.0)
+    assert refused(one, 10_000.0).retry_after == pytest.approx(10.0)
+
+
+def test_rates_name_both_buckets_and_none_without_limits():
+    one = quotas(requests_per_minute=10, tokens_per_minute=600)
+    charged = taken(one)
+    requests, tokens = one.rates("k", 0.0)
+    assert (requests.what, requests.limit, requests.remaining, requests.reset) == ("requests", 10, 9, 6.0)
+    assert (tokens.what, tokens.limit, tokens.remaining, tokens.reset) == ("tokens", 600, 450, 15.0)
+    one.settle("k", ASK, charged, 30, 0.0)
+    assert one.rates("k", 0.0)[1].remaining == 570
+    assert one.rates("other", 0.0) == ()
+    assert quotas(concurrency=3).rates("k", 0.0) == ()
+    assert [rate.what for rate in quotas(tokens_per_minute=5).rates("k", 0.0)] == ["tokens"]
+
+
+def test_a_debt_shows_nothing_left_and_the_time_until_all_is_back():
+    one = quotas(tokens_per_minute=60)
+    taken(one)
+    (rate,) = one.rates("k", 0.0)
+    assert (rate.remaining, rate.reset) == (0, pytest.approx(150.0))
+
+
+def test_settling_gives_back_what_was_not_used_up_to_a_full_bucket_and_takes_what_was_above():
+    one = quotas(tokens_per_minute=300)
+    charged = taken(one)
+    one.settle("k", ASK, charged, 200, 0.0)
+    assert one.rates("k", 0.0)[0].remaining == 100, "200 used of 150 charged"
+    second = taken(one, 20.0)
+    one.settle("k", ASK, second, 0, 60.0)
+    assert one.rates("k", 60.0)[0].remaining == 300, "never more than a minute's worth"
+
+
+def test_a_request_over_its_tokens_does_not_use_up_a_request_and_the_other_way_round():
+    one = quotas(requests_per_minute=10, tokens_per_minute=200)
+    taken(one)
+    for _ in range(5):
+        refused(one)
+    requests, tokens = one.rates("k", 0.0)
+    assert (requests.remaining, tokens.remaining, one.running("k")) == (9, 50, 1)
+
+
+def test_two_keys_and_their_buckets_are_apart():
+    limits = {"a": KeyLimits(requests_per_minute=1), "b": KeyLimits(requests_per_minute=2)}
+    one = Quotas(limits.get)
+    assert isinstance(one.take("a", ASK, 0.0), int)
+    assert isinstance(one.take("a", ASK, 0.0), Refused)
+    assert [isinstance(one.take("b", ASK, 0.0), int) for _ in range(3)] == [True, True, False]
+    assert (one.running("a"), one.running("b"), one.running("c")) == (1, 2, 0)
+
+
+def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
+    assert estimate(Demand("m", prompt_tokens=100, max_tokens=50)) == 150
+    assert estimate(Demand("m", prompt_tokens=100, max_tokens=50, choices=3)) == 250
+    assert estimate(Demand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
+    assert estimate(Demand("m", prompt_tokens=7)) == 7 + ANSWER
+    assert work(Demand("m", prompt_tokens=100, max_tokens=10 * ANSWER)) == 100 + ANSWER
+    assert work(Demand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
+
+
+def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
+    one = bounded(key_tokens=100, key_bytes=1000)
+    first, second = Demand("m", prompt_tokens=60), Demand("m", prompt_tokens=40, prompt_bytes=900)
+    assert one.take("k", first, 0.0) == one.take("k", second, 0.0) == 0
+    assert isinstance(one.take("k", Demand("m", prompt_tokens=1), 0.0), Refused)
+    one.settle("k", first, 0, 0, 0.0)
+    assert one.take("k", Demand("m", prompt_tokens=60), 0.0) == 0
+    assert isinstance(one.take("k", Demand("m", prompt_tokens=0, prompt_bytes=101), 0.0), Refused)
+    one.settle("k", second, 0, 0, 0.0)
+    assert one.take("k", Demand("m", prompt_tokens=0, prompt_bytes=101), 0.0) == 0
+
+
+def test_models_match_by_pattern_and_case():
+    limits = KeyLimits(models=("qwen*", "tiny"))
+    assert [limits.allows(name) for name in ("qwen3", "tiny", "tiny2", "Qwen3", "a-qwen3")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+    assert KeyLimits().allows("anything")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.view import UNMEASURED_PREFILL, view_of
+from router.view import UNMEASURED_PREFILL, NodeView, view_of
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System
@@ -99,3 +99,13 @@ def test_an_impossible_speed_reads_as_unmeasured(speed: float):
 
 def test_a_name_that_could_break_a_header_gives_way_to_the_id():
     assert seen(Report(0, Memory(), EngineState()), "evil\r\nx-admin: 1").name == "n1"
+
+
+def test_another_engine_process_or_link_is_another_life_of_a_node():
+    def life(epoch: int, restarts: int, recycles: int, **more: object) -> int:
+        engine = EngineState("x", "ready", "", restarts, recycles=recycles)
+        return NodeView(NodeId("a"), "a", "ready", epoch=epoch, engine=engine, **more).life  # pyright: ignore
+
+    lives = {life(epoch, restarts, recycles) for epoch in (1, 2) for restarts in (0, 1) for recycles in (0, 1)}
+    assert len(lives) == 8
+    assert life(1, 0, 0, heard_at=9.0, cordoned=True) == life(1, 0, 0), "a report is no other life"

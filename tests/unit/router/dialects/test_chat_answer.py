@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.dialects.chat_answer import DONE, ChatChunks, completion
+from router.dialects.chat import Chat
+from router.dialects.chat_answer import DONE, ChatChunks, completion, shown_fingerprint
 from router.dialects.chat_parts import LONGEST_TOKEN, MOST_CALLS
 from router.placement import Demand
 from router.ticket import Answer, Job, WholeTicket
+from tests.support import answers
 from wire.fairness import Owner
 from wire.frames import Channel, Delta, Finished, Logprob, Params
 
@@ -85,6 +87,30 @@ def test_a_whole_answer_has_the_shape_that_clients_expect():
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    usage = {
+        "prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29, "prompt_tokens_details": {"cached_tokens": 12},
+        "completion_tokens_details": {"reasoning_tokens": 4},
+    }  # fmt: skip
+    answer = answers.whole(Chat(), **asked)
+    assert answer["usage"] == usage
+    assert (answer["id"], answer["object"], answer["created"]) == ("chatcmpl-r1", "chat.completion", answers.CREATED)
+    raw = answers.streamed(Chat(), *answers.SAID, **asked, stream_options={"include_usage": True})
+    *before, last = [data for _, data in answers.events(raw)]
+    assert last["usage"] == usage
+    assert all(one["usage"] is None for one in before), "clients read it in every chunk once they have asked for it"
+    assert {one["system_fingerprint"] for one in (*before, last)} == {answer["system_fingerprint"]}
+
+
+def test_the_fingerprint_changes_with_the_files_of_the_model():
+    assert shown_fingerprint("") is None
+    known = [shown_fingerprint(name) for name in ("tiny-1", "tiny-2")]
+    assert len(set(known)) == 2
+    assert all(one is not None and one.startswith("fp_") and len(one) == 15 for one in known)
+    assert "tiny" not in str(known), "no part of the node's own name for it is told"
 
 
 # tool calls

@@ -35,6 +35,11 @@ class Clip(msgspec.Struct):
     fields: dict[str, Any]
 
 
+def counted(body: bytes) -> object:
+    found = anthropic.count(body, 0)
+    return found if isinstance(found, Problem) else found.asked
+
+
 KEPT = Responses()
 KEPT.kept.put("key", "resp_1", entry(b"{}", (Message("user", "before"),)))
 OPTIONS = "options of /api/chat and /api/generate"
@@ -56,7 +61,7 @@ PARSE: dict[str, Callable[[bytes], object]] = {
     "/v1/completions": lambda body: Completion().parse(body, "key"),
     "/v1/responses": lambda body: KEPT.parse(body, "key"),
     "/v1/messages": lambda body: Messages().parse(body, "key"),
-    "/v1/messages/count_tokens": lambda body: anthropic.count(body, 0),
+    "/v1/messages/count_tokens": counted,
     "/api/chat": lambda body: OllamaChat().parse(body, "key"),
     "/api/generate": lambda body: OllamaGenerate().parse(body, "key"),
     "/v1/videos": lambda body: found if isinstance(found := VIDEO.read(body), Problem) else Clip(found[0].model_dump()),
@@ -122,7 +127,9 @@ WITH: dict[str, dict[str, Any]] = {
     "seconds": {"seconds": "5"}, "size": {"size": "640x368"}, "frames": {"frames": 49}, "fps": {"fps": 8},
     "steps": {"steps": 9}, "guidance": {"guidance": 4}, "guidance_2": {"guidance_2": "4.5"},
     "negative_prompt": {"negative_prompt": "blur"},
-    "text": {"text": {"format": {"type": "json_object"}}},
+    "text": {"text": {"format": {"type": "json_object"}}}, "session_id": {"session_id": "x"},
+    "chat_id": {"chat_id": "x"}, "usage": STREAM | {"usage": {"include": True}},
+    "enable_thinking": {"enable_thinking": False},
 }  # fmt: skip
 """A value of a field that changes what is asked of a node, with what it needs beside it."""
 EVEN: dict[tuple[str, str], dict[str, Any]] = {
@@ -152,14 +159,14 @@ def rows(verdict: str) -> list[tuple[str, Row]]:
     return [(route, row) for route, table in TABLES.items() for row in table.rows() if row.verdict == verdict]
 
 
-def ask(route: str, **fields: object) -> object:
+def ask(route: str, /, **fields: object) -> object:
     return PARSE[route](json.dumps(BASE[route] | fields).encode())
 
 
 def essence(found: object) -> object:
     """Give what a request asks of a node; every response has an outline of its own."""
     assert not isinstance(found, Problem), found
-    names = [name for name in found.__struct_fields__ if name not in ("outline", "kept")]  # pyright: ignore
+    names = [name for name in found.__struct_fields__ if name not in ("outline", "kept", "ignored")]  # pyright: ignore
     kept = getattr(found, "kept", None) is not None
     return [getattr(found, name) for name in names] + [kept]
 

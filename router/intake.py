@@ -1,0 +1,61 @@
+"""Bound the long request bodies that are received and parsed at once, for each API key.
+
+Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body takes its
+announced length before its first byte is read. Where its key has no room left it waits unread, in order of arrival, so
+that bodies which are being received always complete and no other key waits.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The bytes that a key's bodies take, and the bodies that wait."""
+
+    taken: int = 0
+    waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque[tuple[int, asyncio.Future[None]]])
+
+
+class Intake:
+    """A room of `most` bytes for each API key; a single body always fits."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lanes: dict[str, _Lane] = {}
+
+    async def take(self, key: str, size: int) -> None:
+        """Take `size` bytes of a key's room, waiting first; `release` must follow unless this call is cancelled."""
+        lane = self._lanes.setdefault(key, _Lane())
+        if not lane.waiting and self._fits(lane, size):
+            lane.taken += size
+            return
+        turn = asyncio.get_running_loop().create_future()
+        lane.waiting.append((size, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                lane.waiting.remove((size, turn))
+            else:  # it got its turn in the same step of the loop
+                lane.taken -= size
+            self._admit(key, lane)
+            raise
+
+    def release(self, key: str, size: int) -> None:
+        """Return what `take` took."""
+        lane = self._lanes[key]
+        lane.taken -= size
+        self._admit(key, lane)
+
+    def _fits(self, lane: _Lane, size: int) -> bool:
+        return not lane.taken or lane.taken + size <= self._most
+
+    def _admit(self, key: str, lane: _Lane) -> None:
+        while lane.waiting and self._fits(lane, lane.waiting[0][0]):
+            size, turn = lane.waiting.popleft()
+            lane.taken += size
+            turn.set_result(None)
+        if not lane.taken and not lane.waiting:
+            self._lanes.pop(key, None)
