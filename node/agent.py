@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import structlog
@@ -33,7 +34,7 @@ from node.identity import Identity, client_context, follow, install, needs_renew
 from node.lending import PREFIX, Lender
 from node.limits import Limiter
 from node.link import Link, dial
-from node.memory.sensor import footprint
+from node.memory.sensor import footprint_of
 from node.poll import Poll
 from node.settings import NodeSettings
 from node.sharer import Sharer
@@ -88,6 +89,8 @@ GOODBYE_SECONDS = 0.2
 """For a goodbye to leave this machine before it sleeps."""
 CHANGE_GAP = 0.2
 """Least seconds between two reports that are sent because something changed."""
+MAX_LINE_BYTES = 1024 * 1024
+"""Length up to which a log's first line that is cut is left out."""
 ANSWER_PIECE = 32 * 1024
 FIND_SECONDS = 3.0
 """How long Bonjour is asked for a coordinator whose address changed."""
@@ -602,7 +605,7 @@ class Agent:
 
     def _answer(self, link: Link, ask: Ask) -> None:
         if ask.what == "logs":
-            link.later(_pieces(ask, self._log_file))
+            link.later(_pieces(ask, self._log_file, lines=True))
         elif ask.what == "metrics":
             link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
@@ -613,7 +616,7 @@ class Agent:
     def _measures(self) -> NodeMeasures:
         report = self.supervisor.report if self.supervisor else None
         gate = report.measures if report else GateMeasures()
-        return NodeMeasures(gate, time.process_time(), footprint(os.getpid()) or 0)
+        return NodeMeasures(gate, time.process_time(), footprint_of((os.getpid(),)) or 0)
 
     # -- renewal -------------------------------------------------------------------
 
@@ -663,12 +666,25 @@ def within_bounds(report: Report) -> Report:
     return replace(report, models=tuple(models))
 
 
-def _pieces(ask: Ask, path: Path) -> Iterator[Answer]:
-    """Give a window of a file as answers, read as they are sent."""
+def _line_start(file: BinaryIO, position: int) -> int:
+    """Return the first start of a line at or after a position of a log; the position itself where none begins
+    there."""
+    if position <= 0:
+        return 0
+    file.seek(position - 1)
+    line = file.readline(MAX_LINE_BYTES)
+    start = file.tell()
+    return start if line.endswith(b"\n") and file.read(1) else position
+
+
+def _pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
+    """Yield a window of a file as answers, read as they are sent; with `lines` its end begins with a whole line."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             start = max(0, size + ask.offset) if ask.offset < 0 else ask.offset
+            if lines and ask.offset < 0:
+                start = _line_start(file, start)
             start = 0 if start > size else start  # a new file began, after what was asked for last
             end = min(size, start + ask.limit)
             file.seek(start)

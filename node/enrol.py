@@ -225,7 +225,8 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
     except TimeoutError:
         raise Unreachable(f"{where} did not answer in time") from None
     except OSError as error:
-        raise Unreachable(f"{where} cannot be reached: {error.strerror or error}{_hint(error)}") from None
+        raise Unreachable(f"{where} cannot be reached: {error.strerror or error}{_hint(error)}; "
+                          "is `cluster up` running there, and is this its address for nodes?") from None  # fmt: skip
     finally:
         if writer is not None:
             writer.transport.abort()

@@ -47,6 +47,7 @@ DEFAULT_CONTEXT = 4096
 EMBEDDED = Path(__file__).parent / "models" / "macpool-tiny"
 SAMPLE = 4096
 """Bytes of one sample of a tensor: a page of most disks, so a smaller one is read no sooner."""
+GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 _IDENTITY = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
@@ -147,9 +148,9 @@ class Library:
                 described = self._describe(name, folder)
                 if described is not None:
                     found[name] = described
-        if not found:
+        if all(one.cause for one in found.values()):
             embedded = self._describe(EMBEDDED.name, EMBEDDED)
-            found = {embedded.name: embedded} if embedded is not None else {}
+            found |= {embedded.name: embedded} if embedded is not None else {}
         self._known, self._scanned = found, time.monotonic()
 
     def _places(self) -> Iterator[tuple[str, Path]]:
@@ -195,10 +196,14 @@ def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
         looked += 1
         names = _names(folder)
         kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
-        if kind == marker:
+        if kind == marker or (kind is None and marker == MODEL and _has_gguf(names)):
             yield (folder.name if folder == top else str(folder.relative_to(top))), folder
-        elif kind is None and depth < DEPTH:
+        if kind is None and depth < DEPTH:
             waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
+
+
+def _has_gguf(names: Iterable[str]) -> bool:
+    return any(name.lower().endswith(".gguf") for name in names)
 
 
 def _descend(path: Path) -> bool:
@@ -233,7 +238,10 @@ def _snapshot(folder: Path, marker: str) -> Path | None:
     if revision and (named / marker).exists():
         return named
     held = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
-    return next((one for one in held if (one / marker).exists()), None)
+    found = next((one for one in held if (one / marker).exists()), None)
+    if found is None and marker == MODEL:
+        found = next((one for one in held if _has_gguf(_names(one))), None)
+    return found
 
 
 def _state(folder: Path) -> tuple[object, ...]:
@@ -245,6 +253,8 @@ def _state(folder: Path) -> tuple[object, ...]:
 
 def describe(name: str, folder: Path) -> Found | None:
     """Describe a model's folder; None when it holds no text model. OSError when it cannot be read."""
+    if not (folder / MODEL).exists() and _has_gguf(_names(folder)):
+        return Found(name, folder, cause=GGUF)
     digest = hashlib.sha256()
     for part in _IDENTITY:
         if (folder / part).exists():

@@ -23,7 +23,8 @@ from msgspec.structs import replace
 
 from machine.announce import Announcement
 from machine.awake import Awake
-from machine.journal import open_journal
+from machine.journal import hide_warnings, open_journal
+from machine.left import forget_left, mark_left
 from machine.private import private_folder
 from machine.sleeping import SleepWatch
 from node import bonjour, enrol
@@ -68,12 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         resolved = _settings(options)
         with _lock(options.state), telling(options.state / "node", os.getpid(), resolved):
-            return uvloop.run(_run(options, resolved))
+            return _said(options, uvloop.run(_run(options, resolved)))
     except (Failure, SettingsError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"Error: {error}", file=sys.stderr)
         return error.code if isinstance(error, Failure) else 2
     except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
         return 130
+
+
+def _said(options: argparse.Namespace, code: int) -> int:
+    """Print how a run ended well, unless a program reads it; return the exit code."""
+    if code == 0 and not options.lifeline and options.output == "text":
+        joined = (options.state / "node" / "identity" / "identity.json").exists()
+        print("stopped" if joined else "left the cluster", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,7 +145,7 @@ class _lock:  # noqa: N801  used as a with-statement's word
 async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) -> int:
     open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
     if options.leave and options.force:
-        forget(options.state / "node" / "identity")
+        _forget(options.state / "node")
         return 0
     token, code = _token(options), None
     while code is None:  # None: the identity that was here is denied, and the token makes a new one
@@ -205,12 +215,13 @@ async def _serve(
         if not done:
             reason, code = "stopping", 3
             _print_error("the coordinator is not reached to be told: `cluster leave --force` leaves without that")
+        hide_warnings()
         if run not in done:
             await studio.lender.stop()
             await agent.stop(drain, reason)
         await run
         if reason == "leave":
-            forget(options.state / "node" / "identity")
+            _forget(options.state / "node")
     except Expelled as error:
         log.warning("expelled", reason=str(error))
         code = _after(error, options, welcomed=agent.welcomed.is_set(), anew=anew)
@@ -229,13 +240,21 @@ def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, anew
     """Say what follows from a coordinator's final no: an exit code, or None where a token makes a new identity."""
     if error.reason in DENIED and (options.leave or (anew and not welcomed)):
         forget(options.state / "node" / "identity")
+        if options.leave:
+            mark_left(options.state / "node")
         return 0 if options.leave else None
     _print_error(str(error))
     return 8 if error.reason == "protocol" else 4
 
 
+def _forget(node: Path) -> None:
+    """Remove the identity of a node that leaves on purpose, and note that it left."""
+    mark_left(node)
+    forget(node / "identity")
+
+
 def _print_error(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(f"Error: {text}", file=sys.stderr, flush=True)
 
 
 def _on_lifeline(stop: asyncio.Event) -> None:
@@ -286,9 +305,11 @@ async def _identity(
     announcement.start()
     try:
         url = options.url or await _find()
-        return await enrol.enrol(
+        identity = await enrol.enrol(
             _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
         )
+        forget_left(folder.parent)
+        return identity
     finally:
         await announcement.close()
 

@@ -1,9 +1,7 @@
 """The engine's own memory, read on the inference thread between forwards: the readings that its gate judges by."""
 
-import ctypes
 import gc
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +9,7 @@ from functools import cached_property
 import mlx.core as mx
 import structlog
 
+from machine.heap import trim
 from node.engine.gate import Gate, Use
 from node.engine.wiring import Wire, wired_bytes
 from node.memory.reading import Reading, Recent
@@ -170,12 +169,3 @@ def give_back() -> None:
     gc.collect()
     mx.clear_cache()
     trim()
-
-
-def _malloc_trim() -> Callable[[], None]:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    return (lambda: None) if trim is None else (lambda: trim(0))
-
-
-trim = _malloc_trim()
-"""Let malloc give its free pages back to the system (Linux)."""

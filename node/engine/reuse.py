@@ -29,9 +29,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from machine.heap import trim
 from node.engine.batch import DecodeBatch
 from node.engine.cache import Layers, Manner, copied, manner_of, nbytes_of, new_cache, owned
-from node.engine.footprint import clear_pool, trim
+from node.engine.footprint import clear_pool
 from node.engine.forwards import Forwards
 from node.engine.prefix import LEAST, Entry, Found, PrefixCache, hash_of
 from node.engine.resident import Resident

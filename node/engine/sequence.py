@@ -12,7 +12,7 @@ from node.engine.pipeline import TextPipeline
 from node.engine.preflight import Shape
 from node.engine.prompt import Prepared
 from node.engine.sampling import Sampling
-from wire.bounds import MAX_DELTAS
+from wire.bounds import LONG_CHARACTERS, MAX_DELTAS
 from wire.frames import Delta, Generate, Logprob
 
 
@@ -64,22 +64,28 @@ class Row:
         return [*self.sequence.prompt, *self.ids]
 
     def gathered(self) -> list[Delta]:
-        """Return what has not been sent yet, neighbouring pieces of a channel as one, MAX_DELTAS pieces in a delta."""
+        """Return what has not been sent yet, neighbouring pieces of a channel as one, MAX_DELTAS pieces in a delta.
+
+        A text that was held back until it was long (a call without an end) is cut into deltas of their own.
+        """
         pieces: list[tuple[int, str]] = []
         for channel, text in self.pieces:
             if pieces and pieces[-1][0] == channel and channel in _JOINABLE:
                 pieces[-1] = (channel, pieces[-1][1] + text)
             else:
                 pieces.append((channel, text))
+        most = MAX_DELTAS
+        if sum(len(text) for _, text in pieces) > LONG_CHARACTERS:
+            most, pieces = 1, [part for piece in pieces for part in _cut(*piece)]
         deltas = [
             Delta(
                 self.sequence.number,
                 self.choice,
                 () if at else tuple(self.new),
-                tuple(pieces[at : at + MAX_DELTAS]),
-                tuple(self.logprobs[at : at + MAX_DELTAS]),
+                tuple(pieces[at : at + most]),
+                tuple(self.logprobs[at : at + most]),
             )
-            for at in range(0, max(1, len(pieces), len(self.logprobs)), MAX_DELTAS)
+            for at in range(0, max(1, len(pieces), len(self.logprobs)), most)
         ]
         self.pieces, self.new, self.logprobs = [], [], []
         return deltas
@@ -87,6 +93,12 @@ class Row:
 
 _JOINABLE = frozenset({0, 1})
 """Text of these channels (content, reasoning) can be joined; a tool call is a piece of its own."""
+
+
+def _cut(channel: int, text: str) -> list[tuple[int, str]]:
+    if channel not in _JOINABLE:
+        return [(channel, text)]
+    return [(channel, text[at : at + LONG_CHARACTERS]) for at in range(0, len(text), LONG_CHARACTERS)]
 
 
 @dataclass(slots=True, eq=False)

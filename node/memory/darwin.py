@@ -2,8 +2,9 @@
 
 The footprint is `ri_phys_footprint` of `proc_pid_rusage` (RUSAGE_INFO_V4, 296 bytes, <sys/resource.h>), which counts
 Metal's IOAccelerator pages that no resident size shows, and works for every process of the same user. The same
-structure holds the highest footprint ever and since `proc_reset_footprint_interval` (<libproc.h>). Page counts are
-`vm_statistics64` (<mach/vm_statistics.h>, 152 bytes). Every failure is None, never 0.
+structure holds the highest footprint ever and since `proc_reset_footprint_interval` (<libproc.h>). psutil knows
+neither, and its start of a process moves with the clock, so it does not identify a process after a restart. Every
+failure is None, never 0.
 """
 
 import ctypes
@@ -17,9 +18,6 @@ SYSTEM = "/usr/lib/libSystem.B.dylib"
 RUSAGE_INFO_V4 = 4
 PROC_PIDTBSDINFO = 3
 ZOMBIE = 5
-MOST_MEMBERS = 1024
-HOST_VM_INFO64 = 4
-HOST_VM_INFO64_COUNT = 38
 
 _U64_BEFORE = ("user", "system", "idle_wakeups", "interrupt_wakeups", "pageins", "wired", "resident")
 _U64_BETWEEN = 20
@@ -46,23 +44,6 @@ class RusageV4(ctypes.Structure):
     ]
 
 
-class VmStatistics64(ctypes.Structure):
-    """`struct vm_statistics64`: counts of pages; speculative pages are part of `free`, so they are not added."""
-
-    free: int
-    active: int
-    inactive: int
-    wired: int
-    _fields_: ClassVar = [
-        ("free", c_uint32), ("active", c_uint32), ("inactive", c_uint32), ("wired", c_uint32),
-        ("events", c_uint64 * 9),
-        ("purgeable", c_uint32), ("speculative", c_uint32),
-        ("compressions", c_uint64 * 4),
-        ("compressor", c_uint32), ("throttled", c_uint32), ("external", c_uint32), ("internal", c_uint32),
-        ("uncompressed", c_uint64),
-    ]  # fmt: skip
-
-
 class ProcBsdInfo(ctypes.Structure):
     """`struct proc_bsdinfo`, 136 bytes (<sys/proc_info.h>): what a process is and when it began."""
 
@@ -86,20 +67,11 @@ class System:
         self._reset_interval = getattr(calls, "proc_reset_footprint_interval", None)
         if self._reset_interval is not None:
             self._reset_interval.argtypes, self._reset_interval.restype = [c_int], c_int
-        self._list_group = calls.proc_listpgrppids
-        self._list_group.argtypes, self._list_group.restype = [c_int, c_void_p, c_int], c_int
         self._pid_info = calls.proc_pidinfo
         self._pid_info.argtypes, self._pid_info.restype = [c_int, c_int, c_uint64, c_void_p, c_int], c_int
         self._sysctl = calls.sysctlbyname
         self._sysctl.argtypes = [c_char_p, c_void_p, POINTER(c_size_t), c_void_p, c_size_t]
         self._sysctl.restype = c_int
-        self._statistics = calls.host_statistics64
-        self._statistics.argtypes, self._statistics.restype = [c_uint32, c_int, c_void_p, POINTER(c_uint32)], c_int
-        self._page_size = calls.host_page_size
-        self._page_size.argtypes, self._page_size.restype = [c_uint32, POINTER(c_size_t)], c_int
-        self._host_self = calls.mach_host_self
-        self._host_self.argtypes, self._host_self.restype = [], c_uint32
-        self._host: int | None = None
         self._limit = 0
 
     def phys(self, pid: int) -> int | None:
@@ -122,22 +94,12 @@ class System:
         usage = RusageV4()
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
-    def members(self, group: int) -> tuple[int, ...]:
-        """List the processes of a group that live; the dead that nobody has waited for hold no memory any more."""
-        found = (c_int * MOST_MEMBERS)()
-        count = self._list_group(group, found, ctypes.sizeof(found))
-        return tuple(pid for pid in found[: max(0, count)] if pid > 0 and self.born(pid))
-
     def born(self, pid: int) -> str:
         """Give what tells a process from a later one of the same number: when it began; empty when it is gone."""
         described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
         if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
             return ""
         return f"{described.start_seconds}.{described.start_microseconds}"
-
-    def total_memory(self) -> int | None:
-        """Give the RAM in bytes."""
-        return self._number("hw.memsize")
 
     def wired_limit(self) -> int | None:
         """Return the Metal limit that somebody set, in bytes; None when the system's default holds. Where it cannot be
@@ -151,38 +113,9 @@ class System:
         """Give the system's word for its memory pressure; empty when it is not told."""
         return PRESSURES.get(self._number("kern.memorystatus_vm_pressure_level") or 0, "")
 
-    def reclaimable(self, active_share: float) -> int | None:
-        """Give free + inactive pages and a share of the active ones, in bytes."""
-        found = self._pages()
-        if found is None:
-            return None
-        pages, size = found
-        return int((pages.free + pages.inactive + pages.active * active_share) * size)
-
-    def wired(self) -> int | None:
-        """Return the pages that the kernel and all processes have wired, in bytes."""
-        found = self._pages()
-        return None if found is None else found[0].wired * found[1]
-
-    def _pages(self) -> tuple[VmStatistics64, int] | None:
-        """Read the counts of pages, and the bytes of one."""
-        pages, count, size = VmStatistics64(), c_uint32(HOST_VM_INFO64_COUNT), c_size_t()
-        host = self._host_port()
-        if self._page_size(host, byref(size)) != 0:
-            return None
-        if self._statistics(host, HOST_VM_INFO64, byref(pages), byref(count)) != 0:
-            return None
-        return pages, size.value
-
     def chip_name(self) -> str:
         """Give the chip, as "Apple M5 Max"; empty when it is not told."""
         return (self._bytes("machdep.cpu.brand_string") or b"").split(b"\0")[0].decode(errors="replace")
-
-    def _host_port(self) -> int:
-        """Ask for the host port once: each call of mach_host_self takes another reference to it."""
-        if self._host is None:
-            self._host = int(self._host_self())
-        return self._host
 
     def _number(self, name: str) -> int | None:
         raw = self._bytes(name)

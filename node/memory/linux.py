@@ -65,15 +65,6 @@ class Statm:
             self._file = -1
 
 
-def members(group: int, proc: Path = Path("/proc")) -> tuple[int, ...]:
-    """List the processes of a group that live; the dead that nobody has waited for hold no memory any more."""
-    wanted = str(group).encode()
-    return tuple(
-        number for number in _numbers(proc)
-        if (stat := _stat(f"{proc}/{number}")) is not None and stat[2] == wanted and stat[0] not in DEAD
-    )  # fmt: skip
-
-
 def born(pid: int, proc: Path = Path("/proc")) -> str:
     """Give what tells a process from a later one of the same number: the boot and its start in it; empty when gone."""
     stat = _stat(f"{proc}/{pid}")
@@ -82,13 +73,6 @@ def born(pid: int, proc: Path = Path("/proc")) -> str:
     except OSError:
         boot = ""
     return f"{boot}:{int(stat[19])}" if stat is not None and stat[0] not in DEAD else ""
-
-
-def _numbers(proc: Path) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(proc) if name.isdigit()]
-    except OSError:
-        return []
 
 
 def _stat(folder: str) -> list[bytes] | None:
@@ -106,11 +90,6 @@ def _stat(folder: str) -> list[bytes] | None:
     return fields if len(fields) > 19 else None
 
 
-def memory_fields(proc: Path = Path("/proc")) -> dict[str, int]:
-    """Read `/proc/meminfo` as bytes by name; empty when it cannot be read."""
-    return _kilobytes(proc / "meminfo")
-
-
 def _kilobytes(path: Path) -> dict[str, int]:
     fields: dict[str, int] = {}
     try:
@@ -123,17 +102,6 @@ def _kilobytes(path: Path) -> dict[str, int]:
         if words and words[0].isdigit():
             fields[name] = int(words[0]) * (KIB if words[1:] == ["kB"] else 1)
     return fields
-
-
-def total_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Give the RAM in bytes: the lower of the machine's and of every cgroup limit above this process."""
-    whole, limit = physical_memory(proc), container_limit(proc, cgroups)
-    return whole if whole is None or limit is None else min(whole, limit)
-
-
-def physical_memory(proc: Path = Path("/proc")) -> int | None:
-    """Give the machine's own RAM in bytes, whatever limits this process."""
-    return memory_fields(proc).get("MemTotal")
 
 
 def container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -152,16 +120,15 @@ def pressure(proc: Path = Path("/proc")) -> str:
     return next((word for word, least in STALLED if share >= least), "normal")
 
 
-def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Give what can be had without pushing anyone out: the lower of MemAvailable and the room in each cgroup."""
-    available = memory_fields(proc).get("MemAvailable")
+def container_room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the least room in the cgroups above this process in bytes; None where nothing limits it."""
     rooms = [room for folder in _folders(proc, cgroups) if (room := _room(folder)) is not None]
-    return None if available is None else min([available, *rooms])
+    return min(rooms, default=None)
 
 
 def unevictable_memory(proc: Path = Path("/proc")) -> int | None:
     """Return the bytes that can be neither paged out nor given back: locked, or held by drivers."""
-    return memory_fields(proc).get("Unevictable")
+    return _kilobytes(proc / "meminfo").get("Unevictable")
 
 
 def chip_name(proc: Path = Path("/proc")) -> str:

@@ -5,11 +5,13 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import psutil
 
 from node.memory import darwin, linux
 from node.memory.cap import TIERS, Bounds, default_metal
@@ -39,6 +41,15 @@ class Source(Protocol):
     def close(self) -> None:
         """Give back what is held."""
         ...
+
+
+class Pages(Protocol):
+    """psutil's counts in bytes. `available` are free and inactive pages on macOS, MemAvailable on Linux; `active` and
+    `wired` are macOS's."""
+
+    total: int
+    available: int
+    active: int
 
 
 class Sensor:
@@ -94,8 +105,23 @@ def _footprint(pid: int) -> int | None:
 
 
 def members(group: int) -> tuple[int, ...]:
-    """List the living processes of a group."""
-    return _system().members(group) if sys.platform == "darwin" else linux.members(group)
+    """List the living processes of a group; a process that has ended and was not waited for holds no memory."""
+    return tuple(pid for pid in psutil.pids() if _group(pid) == group and born(pid))
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:  # it has ended
+        return None
+
+
+def virtual_memory() -> "Pages | None":
+    """Read the counts of this machine's memory in bytes; None when they cannot be read."""
+    try:
+        return psutil.virtual_memory()
+    except (OSError, RuntimeError, KeyError, psutil.Error):
+        return None
 
 
 def born(pid: int) -> str:
@@ -135,6 +161,7 @@ class Mac:
     hardware: Hardware
     active_share: float
     system: darwin.System
+    pages: Callable[[], Pages | None] = virtual_memory
 
     def bounds(self) -> Bounds:
         """Read the limit that somebody may have set just now; the RAM stays what it was."""
@@ -143,15 +170,19 @@ class Mac:
 
     def reclaimable(self) -> int | None:
         """Count free and inactive pages and the tier's share of active ones."""
-        return self.system.reclaimable(self.active_share)
+        found = self.pages()
+        return None if found is None else int(found.available + found.active * self.active_share)
 
     def spare(self) -> Spare:
         """Count free and inactive pages alone."""
-        return Spare(self.system.reclaimable(0.0), self.system.pressure(), "vm_statistics64", time.monotonic())
+        found = self.pages()
+        available = None if found is None else found.available
+        return Spare(available, self.system.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
         """Count wired pages."""
-        return self.system.wired()
+        found = self.pages()
+        return None if found is None else getattr(found, "wired", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +193,17 @@ class LinuxMachine:
 
     def bounds(self) -> Bounds:
         """Read the RAM and the cgroups' limits."""
-        return Bounds(linux.physical_memory() or 0, None, linux.container_limit())
+        found = virtual_memory()
+        return Bounds(0 if found is None else found.total, None, linux.container_limit())
 
     def reclaimable(self) -> int | None:
         """Read MemAvailable and the cgroups' room."""
-        return linux.available_memory()
+        found, room = virtual_memory(), linux.container_room()
+        return None if found is None else found.available if room is None else min(found.available, room)
 
     def spare(self) -> Spare:
         """Read the same, and how long tasks waited for memory."""
-        return Spare(linux.available_memory(), linux.pressure(), "meminfo", time.monotonic())
+        return Spare(self.reclaimable(), linux.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
         """Read Unevictable, which is locked memory and what drivers hold."""
@@ -225,9 +258,10 @@ def machine(memory: int | None = None) -> Hardware:
     apple = sys.platform == "darwin"
     chip = _system().chip_name() if apple else linux.chip_name()
     if memory is None:
-        memory = _system().total_memory() if apple else linux.total_memory()
+        found, limit = virtual_memory(), None if apple else linux.container_limit()
+        memory = 0 if found is None else found.total if limit is None else min(found.total, limit)
     return Hardware(
-        chip or platform.machine(), memory or 0, os.cpu_count() or 0,
+        chip or platform.machine(), memory, os.cpu_count() or 0,
         f"{'macOS' if apple else platform.system()} {platform.mac_ver()[0] if apple else platform.release()}",
         platform.python_version(),
     )  # fmt: skip

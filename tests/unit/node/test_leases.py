@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,3 +118,33 @@ def test_progress_never_falls_from_phase_to_phase():
 def test_an_ended_lease_holds_nothing_in_the_report():
     state = leases.state_of(held(ended=True), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert (state.size, state.phase, state.footprint, state.peak) == (0, "ended", 0, 7)
+
+
+@pytest.mark.parametrize(("lease", "job"), [("l-1", "video_1"), ("a" * 96, "B" * 96), ("0", "_")])
+def test_a_lease_with_plain_names_is_named(lease: str, job: str):
+    assert leases.unnamed(ask(lease=lease, job=job, generation=0)) is None
+
+
+@pytest.mark.parametrize(
+    ("lease", "job", "generation"),
+    [("", "job", 1), ("../up", "job", 1), ("a/b", "job", 1), ("a" * 97, "job", 1), ("l\n", "job", 1), ("l", "", 1),
+     ("l", "..", 1), ("l", "job", -1)],
+)  # fmt: skip
+def test_a_lease_whose_names_could_leave_their_folder_is_refused(lease: str, job: str, generation: int):
+    refused = leases.unnamed(ask(lease=lease, job=job, generation=generation))
+    assert refused is not None
+    assert (refused.code, refused.lease, refused.retry_after) == (leases.INVALID, lease, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "unready", "code", "retry_after"),
+    [(1, "", "", 0.0), (0, "", leases.INVALID, 0.0), (-1, "", leases.INVALID, 0.0),
+     (1, "no package", leases.NOT_READY, leases.RETRY_READY)],
+)  # fmt: skip
+def test_a_lease_needs_a_size_and_a_node_that_is_ready(size: int, unready: str, code: str, retry_after: float):
+    refused = leases.barred(ask(size), MEMORY, unready)
+    assert (refused.code if refused else "", refused.retry_after if refused else 0.0) == (code, retry_after)
+
+
+def test_a_node_without_a_known_cap_bars_no_size():
+    assert leases.barred(ask(2**50), Memory(), "") is None

@@ -277,6 +277,28 @@ def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
     assert set(library(tmp_path).known()) == {"m"}
 
 
+def test_a_folder_in_gguf_is_listed_with_the_reason_and_the_way_out(tmp_path: Path):
+    """LM Studio keeps publisher/repository/file.gguf; the hub's cache has repositories without a config.json."""
+    (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF").mkdir(parents=True)
+    (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF" / "Qwen3-8B-Q4_K_M.gguf").write_bytes(b"GGUF")
+    snapshot = tmp_path / "hub" / "models--unsloth--gemma-GGUF" / "snapshots" / "aaa"
+    snapshot.mkdir(parents=True)
+    (snapshot / "gemma-Q4.gguf").write_bytes(b"GGUF")
+    known = library(tmp_path, HF_HUB_CACHE=str(tmp_path / "hub")).known()
+    broken = {name: one.cause for name, one in known.items() if one.cause}
+    assert set(broken) == {"lmstudio-community/Qwen3-8B-GGUF", "unsloth/gemma-GGUF"}
+    assert all("in GGUF" in cause and "mlx-community" in cause for cause in broken.values())
+    assert set(known) - set(broken) == {EMBEDDED.name}, "there is a model to try the pool with"
+    model(tmp_path / "m")
+    assert set(library(tmp_path).known()) == {"lmstudio-community/Qwen3-8B-GGUF", "m"}
+
+
+def test_a_model_below_a_folder_with_gguf_files_is_found(tmp_path: Path):
+    (tmp_path / "old.gguf").write_bytes(b"GGUF")
+    model(tmp_path / "m")
+    assert {name for name, one in library(tmp_path).known().items() if not one.cause} == {"m"}
+
+
 def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = library(tmp_path)
     model(tmp_path / "new")

@@ -386,3 +386,34 @@ def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     for jump in (-1e9, 1e9, 0.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: jump)
         assert told(one) == []
+
+
+def test_wired_bytes_are_never_negative_whatever_a_worker_holds():
+    machine = SetMachine(held=0)
+    one = limiter(machine)
+    with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"both are here\n"
+        one.worker = worker.pid
+        assert one.wired() == 0
+        worker.communicate()
+
+
+def test_a_poll_returns_the_limits_of_this_moment_and_the_standing_ceiling_is_known_from_the_start():
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine, cap="64GiB")
+    assert (one.standing.bytes, one.standing.bound_by, one.leases) == (64 * GIB, "setting", 0)
+    seen: list[Limits] = []
+    assert one.poll(0, seen.append) == seen[0]
+    machine.free = 32 * GIB - 1
+    assert one.poll(0, seen.append).ceiling == 32 * GIB - 1
+    assert len(seen) == 1
+
+
+def test_a_cap_that_changes_while_we_run_is_warned_about_again():
+    machine = SetMachine()
+    one = limiter(machine, cap="64GiB")
+    machine.container = 8 * GIB
+    with structlog.testing.capture_logs() as logs:
+        one.now(0)
+    assert [line["event"] for line in logs] == ["cap changed", "guard weakened"]

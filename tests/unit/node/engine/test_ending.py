@@ -220,7 +220,7 @@ def test_sigterm_is_heard_while_the_main_thread_is_in_a_call(start: Callable[...
     process.child.terminate()
     code, seconds = process.code()
     assert code == 0
-    assert seconds < 2.0
+    assert seconds < 4.0
 
 
 @pytest.mark.slow

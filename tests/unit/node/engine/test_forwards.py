@@ -1,4 +1,4 @@
-"""How long a native call is expected to take, and that none begins once the process ends."""
+"""How long a native call is expected to take, that none begins once the process ends, and how the gate is asked."""
 
 import time
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from node.engine.footprint import Footprint
 from node.engine.forwards import REST, Forwards
+from node.engine.gate import Site
 from node.engine.kinds import Doing, Halted
 from node.engine.load_times import LOAD_SPEED
 from node.engine.recorder import Recorder
@@ -14,8 +15,9 @@ from node.supervise import Patience
 from tests import models
 from tests.support.readings import Later
 from tests.support.text_engine import GREEDY, Driver
-from wire.frames import Load
-from wire.units import GIB
+from wire.frames import Limits, Load
+from wire.refusals import Code, Refused
+from wire.units import GIB, MIB
 
 WEIGHTS = {"large": 85 * GIB, "small": GIB}
 
@@ -122,3 +124,132 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
     driver.answer("Hello!", GREEDY)
     assert forwards._rewiring("a") == 0.0
     assert forwards._rewiring("b") == 0.0, "nothing of it is here"
+
+
+class Asked:
+    """A gate's way of asking, over this process's own memory, and what was done to make room."""
+
+    def __init__(self, room: int, *, makes_room: bool = False, cap: int = 1024 * GIB, guard: bool = True) -> None:
+        self.made_room: list[tuple[Site, int]] = []
+        self.given_up: list[Refused] = []
+        self.makes_room = makes_room
+        self.loads = self.frees = False
+        self.reserved = 0
+        self.forwards = Forwards(
+            Recorder(), Footprint(GIB, lambda: 0), lambda: self.reserved, self._make_room, self._give_up_load,
+            read=WEIGHTS.__getitem__,
+        )  # fmt: skip
+        self.hold(room, cap=cap, guard=guard)
+
+    def hold(self, room: int, *, cap: int = 1024 * GIB, guard: bool = True) -> None:
+        """Leave `room` bytes under the ceiling."""
+        self.forwards.gate.hold(Limits(GIB, GIB, 0, ""))
+        current = self.forwards.memory(time.monotonic()).current
+        assert current is not None
+        self.forwards.gate.hold(Limits(cap, current + room, 0, "dynamic", guard))
+
+    def _make_room(self, site: Site, need: int) -> bool:
+        self.made_room.append((site, need))
+        return self.makes_room
+
+    def _give_up_load(self, refused: Refused) -> bool:
+        self.given_up.append(refused)
+        if self.frees:
+            self.hold(GIB)
+        return self.loads
+
+
+def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
+    asked = Asked(256 * MIB)
+    assert asked.forwards.ask(Site.PREFILL, MIB) is None
+    assert asked.made_room == []
+    assert (asked.forwards.counts().checks, asked.forwards.counts().refusals) == (1, 0)
+
+
+@pytest.mark.parametrize("makes_room", [False, True])
+def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_room: bool):
+    asked = Asked(256 * MIB, makes_room=makes_room)
+    refused = asked.forwards.ask(Site.JOIN, GIB)
+    assert refused is not None
+    assert refused.code is Code.NO_ROOM, "made room or not, the gate has the last word"
+    assert asked.made_room == [(Site.JOIN, GIB)]
+    assert asked.forwards.gate.checks == {Site.JOIN: 1 + makes_room}
+    assert asked.forwards.counts().refusals == 1 + makes_room
+
+
+def test_nothing_is_given_back_where_the_gate_is_closed():
+    asked = Asked(256 * MIB)
+    asked.forwards.gate.hold(Limits(0, 0, 0, ""))
+    refused = asked.forwards.ask(Site.GROW, 1)
+    assert refused is not None
+    assert refused.code is Code.NOT_READY
+    assert asked.made_room == []
+
+
+@pytest.mark.parametrize(("fits", "shrinks"), [(512, 0), (256, 1), (128, 2)])
+def test_the_largest_chunk_that_passes_is_taken_and_each_smaller_one_counted(fits: int, shrinks: int):
+    asked = Asked(GIB)
+    need = {512: 1, 256: 1, 128: 1} | {size: 64 * GIB for size in (512, 256, 128) if size > fits}
+    assert asked.forwards.ask_shrinking(Site.PREFILL, (512, 256, 128), need.__getitem__) == fits
+    assert asked.forwards.counts().shrinks == shrinks
+    assert asked.made_room == [], "kept prefixes stay as long as a smaller chunk fits"
+
+
+def test_room_is_made_for_the_smallest_chunk_only_and_it_may_be_refused():
+    asked = Asked(GIB)
+    refused = asked.forwards.ask_shrinking(Site.PREFILL, (512, 256), lambda size: size * GIB)
+    assert isinstance(refused, Refused)
+    assert refused.numbers is not None
+    assert refused.numbers.estimate == 256 * GIB
+    assert asked.made_room == [(Site.PREFILL, 256 * GIB)]
+    assert asked.forwards.counts().shrinks == 1
+
+
+def test_what_is_reserved_at_this_moment_is_off_the_room():
+    asked = Asked(256 * MIB)
+    asked.reserved = 192 * MIB
+    assert asked.forwards.memory(time.monotonic()).reserved == 192 * MIB
+    assert asked.forwards.ask(Site.PREFILL, 96 * MIB) is not None
+    asked.reserved = 0
+    assert asked.forwards.ask(Site.PREFILL, 96 * MIB) is None
+
+
+def test_a_forward_over_the_cap_ends_a_request_with_the_numbers_whatever_the_ceiling():
+    asked = Asked(GIB, cap=MIB)
+    refused = asked.forwards.over()
+    assert refused is not None
+    assert refused.code is Code.NO_ROOM
+    assert refused.numbers is not None
+    assert refused.numbers.cap == MIB
+    assert asked.forwards.counts().overs == 1
+    asked.hold(GIB)
+    assert asked.forwards.over() is None
+    assert asked.forwards.counts().overs == 1
+
+
+def test_over_the_cap_a_load_is_given_up_first_and_that_may_not_be_enough():
+    asked = Asked(GIB, cap=MIB)
+    asked.loads = True
+    assert asked.forwards.over() is not None, "still over"
+    (given_up,) = asked.given_up
+    assert "over its cap" in given_up.message
+    asked.frees = True
+    assert asked.forwards.over() is None, "no request is ended where the load was enough"
+    assert asked.forwards.counts().overs == 2
+
+
+def test_with_the_guard_off_by_name_no_forward_is_over():
+    asked = Asked(GIB, cap=MIB, guard=False)
+    assert asked.forwards.over() is None
+    assert asked.forwards.counts().overs == 0
+
+
+def test_prefills_joins_and_steps_are_counted_apart_and_loads_are_neither():
+    asked = Asked(GIB)
+    for doing in (Doing.PREFILL, Doing.JOIN, Doing.JOIN, Doing.DECODE, Doing.LOAD):
+        with asked.forwards.native(doing, "small", 1, 0.5) as call:
+            assert asked.forwards.call is call
+            assert call.kind == doing.name.lower()
+    assert asked.forwards.call is None
+    counts = asked.forwards.counts()
+    assert (counts.forwards, counts.steps) == (3, 1)

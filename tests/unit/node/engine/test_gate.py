@@ -4,6 +4,7 @@ from node.engine.gate import Gate, Site, Use
 from node.memory.reading import STALE, Reading
 from wire import verdict
 from wire.frames import Limits
+from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, Buckets, GateMeasures
 from wire.refusals import Code, Refused
 from wire.units import GIB
 from wire.verdict import Fits
@@ -123,3 +124,48 @@ def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
     assert memory.headroom == 100 * GIB - margin - 12 * GIB - 3 * GIB
     decided = "setting" if not automatic else "no profile" if residual is None else "profiles"
     assert under_test.describe() == {"state": "on", "cap": 100 * GIB, "margin": margin, "margin_from": decided}
+
+
+def test_gate_measures_count_checks_refusals_and_predicted_peaks():
+    under_test = gate(Limits(64 * GIB, 20 * GIB, GIB, "dynamic"))
+    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    unreadable = under_test.memory(USE, Reading(None, "statm", 100.0), 128 * GIB, 100.0)
+    empty = gate(None).memory(USE, READING, 128 * GIB, 100.0)
+    for estimate in (GIB, 14 * GIB, 14 * GIB):
+        under_test.check(Site.JOIN, memory, estimate)
+    under_test.check(Site.PREFILL, unreadable, 1)
+    under_test.check(Site.PREFILL, empty, 1)
+    under_test.transient.observe(5)
+    predicted, transient = Buckets(PREDICTED_BOUNDS), Buckets(TRANSIENT_BOUNDS)
+    predicted.observe(1 + (1 - 4) / 20)
+    predicted.observe(1 + (14 - 4) / 20, times=2)
+    transient.observe(5)
+    measured = under_test.measures()
+    assert measured == GateMeasures(
+        (("join", 3), ("prefill", 2)),
+        ((Code.NO_ROOM.value, 3), (Code.UNREADABLE.value, 1)),
+        predicted.tally(),
+        transient.tally(),
+    )
+
+
+def test_gate_counts_a_predicted_peak_under_a_ceiling_of_one_byte():
+    under_test = gate(Limits(1, 1, 0, ""))
+    under_test.check(Site.GROW, under_test.memory(Use(0, 0, 0), Reading(0, "statm", 100.0), GIB, 100.0), 1)
+    assert under_test.measures().predicted.total == 1.0
+
+
+def test_gate_judges_a_load_without_the_margin():
+    under_test = gate(Limits(64 * GIB, 20 * GIB, GIB, "static"))
+    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    assert isinstance(under_test.check(Site.LOAD, memory, 5 * GIB, load=True), Fits)
+    assert isinstance(under_test.check(Site.LOAD, memory, 5 * GIB + 1, load=True), Refused)
+    assert isinstance(under_test.check(Site.LOAD, memory, 5 * GIB), Refused)
+
+
+@pytest.mark.parametrize(("residual", "narrowed"), [(None, 0), (0, 13 * GIB), (50 * GIB, 0)])
+def test_gate_reports_by_how_much_profiles_narrow_the_margin(residual: int | None, narrowed: int):
+    under_test = Gate(lambda: residual)
+    assert under_test.narrowed() == 0
+    under_test.hold(Limits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
+    assert under_test.narrowed() == narrowed

@@ -127,3 +127,17 @@ def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: l
             assert promised(ledger) < before
         assert ledger.reserved() >= 0
         assert sum(group.rows for group in ledger.groups()) == len(rows)
+
+
+def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_decode_together():
+    ledger = Ledger(Kv(KV))
+    assert len(ledger) == 0
+    first, second = ledger.commit(100, 2)
+    (third,) = ledger.commit(60_000, 1)
+    assert len(ledger) == 3
+    assert [ledger.holds(row) for row in (first, second, third)] == [True, True, True]
+    second.joined = True
+    assert (ledger.joined_rows(first), ledger.joined_rows(second), ledger.joined_rows(third)) == (1, 1, 0)
+    ledger.release(first)
+    assert [ledger.holds(row) for row in (first, second, third)] == [False, True, True]
+    assert len(ledger) == 2

@@ -100,6 +100,18 @@ def test_thoughts_are_counted():
     assert made.thought == 3  # the mark that opens belongs to them, the one that closes does not
 
 
+def test_the_tokens_of_a_call_are_no_thought():
+    pieces = ["<think>", "a", "</think>", LOOK, "b"]
+    made = pipeline(pieces)
+    for token in range(len(pieces)):
+        made.feed(token)
+    assert made.thought == 2
+    cut = pipeline(["<call>", "still open"])
+    for token in range(2):
+        cut.feed(token)
+    assert cut.thought == 0
+
+
 def one_call(pieces: list[str]) -> TextPipeline:
     made = pipeline(pieces, markup=Markup(("<think>", "</think>"), ("<call>", "</call>")))
     made._one_call = True

@@ -1,6 +1,7 @@
 """The text engine with real models: admission, the gate before every forward, faults that stay where they are."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -371,7 +372,9 @@ def test_a_row_whose_batch_raises_twice_fails_and_the_engine_goes_on(driver: Dri
         end = driver.end(number)
     assert isinstance(end, Failed)
     assert end.code == "engine_error"
+    assert driver.engine.report(0.0).counts.failures == 1
     assert driver.answer(SHORT[1]["prompt"]) == expected(SHORT[1])
+    assert driver.engine.report(0.0).counts.failures == 1
 
 
 def test_a_raising_sampler_fails_its_own_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -607,6 +610,10 @@ def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path
     end = driver.end(driver.ask("Hello!", model="bad"))
     assert isinstance(end, Refusal)
     assert "died twice" in end.refused.message
+    now = time.monotonic()
+    causes = [{one.name: one.cause for one in driver.engine.report(at).models}["bad"] for at in (now, now + 601.0)]
+    assert causes[0].startswith("the engine died twice in it; kept out for ")
+    assert causes[1] == "", "after its time it may be loaded again"
 
 
 def test_others_decode_while_a_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

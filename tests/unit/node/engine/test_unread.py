@@ -25,7 +25,7 @@ from wire.fairness import Owner
 from wire.frames import Count, Finished, Generate, Grammar, Limits, Message, Params, Ping, Refusal, ToolCall
 from wire.refusals import Code
 from wire.units import GIB, MIB
-from wire.verdict import READ_FREE, READ_GUIDE, READ_LOAD, READ_SLICE, READ_TOKEN, reading_bytes
+from wire.verdict import READ_CODE, READ_FREE, READ_GUIDE, READ_LOAD, READ_SLICE, READ_TOKEN, reading_bytes
 
 WORDS = "The whole history of the house was written down by its cook. "
 LONG = WORDS * 60
@@ -63,7 +63,7 @@ def tight(driver: Driver, room: int) -> None:
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
 def test_every_byte_that_reading_takes_is_counted(text: int, files: int):
-    whole = READ_TOKEN * text + (READ_LOAD + READ_GUIDE) * files
+    whole = READ_TOKEN * text + (READ_LOAD + READ_GUIDE) * files + READ_CODE
     assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > READ_FREE else 0)
     assert reading_bytes(text, files) == reading_bytes(text) <= reading_bytes(text, files, loads=True)
     assert reading_bytes(text) in (0, READ_TOKEN * text)
@@ -90,7 +90,7 @@ def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable
     files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
     later = READ_TOKEN * len(text)
     first = driver.engine._door.need(asked(driver, text))
-    assert first == later + READ_LOAD * files
+    assert first == later + READ_LOAD * files + READ_CODE
     guided = asked(driver, text, grammar=Grammar("regex", "a+"))
     assert driver.engine._door.need(guided) == first + READ_GUIDE * files
     driver.answer("Hi", Params(max_tokens=2, grammar=Grammar("regex", "a+")))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from node.memory.cap import (
     CUSTOM,
     TIERS,
+    WIRED_SHARE_MOST,
     Bounds,
     Cap,
     Ceiling,
@@ -17,8 +18,10 @@ from node.memory.cap import (
     default_metal,
     dynamic,
     limits,
+    reserve,
     resolve_cap,
     resolve_margin,
+    safe_wired_limit,
     with_device,
 )
 from wire.settings import SettingsError
@@ -350,3 +353,23 @@ def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
 def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds | Device | Cap | Ceiling | Margin):
     with pytest.raises(FrozenInstanceError):
         setattr(value, fields(value)[0].name, 0)
+
+
+@pytest.mark.parametrize("tier", sorted(TIERS))
+@pytest.mark.parametrize("total", [1, 8 * GIB, 16 * GIB, 64 * GIB, 512 * GIB])
+def test_a_safe_wired_limit_leaves_the_system_its_reserve_and_a_share(tier: str, total: int):
+    limit = safe_wired_limit(tier, total)
+    assert limit in (0, total - reserve(tier, total), int(total * WIRED_SHARE_MOST))
+    assert 0 <= limit <= total * WIRED_SHARE_MOST
+    assert limit == 0 or total - limit >= reserve(tier, total)
+
+
+def test_a_safe_wired_limit_is_the_lower_of_reserve_and_share():
+    assert safe_wired_limit("balanced", 16 * GIB) == 16 * GIB - reserve("balanced", 16 * GIB)
+    assert safe_wired_limit("aggressive", 2**50) == int(2**50 * WIRED_SHARE_MOST)
+    assert safe_wired_limit("safe", 1) == 0
+
+
+def test_a_container_above_the_ram_adds_no_ram():
+    assert Bounds(16 * GIB, container=64 * GIB).ram == 16 * GIB
+    assert Bounds(64 * GIB, container=16 * GIB).ram == 16 * GIB

@@ -7,18 +7,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from node.memory import linux
 from node.memory.linux import (
     Statm,
-    available_memory,
     chip_name,
     container_limit,
-    memory_fields,
-    physical_memory,
+    container_room,
     pressure,
-    total_memory,
     unevictable_memory,
 )
 from node.memory.reading import Highs
+from node.memory.sensor import LinuxMachine, machine, members
 from wire.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -99,7 +98,8 @@ def proc(tmp_path: Path) -> Path:
     folder = tmp_path / "proc"
     (folder / "self").mkdir(parents=True)
     (folder / "meminfo").write_text(
-        "MemTotal:       33554432 kB\nMemFree: 1024 kB\nMemAvailable:   16777216 kB\nHugePages_Total:       3\n"
+        "MemTotal:       33554432 kB\nMemFree: 1024 kB\nBuffers: 0 kB\nCached: 0 kB\nActive: 0 kB\n"
+        "Inactive: 0 kB\nShmem: 0 kB\nMemAvailable:   16777216 kB\nHugePages_Total:       3\n"
     )
     (folder / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Fine Chip\n")
     return folder
@@ -119,20 +119,14 @@ def test_what_can_be_neither_paged_out_nor_given_back_is_read_where_it_is_told(p
     assert unevictable_memory(proc / "nowhere") is None
 
 
-def test_meminfo_is_read_in_bytes(proc: Path):
-    assert memory_fields(proc)["MemTotal"] == 32 * GIB
-    assert memory_fields(proc)["HugePages_Total"] == 3
-    assert memory_fields(proc / "missing") == {}
+def test_the_chip_is_named(proc: Path):
     assert chip_name(proc) == "A Fine Chip"
     assert chip_name(proc / "missing") == ""
 
 
 def test_without_a_cgroup_the_machine_counts(proc: Path, tmp_path: Path):
-    assert total_memory(proc, tmp_path / "none") == 32 * GIB
     assert container_limit(proc, tmp_path / "none") is None
-    assert available_memory(proc, tmp_path / "none") == 16 * GIB
-    assert total_memory(tmp_path, tmp_path) is None
-    assert available_memory(tmp_path, tmp_path) is None
+    assert container_room(proc, tmp_path / "none") is None
 
 
 def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
@@ -140,34 +134,58 @@ def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
     cgroups = tmp_path / "cgroup"
     write(cgroups / "outer" / "inner", memory__max="max", memory__current=GIB)
     write(cgroups / "outer", memory__max=8 * GIB, memory__current=5 * GIB)
-    assert total_memory(proc, cgroups) == 8 * GIB
     assert container_limit(proc, cgroups) == 8 * GIB
-    assert physical_memory(proc) == 32 * GIB
-    assert available_memory(proc, cgroups) == 3 * GIB
+    assert container_room(proc, cgroups) == 3 * GIB
     write(cgroups / "outer", memory__stat=f"anon 1\ninactive_file {GIB}")
-    assert available_memory(proc, cgroups) == 4 * GIB
+    assert container_room(proc, cgroups) == 4 * GIB
 
 
 def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):
     (proc / "self" / "cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/box\n0::/\n")
     box = tmp_path / "cgroup" / "memory" / "box"
     write(box, memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
-    assert total_memory(proc, tmp_path / "cgroup") == 32 * GIB
+    assert container_limit(proc, tmp_path / "cgroup") is None
     write(box, memory__limit_in_bytes=2 * GIB)
-    assert total_memory(proc, tmp_path / "cgroup") == 2 * GIB
-    assert available_memory(proc, tmp_path / "cgroup") == GIB
+    assert container_limit(proc, tmp_path / "cgroup") == 2 * GIB
+    assert container_room(proc, tmp_path / "cgroup") == GIB
     write(box, memory__usage_in_bytes=3 * GIB)
-    assert available_memory(proc, tmp_path / "cgroup") == 0
+    assert container_room(proc, tmp_path / "cgroup") == 0
 
 
 def test_a_v1_path_that_is_not_mounted_here_falls_back_to_the_mounts_top(proc: Path, tmp_path: Path):
     (proc / "self" / "cgroup").write_text("4:memory:/docker/abc\n")
     write(tmp_path / "cgroup" / "memory", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
-    assert total_memory(proc, tmp_path / "cgroup") == 4 * GIB
+    assert container_limit(proc, tmp_path / "cgroup") == 4 * GIB
 
 
 def test_this_machine_is_readable():
-    total, available = total_memory(), available_memory()
-    assert total
+    here = LinuxMachine(machine())
+    total, available = here.bounds().total, here.reclaimable()
+    assert here.hardware.memory <= total
     assert available
     assert available <= total
+    assert here.spare().available == pytest.approx(available, rel=0.1)
+
+
+def test_the_memory_of_a_machine_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    here = LinuxMachine(machine())
+    assert (here.hardware.memory, here.bounds().total, here.reclaimable(), here.spare().available) == (0, 0, None, None)
+
+
+def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    monkeypatch.setattr(linux, "container_room", lambda: 3 * GIB)
+    assert LinuxMachine(machine()).reclaimable() == 3 * GIB
+    monkeypatch.setattr(linux, "container_room", lambda: None)
+    assert LinuxMachine(machine()).reclaimable() == 16 * GIB
+
+
+def test_a_group_is_its_living_processes():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    assert members(child.pid) == (child.pid,)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert members(child.pid) == (), "a zombie holds nothing"
+    child.communicate()
+    assert members(child.pid) == ()

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from node.memory.sensor import born
 from node.video import folder, watch
 from node.video.watch import Job, Watch, kill, living, worker_environment
 from node.video.watchdog import CRASHED, LOST, Bounds
+from tests.support.readings import Later
 
 
 def hear(*events: object) -> Job:
@@ -33,6 +35,39 @@ def test_a_job_goes_through_its_phases():
     job = hear(progress("denoise", 3))
     assert (job.phase, job.step, job.steps) == (Phase.DENOISING, 3, 4)
     assert hear(progress("denoise", 4), progress("decode", 4)).phase is Phase.DECODING
+
+
+def test_steps_that_a_worker_makes_up_are_within_its_own_count():
+    assert (hear(progress("denoise", 9)).step, hear(progress("denoise", -3)).step) == (4, 0)
+
+
+def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Later()
+    monkeypatch.setattr(time, "monotonic", clock)
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
+    one = Watch(held, tmp_path / "l", Bounds(2**40, 90, 50), 100, 0)
+    one.open(folder.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    attended = folder.lock(tmp_path / "l" / folder.ATTENDED)
+    assert attended is not None
+    clock.by += 99
+    assert one.look() is None
+    claim = folder.Claim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    folder.write_new(tmp_path / "l" / folder.CLAIM, msgspec.json.encode(claim))
+    assert one.look() is None
+    clock.by += 49
+    assert one.look() is None
+    assert 49 <= one.seconds < 50
+    clock.by += 2
+    end = one.look()
+    assert end is not None
+    assert end.code == "job_timeout"
+    process.kill()
+    process.wait()
+    one.close()
+    os.close(attended)
 
 
 def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():

@@ -55,3 +55,32 @@ def test_a_worker_that_is_gone_crashed_unless_who_started_it_is_gone_too():
 
 def test_a_breach_counts_before_all_else():
     assert run((9999.0, Seen(40 * GIB, "a", attended=False)))[1] == ["memory_lease_exceeded"]
+
+
+def test_the_peak_is_the_highest_footprint_of_all_looks():
+    assert run((1.0, Seen(20 * GIB, 1)), (2.0, Seen(10 * GIB, 2)))[0].peak == 20 * GIB
+    assert run((1.0, Seen(None, 1)))[0].peak == 0
+
+
+def test_a_job_has_its_time_from_its_start():
+    state, end = watchdog.step(watchdog.begin(100.0), Seen(GIB, 1), BOUNDS, 7299.0)
+    assert end is None
+    end = watchdog.step(state, Seen(GIB, 2), BOUNDS, 7300.0)[1]
+    assert end is not None
+    assert (end.code, end.at_once) == ("job_timeout", False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "times", "code", "at_once"),
+    [
+        (Seen(None, "a"), 3, "monitor_failed", True),
+        (Seen(GIB, "a", attended=False), 1, "worker_lost", True),
+        (Seen(GIB, None), 1, "worker_stalled", False),
+    ],
+)
+def test_only_a_worker_without_a_guard_ends_at_once(seen: Seen, times: int, code: str, at_once: bool):
+    state, end = watchdog.begin(0.0), None
+    for _ in range(times):
+        state, end = watchdog.step(state, seen, BOUNDS, 300.0)
+    assert end is not None
+    assert (end.code, end.at_once) == (code, at_once)
