@@ -12,7 +12,7 @@ import msgspec
 from coordinator.store import KeyRow, Store
 from coordinator.tokens import Tokens
 from machine.private import write_private
-from router.keys import ApiKey, KeyRing, new_key
+from router.keys import ApiKey, KeyRing, new_key, new_secret
 from router.quotas import NO_LIMITS, KeyLimits
 from router.usage import Usage, Used
 
@@ -29,6 +29,10 @@ def load_pepper(state: Path) -> bytes:
     if not file.exists():
         write_private(file, secrets.token_bytes(32))
     return file.read_bytes()
+
+
+class NameTakenError(ValueError):
+    """A key with this name exists: the audit log and `cluster key` could not tell the two apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,14 @@ class Admin:
         """Make a token useless; False when there is none."""
         return self.tokens.revoke(token)
 
+    def check_name(self, name: str, apart_from: str = "") -> None:
+        """Check that no key but the one `apart_from` has this name (or id), case aside; NameTakenError."""
+        for row in self.store.keys.values():
+            if row.id != apart_from and name.casefold() in (row.name.casefold(), row.id.casefold()):
+                raise NameTakenError(
+                    f"there is a key named {row.name} already ({row.id}): take another name, or revoke that one first"
+                )
+
     def create_key(
         self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
     ) -> dict[str, Any]:
@@ -76,10 +88,26 @@ class Admin:
 
     def limit_key(self, key: str, limits: KeyLimits) -> bool:
         """Give a key other limits, at once; False when there is none."""
+        return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
+
+    def rename_key(self, key: str, name: str) -> bool:
+        """Rename a key; return False when it does not exist."""
+        return self._change_key(key, name=name)
+
+    def expire_key(self, key: str, ttl: float | None) -> bool:
+        """Set the expiry of a key to `ttl` seconds from now, None for never; return False when it does not exist."""
+        return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
+
+    def rotate_key(self, key: str) -> str | None:
+        """Replace the secret of a key; return its text, or None when the key does not exist."""
+        digest, text = new_secret(self.pepper, key)
+        return text if self._change_key(key, digest=digest) else None
+
+    def _change_key(self, key: str, **changes: Any) -> bool:
         row = self.store.keys.get(key)
         if row is None:
             return False
-        row = replace(row, limits=None if limits == NO_LIMITS else limits)
+        row = replace(row, **changes)
         self.store.put_key(row)
         self.ring.put(_ring_key(row))
         return True
@@ -105,8 +133,11 @@ class Admin:
         return self.store.revoke_key(key, self.clock())
 
     def acts(self, last: int) -> dict[str, Any]:
-        """List the newest acts of the audit log, oldest first; times in Unix seconds."""
-        return {"schema": 1, "acts": [asdict(one) for one in list(self.store.audit)[-last:]]}
+        """List the newest acts of the audit log, oldest first; times in Unix seconds. An actor that is a key has its
+        name."""
+        names = {row.id: row.name for row in self.store.keys.values()}
+        acts = [{**asdict(one), "actor_name": names.get(one.actor, "")} for one in list(self.store.audit)[-last:]]
+        return {"schema": 1, "acts": acts}
 
     def count(self, usage: Usage) -> None:
         """Write what was used since the last time into the database, and drop what is older than USAGE_DAYS."""
@@ -115,17 +146,19 @@ class Admin:
             self.store.count(key, model, today.isoformat(), used)
         self.store.forget_usage((today - timedelta(days=USAGE_DAYS)).isoformat())
 
-    def usage(self, key: str | None = None, since: str = "") -> dict[str, Any]:
-        """Sum up what each key used of each model since a day; of one key if it is given."""
-        sums: dict[tuple[str, str], Used] = {}
+    def usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
+        """Sum up what each key used of each model since a day, `daily` for each day (UTC); of one key if it is
+        given."""
+        sums: dict[tuple[str, str, str], Used] = {}
         for row in self.store.usage:
             if row.day >= since and key in (None, row.key):
-                sums.setdefault((row.key, row.model), Used()).add(row.used)
-        names = {row.id: row.name for row in self.store.keys.values()}
+                sums.setdefault((row.day if daily else "", row.key, row.model), Used()).add(row.used)
+        names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}
         rows = [
-            {"key": who, "name": names.get(who, ""), "model": model, **msgspec.structs.asdict(used)}
-            for (who, model), used in sorted(sums.items())
-        ]
+            {"key": who, "name": names.get(who, ""), "model": model, **({"day": day} if daily else {}),
+             **msgspec.structs.asdict(used)}
+            for (day, who, model), used in sorted(sums.items())
+        ]  # fmt: skip
         return {"schema": 1, "since": since or None, "usage": rows}
 
 

@@ -8,11 +8,12 @@ from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, R
 
 FRAMES_PER_SECOND, MOST_FRAMES = 10_000.0, 5_000.0
 REPORTS_PER_SECOND, MOST_REPORTS = 60.0, 240.0
-REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES = 4.0 * 2**20, 8.0 * 2**20
+REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES = 1.0 * 2**20, 2.0 * 2**20
 RENEWALS_PER_SECOND, MOST_RENEWALS = 0.1, 5.0
 LOGGED_PER_SECOND, MOST_LOGGED = 20.0, 100.0
 """Frames that make a line in the log each."""
 LINKS_PER_SECOND, MOST_LINKS = 1.0, 30.0
+QUERIES_PER_SECOND, MOST_QUERIES = 10.0, 60.0
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded))
 _REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[Renew]
@@ -43,7 +44,7 @@ class Budget:
 class NodeBudgets:
     """The budgets of one node."""
 
-    __slots__ = ("_frames", "_links", "_logged", "_renewals", "_report_bytes", "_reports")
+    __slots__ = ("_frames", "_links", "_logged", "_queries", "_renewals", "_report_bytes", "_reports")
 
     def __init__(self) -> None:
         self._frames = Budget("frames", FRAMES_PER_SECOND, MOST_FRAMES)
@@ -52,10 +53,15 @@ class NodeBudgets:
         self._logged = Budget("leases and goodbyes", LOGGED_PER_SECOND, MOST_LOGGED)
         self._renewals = Budget("renewals", RENEWALS_PER_SECOND, MOST_RENEWALS)
         self._links = Budget("links", LINKS_PER_SECOND, MOST_LINKS)
+        self._queries = Budget("queries", QUERIES_PER_SECOND, MOST_QUERIES)
 
     def link(self, now: float) -> str:
         """Count a link; return why it is one too many."""
         return self._links.over(now)
+
+    def query(self, now: float) -> str:
+        """Count a query of this node's command; return why it is one too many."""
+        return self._queries.over(now)
 
     def frame(self, tag: int, size: int, now: float) -> str:
         """Count a frame of `size` bytes before it is decoded; return why it is one too many."""

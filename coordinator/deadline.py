@@ -8,8 +8,8 @@ uvicorn's keep-alive rules; nothing here touches a running response. Routes boun
 
 Bytes are parsed in slices, and not while a whole request waits for its answer: what a client sends ahead is held as
 bytes. Without that a connection of 8 MiB becomes 200,000 requests in memory, and an error in what is sent ahead is
-written into the answer that is under way. A client that sends ahead more than AHEAD_BYTES is not read until its answer
-is out; up to there it is read, because a connection that is not read does not show that its client has left.
+written into the answer that is under way. A connection that is not read does not show that its client has left, so
+it is always read: what is sent ahead beyond AHEAD_BYTES is dropped, and the connection ends with the answer under way.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coordinator import heads
@@ -28,7 +27,7 @@ from router.problems import Problem
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 32 * 1024
 AHEAD_BYTES = 64 * 1024
-"""Bytes that a client may send ahead of the answer to its last request, before it is not read any more."""
+"""Bytes that a client may send ahead of the answer to its last request; with more its connection ends after it."""
 SLICE_BYTES = 512
 """Bytes that are parsed at once where a head may begin: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
@@ -37,16 +36,12 @@ TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD
 CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
 
 
-class Flow(FlowControl):
-    """Reading and writing of one connection. While `held`, reading is not resumed: uvicorn does so for every answer,
-    and what is sent ahead would grow by more than each answer takes away."""
-
-    held = False
-
-    def resume_reading(self) -> None:
-        """Read again, unless too much was sent ahead."""
-        if not self.held:
-            super().resume_reading()
+def turned_away(problem: Problem) -> bytes:
+    """Return a whole answer that ends its connection."""
+    body = problem.body("")
+    head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
+    head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 
 
 class DeadlineProtocol(HttpToolsProtocol):
@@ -61,6 +56,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._left = 0
         self._in_head = self._in_body = self._upgrades = False
         self._ahead = b""
+        self._overrun = False
         self._late: asyncio.TimerHandle | None = None
         self._refusal: Problem | None = None
         self._running: RequestResponseCycle | None = None
@@ -69,7 +65,6 @@ class DeadlineProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock of the first head."""
         super().connection_made(transport)
-        self.flow = self._flow = Flow(transport)
         if self.place is not None:
             self.place.end = transport.abort
             self.place.greeted()
@@ -94,7 +89,7 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what belongs to this request, hold what was sent ahead."""
-        if self._ahead or self._is_answering():
+        if self._ahead or self._overrun or self._is_answering():
             self._hold(data)
         else:
             self._feed(data)
@@ -107,19 +102,17 @@ class DeadlineProtocol(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete and not self._in_body
 
     def _hold(self, data: bytes) -> None:
-        self._ahead += data
+        if not self._overrun:
+            self._ahead += data
         if len(self._ahead) > AHEAD_BYTES:
-            self.flow.pause_reading()
-            self._flow.held = True
+            self._ahead, self._overrun = b"", True
+            self.shutdown()
 
     def _go_on(self) -> None:
         """Parse what was sent ahead of the answer that is out now."""
         if self._ahead and not self._is_answering() and not self.transport.is_closing():
             ahead, self._ahead = self._ahead, b""
             self._feed(ahead)
-        if len(self._ahead) <= AHEAD_BYTES and self._flow.held:
-            self._flow.held = False
-            self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> None:
         """Parse in slices until a request is whole; its known body goes through in one."""
@@ -138,7 +131,7 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def _parse(self, piece: memoryview) -> int | None:
         """Parse a piece; return how many bytes at its end are not parsed yet, None when the connection ends."""
-        before, unparsed = self.cycle, 0
+        before, in_body, unparsed = self.cycle, self._in_body, 0
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -150,6 +143,9 @@ class DeadlineProtocol(HttpToolsProtocol):
             return None
         if self.transport.is_closing():
             return None
+        if in_body and not self._in_body:  # the end of a body, also of one that was refused unread: no part of a head
+            self._disarm()
+            return unparsed
         if self.cycle is before:
             return unparsed if self._waits(len(piece)) else None
         return unparsed
@@ -276,10 +272,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else problem)
 
     def _turn_away(self, problem: Problem) -> None:
-        body = problem.body("")
-        head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
-        head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
-        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.write(turned_away(problem))
         self.transport.close()
 
     def _count(self, size: int) -> None:

@@ -1,10 +1,14 @@
-"""TLS for the endpoint that clients use: an authority of its own that may vouch for nothing but home, or given files.
+"""TLS for the endpoint that clients use: an authority of its own that may vouch for no public name, or given files.
 
 Theory. Clients speak HTTPS only if they trust who signed the certificate, so people will put our authority among those
 that their machine trusts. The cluster's CA must not be that one: it lets nodes in. And an authority that a machine
 trusts can pose as any site. So this is another key, whose certificate is constrained (critical, RFC 5280 §4.2.1.10) to
-names under `.local`, `localhost`, the names of `http.hosts`, and to addresses that no public site has: stolen, it is of
-no use against the rest of the world.
+names under `.local`, `localhost` and the names of `http.hosts`: stolen, it cannot pose as a site that has another name.
+Addresses are not constrained, because BoringSSL (Bun, Claude Code, Electron) refuses every certificate that names an
+address below an authority with a constraint on addresses (docs/decisions/0030).
+
+An authority that an earlier version made, with constraints on addresses, is issued again with the same key and subject:
+a client that trusts the earlier certificate accepts the endpoint as before.
 
 The endpoint's own certificate names what this machine is called and its addresses at this moment; it is made anew when
 they change or two thirds of its life are over, and new connections get it.
@@ -22,7 +26,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.authority import CA_LIFE, AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
 from machine.announce import addresses
@@ -35,7 +39,11 @@ HOME = (
     "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10",
     "::1/128", "fc00::/7", "fe80::/10",
 )  # fmt: skip
-"""Addresses that the authority may vouch for: loopback, private and link-local ones, and those of overlay networks."""
+"""Addresses that the certificate may name: loopback, private and link-local ones, and those of overlay networks."""
+ISSUED_AGAIN = (
+    "the authority of the endpoint was issued again with the same key, because Bun and Claude Code refused its "
+    "constraints: run `cluster trust-ca` again for them; all other programs trust it as before"
+)
 ALWAYS = ("localhost", "127.0.0.1", "::1")
 LOCAL = "local"
 
@@ -56,10 +64,7 @@ class Endpoint:
         self._hosts = tuple(sorted(set(hosts)))
         self._own = folder / "endpoint.pem"
         file = folder / "endpoint-authority.pem"
-        if not file.exists() or constrained_to(read_pair(file)[1]) != self._allowed():
-            write_pair(file, *self._new_ca())
-            self._own.unlink(missing_ok=True)
-        self._key, self._ca = read_pair(file)
+        self._key, self._ca = self._authority(file)
         self._names: tuple[str, ...] = ()
         self._renew_from = 0.0
         self.context = server_context()
@@ -67,7 +72,7 @@ class Endpoint:
 
     @property
     def ca_pem(self) -> str:
-        """The authority's certificate, for whoever is to trust it."""
+        """The authority's certificate, for the machines of clients."""
         return self._ca.public_bytes(Encoding.PEM).decode()
 
     @property
@@ -111,20 +116,33 @@ class Endpoint:
         log.info("endpoint certificate", names=", ".join(names))
         return True
 
-    def _allowed(self) -> list[x509.GeneralName]:
-        networks = [x509.IPAddress(ipaddress.ip_network(network)) for network in HOME]
-        return [x509.DNSName("localhost"), x509.DNSName(LOCAL), *map(_general, self._hosts), *networks]
+    def _authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+        """Read the authority, or make one: with a new key where it may vouch for other names than before."""
+        names = [x509.DNSName("localhost"), x509.DNSName(LOCAL)]
+        names += [general for general in map(_general, self._hosts) if isinstance(general, x509.DNSName)]
+        if file.exists():
+            key, known = read_pair(file)
+            held = constrained_to(known)
+            if held == names:
+                return key, known
+            if [general for general in held if isinstance(general, x509.DNSName)] == names:
+                log.warning(ISSUED_AGAIN)
+                return self._issue(file, key, _common_name(known), names)
+        host = socket.gethostname().partition(".")[0]
+        return self._issue(file, ec.generate_private_key(ec.SECP256R1()), f"macpool endpoint {host}"[:64], names)
 
-    def _new_ca(self) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = f"macpool endpoint {socket.gethostname().partition('.')[0]}"[:64]
+    def _issue(
+        self, file: Path, key: ec.EllipticCurvePrivateKey, name: str, names: list[x509.DNSName]
+    ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+        """Write the authority of a key that may vouch for these names alone."""
         certificate = (
             certificate_builder(name, key.public_key(), named(name), self._clock(), CA_LIFE)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(key_usage(signs_certificates=True), critical=True)
-            .add_extension(x509.NameConstraints(self._allowed(), None), critical=True)
+            .add_extension(x509.NameConstraints(names, None), critical=True)
             .sign(key, hashes.SHA256())
         )
+        write_pair(file, key, certificate)
         return key, certificate
 
 
@@ -138,15 +156,19 @@ def life_of(pem: Path) -> tuple[float, float]:
 
 
 def constrained_to(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Give what an authority may vouch for; nothing where it is not constrained."""
+    """Return the names that an authority is constrained to; an empty list without constraints."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or ())
     except x509.ExtensionNotFound:
         return []
 
 
+def _common_name(certificate: x509.Certificate) -> str:
+    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+
+
 def allowed(name: str) -> bool:
-    """Say whether the authority may vouch for an address or a name of this machine."""
+    """Return whether the certificate may name this address or name of this machine."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:

@@ -10,7 +10,7 @@ of itself is believed before its token or its code is, and then only its key, a 
 
 A machine's id is no secret, so it takes over no member: a request that names the machine of a member is refused unless
 the key of that member signed it, or a person approved the code of a request that is shown to replace it. An
-administrator who removes the member (`cluster nodes remove`) makes the machine a new one.
+administrator who removes the member (`cluster node remove`) makes the machine a new one.
 
 A shell feeds bytes, sends the frames that come back, calls `poll` at `deadline` and whenever `wake` fires, `gone` when
 the connection ends, and flushes the store before it sends `Enrolled`: a token that was used stays used.
@@ -59,6 +59,8 @@ class Cluster:
     approvals: Approvals
     clock: Callable[[], float]
     enrolled: Callable[[MemberRow], None]
+    linked_from: Callable[[NodeId], str] = lambda node: ""
+    """Returns the address from which a member is linked now, empty where it is not."""
 
 
 class Enrolment:
@@ -144,7 +146,7 @@ class Conversation:
             return []
         if decision is Decision.APPROVED and self._asked:
             before = self._member_without_proof(self._asked)
-            if before is not None and before.node != self._replaces:
+            if before is not None and (before.node != self._replaces or self._is_linked(before)):
                 return self._machine_taken(before)
             return self._admit(self._asked, "an approved code")
         if decision is Decision.REJECTED:
@@ -191,7 +193,7 @@ class Conversation:
         except BadRequestError as error:
             return self._deny("bad_request", str(error), final=True)
         before = self._member_without_proof(frame)
-        if before is not None and not tokens.may_replace(frame.token):
+        if before is not None and (self._is_linked(before) or not tokens.may_replace(frame.token)):
             return self._machine_taken(before)
         tokens.redeem(frame.token, frame.mac, frame.csr)
         return self._admit(frame, "a token")
@@ -204,15 +206,28 @@ class Conversation:
             return None
         return before
 
+    def _is_linked(self, member: MemberRow) -> bool:
+        """Return whether a node with the id of the machine that asks is linked, so that there are two of them."""
+        return bool(self._cluster.linked_from(member.node))
+
     def _machine_taken(self, before: MemberRow) -> list[Frame]:
         cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
         newest = cluster.store.audit[-1] if cluster.store.audit else None
         if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
-            cluster.store.note(cluster.clock(), "node", "refused to replace", subject)
+            cluster.store.note(cluster.clock(), "node", "refused to replace", subject, self._address)
+        address = cluster.linked_from(before.node)
+        if address:
+            return self._deny(
+                "machine_taken",
+                f"the machine id of this Mac is that of {before.name}, which is linked now from {address}: if two "
+                "nodes run on this Mac, stop the other one; if the disk was cloned, give this Mac an id of its own "
+                "with `--set node.machine=NAME`",
+                final=True,
+            )
         return self._deny(
             "machine_taken",
             f"this machine is {before.name} in the pool already, and that member's key did not sign the request: if it "
-            f"lost its identity, an administrator runs `cluster nodes remove {before.name}` before it joins again, or "
+            f"lost its identity, an administrator runs `cluster node remove {before.name}` before it joins again, or "
             "approves its code when it joins without a token",
             final=True,
         )
@@ -230,6 +245,8 @@ class Conversation:
         code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
         hardware = plain_hardware(frame.hardware)
         before = self._member_without_proof(frame)
+        if before is not None and self._is_linked(before):
+            return self._machine_taken(before)
         self._replaces = before.node if before else None
         replaces = before.name if before else ""
         waiting = Waiting(code, frame.name, frame.machine, hardware, self._address, now + LIFE, replaces)
@@ -253,12 +270,15 @@ class Conversation:
         how = by if self._member_without_proof(frame) else "its own key"
         if before:
             store.deny_serial(before.serial, now, "the machine joined again")
-            store.note(now, "node", "replaced", f"{before.name} {before.node} from {self._address} by {how}")
+            subject = f"{before.name} {before.node} from {self._address} by {how}"
+            store.note(now, "node", "replaced", subject, self._address)
         row = MemberRow(
             node, name, frame.machine, plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
-            cordoned=before.cordoned if before else False, video=before.video if before else False,
+            cordoned=before.cordoned if before else False, labels=before.labels if before else (),
+            video=before.video if before else False,
         )  # fmt: skip
         store.put_member(row)
+        store.note(now, "node", "joined", f"{name} {node}", self._address)
         log.info("node enrolled", node=node, name=name, address=self._address, by=by, again=before is not None)
         cluster.enrolled(row)
         self.closed = True

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from coordinator.admin import Admin, load_pepper
 from coordinator.approvals import Approvals
-from coordinator.authority import Authority, AuthorityError
-from coordinator.endpoint import is_loopback
+from coordinator.authority import Authority
 from coordinator.events import Events
 from coordinator.keeping.fence import Fence
+from coordinator.secured import check_http
 from coordinator.settings import ClusterSettings, HttpSettings
 from coordinator.store import Store
 from coordinator.tokens import Tokens
@@ -66,22 +66,12 @@ class Access:
 
 
 def open_access(home: Home, http: HttpSettings, listen: str) -> Access:
-    """Read who may come in, by an endpoint that listens there. AuthorityError where its settings let in anybody."""
+    """Read who may come in, by an endpoint that listens there. AuthorityError where its settings admit every client."""
+    check_http(http, listen)
     tokens, approvals, pepper = Tokens(home.store, home.authority.ca, time.time), Approvals(), load_pepper(home.state)
-    ring = _ring(http, listen, pepper)
+    ring = KeyRing(pepper)
+    if http.anonymous:
+        ring.anonymous = nobody_known(time.time())
     admin = Admin(home.store, tokens, ring, pepper, time.time)
     admin.load()
     return Access(tokens, approvals, pepper, ring, admin)
-
-
-def _ring(http: HttpSettings, host: str, pepper: bytes) -> KeyRing:
-    """Make the key ring. Programs without a key are let in where only this machine reaches us, and only when said."""
-    ring = KeyRing(pepper)
-    if http.anonymous:
-        if not is_loopback(host):
-            raise AuthorityError(
-                f"http.anonymous is for this machine alone, but {host} can be reached from others: listen on "
-                "127.0.0.1, or make keys"
-            )
-        ring.anonymous = nobody_known(time.time())
-    return ring

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from coordinator.deadline import DeadlineProtocol
 from coordinator.guard import Guard
+from router.answering import more_of
 from router.dialects import chat, chat_answer
 from router.dispatch import Dispatcher
 from router.events import Pump, problem_of
@@ -68,6 +69,7 @@ class Door:
         self.longest = min(settings.body_bytes, INLINE_BYTES)
         self._ring = ring
         self._guard = guard
+        self._strict = settings.unknown_fields == "refuse"
         self._heads: dict[bytes, Head] = {}
         self._prefix = secrets.token_hex(5)
         self._count = itertools.count(1)
@@ -111,8 +113,9 @@ class Door:
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
             return None
-        asked = chat.parse(body)
-        if isinstance(asked, Problem) or asked.params.logprobs:  # log probabilities are written beside the loop
+        asked = chat.parse(body, strict=self._strict)
+        # log probabilities are written beside the loop, and calls of custom tools by the app
+        if isinstance(asked, Problem) or asked.params.logprobs or asked.custom:
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
         job = asked.job(key.id, request_id, int(time.time()))
@@ -224,7 +227,7 @@ class HotProtocol(DeadlineProtocol):
 
     def _open(self, ticket: StreamTicket) -> None:
         """Send the head with the first events and let the pump do the rest."""
-        chunks = chat_answer.ChatChunks(ticket.job)
+        chunks = chat_answer.ChatChunks(ticket.job, fingerprint=ticket.fingerprint)
         stream = self._stream = HotStream(self.transport, _STREAM % _about(ticket), self._streamed)
         stream.busy = self.flow.write_paused
         ticket.opened = True
@@ -340,7 +343,8 @@ class HotStream:
 def _about(ticket: Ticket) -> bytes:
     node = b"x-macpool-node: %s\r\n" % ticket.node_name.encode("ascii", "replace") if ticket.node_name else b""
     request_id = ticket.job.request_id.encode()
-    return b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, ticket.attempts)
+    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, ticket.attempts)
+    return about + b"".join(b"%s: %s\r\n" % header for header in more_of(ticket))
 
 
 def _nothing() -> None:

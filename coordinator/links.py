@@ -17,7 +17,8 @@ Rules
 import asyncio
 import itertools
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Protocol, cast
 
 import structlog
@@ -42,6 +43,7 @@ from wire.frames import (
     LeaseGranted,
     LeaseRefused,
     Ping,
+    Query,
     Refusal,
     Renew,
     Report,
@@ -51,6 +53,8 @@ from wire.identity import NodeId, Peer, parse_uri
 from wire.stream import Endpoint
 
 HANDSHAKE_SECONDS = 5.0
+TURN_SECONDS = 0.005
+"""Longest time in one turn of the loop for which frames of a link are taken, apart from the last one."""
 STRANGER_SECONDS = 5.0
 STRANGER_BYTES = 16 * 1024
 LAST_WORD_SECONDS = 0.5
@@ -68,6 +72,8 @@ ASK_WINDOW = 1024 * 1024
 """Bytes of a long answer that are under way at one time."""
 MIN_PIECE_BYTES = 4096
 """Usual size of an answer's pieces, at least; the last of a window may be shorter."""
+ANSWER_PIECE_BYTES = 32 * 1024
+"""Bytes of one piece of the answer to a query."""
 ASK_SECONDS = 10.0
 """Longest silence between two pieces of an answer."""
 
@@ -79,6 +85,10 @@ class Owner(Protocol):
 
     def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
         """Say whether this node may link."""
+        ...
+
+    def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
+        """Return what a member may read (JSON), or why not."""
         ...
 
     def linked(self, node: NodeId, hello: Hello) -> int:
@@ -122,6 +132,9 @@ class Connection(Endpoint):
         self.hello: Hello | None = None
         self.budgets: NodeBudgets | None = None
         self._refused = False
+        self._frames: Iterator[tuple[int, bytes]] = iter(())
+        self._resting = False
+        self._until = 0.0
 
     def opened(self) -> None:
         """Read who it is from the certificate and start the stranger's clock."""
@@ -151,7 +164,47 @@ class Connection(Endpoint):
             if self._bytes > STRANGER_BYTES:
                 self.abort(f"more than {STRANGER_BYTES} bytes before a Hello")
                 return
-        super().data_received(data)
+        frames = self._splitter.feed(data)
+        if self._resting:
+            self._frames = itertools.chain(self._frames, frames)
+        else:
+            self._frames = frames
+            self._take_frames()
+
+    def _take_frames(self, *, all_of_them: bool = False) -> None:
+        """Take frames for TURN_SECONDS of this turn of the loop, and the rest in the next turn: a peer that sends
+        without end holds the loop for one frame more at most, and its bytes wait in the kernel."""
+        if not self._until:  # a turn of the loop may read one connection 32 times
+            self._until = time.perf_counter() + TURN_SECONDS
+            self._loop.call_soon(self._end_turn)
+        self._resting = False
+        try:
+            for tag, body in self._frames:
+                self.received(tag, body)
+                if time.perf_counter() > self._until and not self._refused and self.open and not all_of_them:
+                    self._rest()
+                    return
+        except WireError as error:
+            self.abort(f"the peer sent a {error}")
+
+    def _rest(self) -> None:
+        assert self.transport is not None  # noqa: S101  it has just received
+        self._resting = True
+        self.transport.pause_reading()
+
+    def _end_turn(self) -> None:
+        self._until = 0.0
+        if not self._resting or not self.open:
+            return
+        self._take_frames()
+        if not self._resting and not self._refused and self.open and self.transport is not None:
+            self.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take the frames that had arrived before the peer closed the connection."""
+        if self._resting and not self._reason:
+            self._take_frames(all_of_them=True)
+        super().connection_lost(exc)
 
     def received(self, tag: int, body: bytes) -> None:
         """Greet, or hand on."""
@@ -168,6 +221,9 @@ class Connection(Endpoint):
             self._server.take(self, frame)
             return
         hello = decode(tag, body)
+        if isinstance(hello, Query) and self.peer is not None and self.peer.node is not None:
+            self._server.query(self, self.peer, hello)
+            return
         if not isinstance(hello, Hello):
             raise WireError(f"{type(hello).__name__} before Hello")
         if self.peer is None or self.peer.node is None:
@@ -204,6 +260,14 @@ class Connection(Endpoint):
             self.close("the enrolment ended")
         else:
             self._deadline = self._loop.call_at(self._conversation.deadline, self._poll)
+
+    def answer(self, payload: bytes) -> None:
+        """Send the answer to a query, and close."""
+        self._refused = True
+        for begin in range(0, max(1, len(payload)), ANSWER_PIECE_BYTES):
+            end = begin + ANSWER_PIECE_BYTES
+            self.send(Answer(0, payload[begin:end], last=end >= len(payload)))
+        self.close("the query was answered")
 
     def refuse(self, denied: Denied) -> None:
         """Say no and hang up."""
@@ -331,6 +395,7 @@ class LinkServer:
         connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
         why = connection.budgets.link(asyncio.get_running_loop().time())
         if why:
+            self.denied += 1
             connection.refuse(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
             return
         answer = self.owner.greet(peer, connection.serial, hello)
@@ -347,6 +412,19 @@ class LinkServer:
         self._links[node] = connection
         connection.send(answer)
         connection.welcomed(node, hello, self.owner.linked(node, hello))
+
+    def query(self, connection: Connection, peer: Peer, query: Query) -> None:
+        """Answer a query of a member's command, which reads and changes nothing; its node's link stays as it is."""
+        assert peer.node is not None  # noqa: S101  checked by the connection
+        why = self._budgets.setdefault(peer.node, NodeBudgets()).query(asyncio.get_running_loop().time())
+        if why:
+            connection.refuse(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+            return
+        answer = self.owner.answer(peer, connection.serial, query)
+        if isinstance(answer, Denied):
+            connection.refuse(answer)
+        else:
+            connection.answer(answer)
 
     def _replace(self, older: Connection, hello: Hello) -> None:
         same = older.hello is not None and older.hello.instance == hello.instance
@@ -404,6 +482,11 @@ class LinkServer:
         """Give the address from which a node dialed its newest link; empty when there is none."""
         link = self._links.get(node)
         return "" if link is None else link.address
+
+    def hello(self, node: NodeId) -> Hello | None:
+        """Return what a node said on its newest link; None when there is none."""
+        link = self._links.get(node)
+        return None if link is None else link.hello
 
     def hang_up(self, node: NodeId, reason: str, denied: Denied | None = None) -> None:
         """End every link of a node at once, telling it why when there is a reason that it should know."""

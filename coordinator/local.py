@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -11,16 +12,40 @@ from pathlib import Path
 import structlog
 
 from coordinator.registry import Registry
+from machine.left import has_left
 
 log = structlog.get_logger("coordinator.local")
 
 BACK_OFF = (0.5, 30.0)
 """First and longest wait before it is started again, in seconds; a run of a minute resets it."""
-DENIED, OTHER_CLUSTER = 4, 6
-"""Exit codes of a node that no new start would change, the first where it had joined: it was removed, or it is in
-another cluster."""
+USAGE, DENIED, OTHER_CLUSTER = 2, 4, 6
+"""Exit codes of a node that no new start would change: wrong settings; removed, where it had joined; a node of another
+cluster."""
 GRACE = 10.0
 """Longest wait for its end before it is killed, in seconds."""
+
+
+class OtherClusterError(Exception):
+    """This Mac is a node of another cluster than the one that it coordinates."""
+
+
+def check_node(state: Path, cluster: str) -> None:
+    """Check that the node of this state folder, if there is one, is of this cluster (empty: of none yet).
+
+    OtherClusterError with the ways out.
+    """
+    try:
+        kept = json.loads((state / "node" / "identity" / "identity.json").read_text())
+        its, addresses = str(kept["cluster"]), list(kept.get("addresses") or ())
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no node, or one that says itself what is wrong with it
+    if its != cluster:
+        place = f" at {addresses[0]}" if addresses else ""
+        raise OtherClusterError(
+            f"this Mac is a node of another cluster{place}: `cluster join` starts that node; `cluster leave` takes the "
+            "Mac out of it, then run this again; to coordinate a cluster of its own beside it: --no-local-node, or "
+            "another folder with --state"
+        )
 
 
 class LocalNode:
@@ -62,6 +87,14 @@ class LocalNode:
         while self._process is not None:
             began = loop.time()
             code = await self._process.wait()
+            if code == 0 and has_left(self._state / "node"):
+                log.info("local node left", what="`cluster up --local-node` lets it join again")
+                self.given_up.set()
+                return
+            if code == USAGE:
+                log.error("local node out", code=code, what="its settings are wrong: `cluster config check`")
+                self.given_up.set()
+                return
             if code == OTHER_CLUSTER or (code == DENIED and self._joined()):
                 log.error("local node out", code=code, what="the next `cluster up` lets it join anew" if code == DENIED
                           else "`cluster leave` takes it out of the other cluster")  # fmt: skip
@@ -75,11 +108,22 @@ class LocalNode:
     def _joined(self) -> bool:
         return (self._state / "node" / "identity" / "identity.json").exists()
 
-    async def linked(self, registry: Registry, seconds: float) -> None:
-        """Wait until a node is ready, or for at most `seconds`; a node that fails has said why in its log."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await registry.some_ready.wait()
+    async def ready(self, registry: Registry, seconds: float) -> bool:
+        """Wait until this node answers requests, for at most `seconds`; return whether it does. A node that fails has
+        said why in its log."""
+        answers = asyncio.create_task(registry.wait_for_answers(self._id))
+        ended = asyncio.create_task(self.given_up.wait())
+        done, _ = await asyncio.wait({answers, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in (answers, ended):
+            task.cancel()
+        if answers in done:
+            answers.result()
+        return answers in done
+
+    def _id(self) -> str:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads((self._state / "node" / "identity" / "identity.json").read_text())["node"])
+        return ""
 
     async def close(self) -> None:
         """End it: politely, then for good."""

@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 PIECE = 64 * 1024
+LONGEST_LINE = 1024 * 1024
+"""Bytes in which the first line that is cut must end."""
 
 
 async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGenerator[bytes]:
@@ -26,8 +28,16 @@ async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGen
 
 
 def _newest(file: Path, size: int) -> tuple[int, int]:
+    """Return where the newest `size` bytes begin and end, from the first whole line on where there is one."""
     end = file.stat().st_size
-    return max(0, end - size), end
+    begin = end - size
+    if begin <= 0:
+        return 0, end
+    with file.open("rb") as opened:
+        opened.seek(begin - 1)
+        line = opened.readline(LONGEST_LINE)
+        start = opened.tell()
+        return start if line.endswith(b"\n") and start < end else begin, end
 
 
 def _piece(file: Path, offset: int, size: int) -> bytes:

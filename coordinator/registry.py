@@ -6,8 +6,10 @@ dispatcher places. Every path by which a node goes ends in `_forget`, so nothing
 
 import asyncio
 import itertools
+import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,13 +21,13 @@ from coordinator.authority import Authority, BadRequestError
 from coordinator.enrolment import Conversation, Enrolment, plain_hardware
 from coordinator.keeping.fence import Fence, Mark
 from coordinator.links import LinkServer
-from coordinator.membership import Changed, CloseLink, Forget, NodeGone, State
-from coordinator.shown import Told, dangers_of, node_row, warnings_of
+from coordinator.membership import GONE, Changed, CloseLink, Forget, NodeGone, State
+from coordinator.shown import Told, can_answer, dangers_of, node_row, warnings_of
 from coordinator.store import MemberRow, Store
 from router.view import ClusterView, NodeView, view_of
 from wire.advert import plain
 from wire.certificate import read_certificate
-from wire.frames import Denied, Frame, Goodbye, Hello, Pause, Renew, Renewed, Report, Welcome
+from wire.frames import Denied, Frame, Goodbye, Hello, Pause, Query, Renew, Renewed, Report, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
 from wire.report import Sharing
 
@@ -34,6 +36,8 @@ AT_ONCE = 32
 """Members up to which every report makes a new picture at once."""
 PAUSE_SECONDS = 10.0
 """Longest wait for a node's report that it is paused, or resumed."""
+LINKED_SECONDS = 3.0
+"""Age of the newest report below which a link counts as alive: a second process with its identity is refused."""
 MOMENT = 0.02
 """Seconds in which the reports of a larger cluster are gathered into one picture."""
 
@@ -100,9 +104,11 @@ class Registry:
         self._heard_of: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
         """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
-        self.some_ready = asyncio.Event()
-        """Set once a node is ready and serves a model."""
+        self._published = asyncio.Event()
+        """Set whenever there is a new picture."""
         self.placing: Placing | None = None
+        self.readable: Mapping[str, Callable[[], Mapping[str, Any]]] = {}
+        """Paths of the API that members may read, and what they show."""
         self.links = LinkServer(self)
         self.addresses: tuple[str, ...] = ()
         """Where nodes can reach us, told in Welcome."""
@@ -135,20 +141,58 @@ class Registry:
             return Denied(
                 "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
             )
-        row = self._store.members.get(NodeId(hello.node))
-        if peer.node != hello.node:
+        row = self._member(peer, serial, hello.node, hello.machine)
+        if isinstance(row, Denied):
+            return row
+        if self._linked_by_another(row.node, hello):
+            log.warning("linked twice", node=row.node, name=row.name, address=self.links.address(row.node))
+            return Denied(
+                "linked_elsewhere",
+                f"{row.name} is linked now by another process, from {self.links.address(row.node)}: if its disk or "
+                "state folder was copied, remove STATE/node on the copy, then join there with a new token and "
+                "`--set node.machine=NAME`",
+                retry_after=LINKED_SECONDS,
+            )
+        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses,
+                       self._fence.generation, self._seal)  # fmt: skip
+
+    def _member(self, peer: Peer, serial: str, node: str, machine: str) -> MemberRow | Denied:
+        """Return the member with this certificate, or why it is none (any more)."""
+        row = self._store.members.get(NodeId(node))
+        if peer.node != node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
         if row is None or row.removed is not None or self._store.denied(row.node, serial):
             return Denied("removed", "this node was removed from the cluster: join again with a new token", final=True)
-        if row.machine != hello.machine:
+        if row.machine != machine:
             log.warning("cloned identity", node=row.node, name=row.name)
             return Denied(
                 "cloned",
                 f"this identity belongs to another machine ({row.name}): join again with a new token",
                 final=True,
             )
-        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses,
-                       self._fence.generation, self._seal)  # fmt: skip
+        return row
+
+    def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
+        """Return what a path of the API shows to a member, as JSON; Denied for who is none, and for every path that
+        `readable` does not name."""
+        row = self._member(peer, serial, query.node, query.machine)
+        if isinstance(row, Denied):
+            return row
+        show = self.readable.get(query.path)
+        if show is None:
+            paths = ", ".join(sorted(self.readable)) or "nothing yet"
+            return Denied("not_readable", f"a member may read {paths}, not {plain(query.path)[:80]}", final=True)
+        return json.dumps(show()).encode()
+
+    def _linked_by_another(self, node: NodeId, hello: Hello) -> bool:
+        """Return whether another process with this node's identity is linked and reports.
+
+        A node that was restarted has no link any more, and one whose network broke has not reported for a while.
+        """
+        linked = self.links.hello(node)
+        if linked is None or linked.instance == hello.instance:
+            return False
+        return self._loop.time() - self._heard.get(node, -math.inf) < LINKED_SECONDS
 
     def linked(self, node: NodeId, hello: Hello) -> int:
         """Count a new link; give its number."""
@@ -322,10 +366,15 @@ class Registry:
     def _publish_now(self) -> None:
         self._publishing = None
         view = self.view()
-        if any(node.state == State.READY and node.models for node in view.nodes):
-            self.some_ready.set()
+        self._published.set()
         if self.placing is not None:
             self.placing.set_view(view)
+
+    async def wait_for_answers(self, which: Callable[[], str]) -> None:
+        """Wait until the node with the id that `which` returns can answer a request."""
+        while (node := NodeId(which())) not in self._pool.members or not can_answer(self._node_view(node)):
+            self._published.clear()
+            await self._published.wait()
 
     def close(self) -> None:
         """Stop the clock."""
@@ -393,15 +442,18 @@ class Registry:
         found = self.dangers()
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
-        for node in self._reports:
-            view = self._node_view(node)
+        for view in self._linked():
             found += [f"{view.name}: {text}" for text in warnings_of(view)]
         return found
 
     def dangers(self) -> list[str]:
         """Say which nodes are less safe than they could be, or stand over their cap, and why: these last for ever."""
+        return [f"{view.name}: {text}" for view in self._linked() for text in dangers_of(view)]
+
+    def _linked(self) -> list[NodeView]:
+        """Return the nodes whose newest report is of now: one that is gone says nothing any more."""
         views = [self._node_view(node) for node in self._reports]
-        return [f"{view.name}: {text}" for view in views for text in dangers_of(view)]
+        return [view for view in views if view.state not in GONE]
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Give one node as the API shows it; sizes in bytes, None where nothing is known."""

@@ -33,7 +33,7 @@ from coordinator.api.facts import Facts
 from coordinator.authority import Authority, AuthorityError
 from coordinator.conditions.rules import WATCHED
 from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
-from coordinator.conditions.webhook import Webhook, WebhookError, parse
+from coordinator.conditions.webhook import Address, Webhook, WebhookError, parse
 from coordinator.endpoint import Endpoint
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.guard import Guard, Private
@@ -41,16 +41,18 @@ from coordinator.home import Access, Home, open_access, open_home
 from coordinator.http import Door
 from coordinator.keeping import fence
 from coordinator.keeping.fence import Mark, SupersededError, moved_on
+from coordinator.load_history import LoadHistory
+from coordinator.load_sampler import read_load, sample_load
 from coordinator.loads import Loads
-from coordinator.local import LocalNode
+from coordinator.local import LocalNode, check_node
 from coordinator.metrics.service import Metrics
 from coordinator.places import Places, room_for
 from coordinator.reach import cluster_addresses, from_here, listen, reachable
 from coordinator.registry import Registry
-from coordinator.secured import lives_of, tls_of
+from coordinator.secured import check_http, lives_of, tls_of
 from coordinator.server import http_server
 from coordinator.settings import CoordinatorSettings
-from coordinator.store import MemberRow, Store
+from coordinator.store import MemberRow
 from coordinator.tokens import join_line
 from coordinator.video.api import Videos
 from coordinator.video.conductor import Conductor
@@ -58,14 +60,19 @@ from coordinator.video.placing import Both
 from coordinator.web.page import Page
 from coordinator.web.visitors import Visitors
 from machine.announce import Announcement
+from machine.heap import map_long_blocks, trim
+from machine.journal import hide_warnings
 from machine.private import write_private
 from router.app import FrontDoor, openapi_paths
+from router.beside import beside
 from router.cache_scope import open_scopes
 from router.dispatch import Dispatcher
 from router.keys import KeyRing, new_key
 from router.quotas import Quotas
 from router.ticket import Ticket
 from wire.advert import Advert, cluster_hint
+from wire.identity import NodeId
+from wire.settings import SettingsError
 
 log = structlog.get_logger("coordinator.run")
 
@@ -74,13 +81,14 @@ MOST_FILES = 8192
 RENEW_SECONDS = 60.0
 """Between two looks at our own certificates: this machine may have got another address."""
 COUNT_SECONDS = 10.0
-"""Between two times that what was used is written down; a crash loses no more."""
+"""Seconds between two times that usage is written to disk, and free memory is returned to the system."""
 COLLECT_AFTER = 20_000
 """Objects made and not freed after which the youngest are searched for rings; Python's 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
 """Longest time for which a thread that parses a long body keeps the loop waiting, where Python's 5 ms add up."""
-LOCAL_NODE_SECONDS = 20.0
-"""Longest wait for the node on this machine before we say that we are ready without it."""
+LOCAL_NODE_SECONDS = 60.0
+"""Longest wait for the node on this machine before the coordinator reports ready without it: an engine starts in 2 to
+20 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
     superseded = _Superseded(options.state, stop)
     loop = asyncio.get_running_loop()
     _allow_files()
+    map_long_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -139,6 +148,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
         ready(facts)
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
+        hide_warnings()
         log.info("stopping")
     superseded.check()
 
@@ -156,15 +166,20 @@ async def _start(
 ) -> dict[str, Any]:
     """Start every part after those that it needs; the stack takes them down in the opposite order. `on_death` is called
     when the state can no longer be written."""
+    check_options(options)
+    opened = listen(*options.listen)
+    stack.callback(opened.close)
     home = open_home(options.state, options.settings.cluster, stack)
     home.store.on_death = on_death
+    if options.local_node:
+        check_node(options.state, home.authority.cluster)
     access = open_access(home, options.settings.http, options.listen[0])
     registry = _registry(options, home, access, superseded, stack)
     dispatcher = _dispatcher(options, home.epoch, registry, access.ring)
     pool = _Pool(registry, dispatcher, _video(options, home.state, registry, dispatcher, stack))
     cluster_port = await registry.links.start(*options.cluster_listen, home.authority.server_context())
     stack.push_async_callback(registry.links.close)
-    entrance = _entrance(options, home.state, cluster_port)
+    entrance = _entrance(options, home.state, cluster_port, opened)
     registry.addresses = cluster_addresses(options.cluster_listen[0], cluster_port)
     await _serve_http(options, home, access, pool, entrance, stack)
 
@@ -174,14 +189,15 @@ async def _start(
     _keep_up(home, access, dispatcher, entrance, stack)
     if options.settings.cluster.bonjour:
         _announce(options, home, cluster_port, stack)
-    if options.local_node:
-        await _start_local_node(options, home, access, registry, cluster_port, stack)
+    node_ready = (
+        await _start_local_node(options, home, access, registry, cluster_port, stack) if options.local_node else None
+    )
     # The last to be pushed is the first to be done: running requests end before anything that they need is taken away.
     stack.push_async_callback(dispatcher.drain, options.settings.http.drain_seconds)
     token = access.tokens.create()
     await home.store.flush()
     _say_guards(options, entrance.tls)
-    return _told(entrance, str(token), key)
+    return {**_told(entrance, str(token), key), "local_node_ready": node_ready}
 
 
 def _registry(options: Options, home: Home, access: Access, superseded: _Superseded, stack: AsyncExitStack) -> Registry:
@@ -191,11 +207,16 @@ def _registry(options: Options, home: Home, access: Access, superseded: _Superse
         for listener in enrolled:
             listener(row)
 
-    cluster = Cluster(name, home.authority, access.tokens, home.store, access.approvals, time.time, tell)
+    def linked_from(node: NodeId) -> str:
+        return registry.links.address(node)
+
+    cluster = Cluster(
+        name, home.authority, access.tokens, home.store, access.approvals, time.time, tell, linked_from
+    )  # fmt: skip
     registry = Registry(home.store, home.authority, Enrolment(cluster), name=name, version=home.version,
                         epoch=home.epoch, fence=home.fence)  # fmt: skip
     registry.on_superseded = superseded
-    enrolled += [registry.enrolled, partial(_joined, home.store)]
+    enrolled.append(registry.enrolled)
     stack.callback(registry.close)
     return registry
 
@@ -245,9 +266,28 @@ class _Entrance:
     ca_pem: str
 
 
-def _entrance(options: Options, state: Path, cluster_port: int) -> _Entrance:
-    host, opened = options.listen[0], listen(*options.listen)
-    port = opened.getsockname()[1]
+def check_options(options: Options) -> None:
+    """Check everything that can be checked before the first file is created.
+
+    SettingsError for settings that contradict each other or cannot be used.
+    """
+    try:
+        check_http(options.settings.http, options.listen[0])
+        if options.settings.conditions.webhook:
+            _webhook_address(options.settings)
+    except AuthorityError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _webhook_address(settings: CoordinatorSettings) -> Address:
+    try:
+        return parse(settings.conditions.webhook)
+    except WebhookError as error:
+        raise AuthorityError(str(error)) from None
+
+
+def _entrance(options: Options, state: Path, cluster_port: int, opened: socket.socket) -> _Entrance:
+    host, port = options.listen[0], opened.getsockname()[1]
     tls = tls_of(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
     return _Entrance(
@@ -268,7 +308,8 @@ async def _serve_http(
     metrics = Metrics(registry, dispatcher, ring, home.version,
                       partial(lives_of, home.authority, tls, settings.http.certificate))  # fmt: skip
     metrics.video = conductor.picture
-    seen = Seen(metrics, _conditions(settings, metrics, stack), home.events, home.log_file)
+    load = _load_history(registry, dispatcher, stack)
+    seen = Seen(metrics, _conditions(settings, metrics, stack), load, home.events, home.log_file)
     api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
               facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
     videos = Videos(
@@ -312,14 +353,15 @@ def _announce(options: Options, home: Home, cluster_port: int, stack: AsyncExitS
 
 async def _start_local_node(
     options: Options, home: Home, access: Access, registry: Registry, cluster_port: int, stack: AsyncExitStack
-) -> None:
+) -> bool:
+    """Start the node on this machine; return whether it answers requests already."""
     address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
     node = LocalNode(
         home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
     )
     await node.start()
     stack.push_async_callback(node.close)
-    await node.linked(registry, LOCAL_NODE_SECONDS)
+    return await node.ready(registry, LOCAL_NODE_SECONDS)
 
 
 def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
@@ -364,15 +406,20 @@ def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExi
     conditions.listeners.append(log_conditions)
     metrics.conditions = conditions.flags
     if settings.conditions.webhook:
-        try:
-            webhook = Webhook(parse(settings.conditions.webhook), settings.cluster.name)
-        except WebhookError as error:
-            raise AuthorityError(str(error)) from None
+        webhook = Webhook(_webhook_address(settings), settings.cluster.name)
         conditions.listeners.append(webhook.tell)
         stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
     watch = Watch(conditions, lambda: sample_of(metrics.picture(), metrics.nodes()), time.time)
     stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
     return conditions
+
+
+def _load_history(registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack) -> LoadHistory:
+    """Begin to sample the load of the pool."""
+    history = LoadHistory()
+    sampling = asyncio.create_task(sample_load(history, partial(read_load, registry, dispatcher)))
+    stack.push_async_callback(_cancel, sampling)
+    return history
 
 
 def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
@@ -395,14 +442,12 @@ def _log_trouble(ticket: Ticket, code: str) -> None:
                 code=code[:40])  # fmt: skip
 
 
-def _joined(store: Store, row: MemberRow) -> None:
-    store.note(time.time(), "node", "joined", f"{row.name} {row.node}")
-
-
 async def _count(admin: Admin, dispatcher: Dispatcher) -> None:
     while True:
         await asyncio.sleep(COUNT_SECONDS)
         admin.count(dispatcher.usage)
+        gc.collect(1)  # an ended request may lie in a ring with its body, and few objects come after it
+        await beside(trim)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

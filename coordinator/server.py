@@ -12,10 +12,11 @@ from typing import cast
 import structlog
 import uvicorn
 
-from coordinator.deadline import DeadlineProtocol
+from coordinator.deadline import HEAD_BYTES, DeadlineProtocol, turned_away
 from coordinator.guard import Guard
 from coordinator.http import Door, protocol
 from coordinator.places import Place, Places
+from router.problems import Problem
 
 log = structlog.get_logger("coordinator.server")
 
@@ -23,6 +24,8 @@ BACKLOG = 2048
 """Connections that wait in the kernel to be accepted."""
 ACCEPT_PAUSE_SECONDS = 0.1
 """Wait after a connection could not be accepted: descriptors come back when others end."""
+METHODS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
+"""With what a request without TLS begins."""
 HANDSHAKE_SECONDS = 10.0
 """For a TLS handshake, from the connection on."""
 
@@ -72,12 +75,42 @@ class Server(uvicorn.Server):
             protocol.place = place
             return protocol
 
+        if patience is not None:
+            began = loop.time()
+            if await _speaks_http(loop, accepted, patience):
+                await _send_to_https(loop, accepted)
+                raise ConnectionError("plain HTTP on a port for HTTPS")
+            patience = max(0.1, patience - (loop.time() - began))
         await loop.connect_accepted_socket(made, accepted, ssl=self.config.ssl, ssl_handshake_timeout=patience)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Leave signals alone."""
         yield
+
+
+async def _speaks_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket, patience: float) -> bool:
+    """Return whether a client begins with a request instead of a handshake; its bytes stay where they are."""
+    there = asyncio.Event()
+    loop.add_reader(accepted, there.set)
+    try:
+        async with asyncio.timeout(patience):
+            await there.wait()
+        first = accepted.recv(8, socket.MSG_PEEK)
+    finally:
+        loop.remove_reader(accepted)
+    return first.startswith(METHODS)
+
+
+async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
+    """Answer a request without TLS with the URL of the same server. What came of it is read first: a connection that
+    is closed with unread bytes is reset, and its client sees no answer."""
+    host, port = accepted.getsockname()[:2]
+    where = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    accepted.recv(HEAD_BYTES)
+    text = f"this port speaks HTTPS: use {where}, and run `cluster trust-ca {where}` once on this machine"
+    await loop.sock_sendall(accepted, turned_away(Problem(400, "https_required", text)))
+    accepted.shutdown(socket.SHUT_WR)
 
 
 class Listener:

@@ -156,10 +156,17 @@ def measured(model: Model) -> dict[str, object] | None:
     }  # fmt: skip
 
 
+def can_answer(view: NodeView) -> bool:
+    """Return whether a request that comes now would be answered here: linked, engine and gate ready, a model there."""
+    armed = view.memory.armed or not view.memory.guard
+    served = any(not model.cause for model in view.models.values())
+    return view.state == State.READY and view.engine.state == "ready" and armed and served
+
+
 def warnings_of(view: NodeView) -> list[str]:
     """Say what on a node needs a person, with the next step."""
     memory, engine, found = view.memory, view.engine, list[str]()
-    if memory.guard and not memory.armed and view.state == State.READY:
+    if memory.guard and not memory.armed and view.state == State.READY and engine.state != "starting":
         found.append(f"its gate is not armed, so it refuses everything ({engine.state})")
     if memory.guard and memory.cap and most_bytes(memory) <= 0:
         found.append(

@@ -62,6 +62,9 @@ MIGRATIONS = (
     ALTER TABLE members ADD COLUMN video INTEGER NOT NULL DEFAULT 0;
     UPDATE members SET video = 1;
     """,
+    """
+    ALTER TABLE audit ADD COLUMN address TEXT NOT NULL DEFAULT '';
+    """,
 )
 """One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
 
@@ -147,6 +150,8 @@ class AuditRow:
     actor: str
     action: str
     subject: str
+    address: str = ""
+    """From which address it was done; empty where that is not known, as for acts on this machine's own files."""
 
 
 class StateLock:
@@ -303,11 +308,12 @@ class Store:
         if old:
             self._put("DELETE FROM usage WHERE day < ?", before)
 
-    def note(self, at: float, actor: str, action: str, subject: str) -> None:
-        """Write an act into the audit log; the oldest above AUDIT_KEPT are dropped."""
+    def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
+        """Write an act into the audit log, with the address from which it came; the oldest above AUDIT_KEPT are
+        dropped."""
         number = self._audit[-1].number + 1 if self._audit else 1
-        self._audit.append(AuditRow(number, at, actor, action, subject))
-        self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?)", number, at, actor, action, subject)
+        self._audit.append(AuditRow(number, at, actor, action, subject, address))
+        self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
         self._put("DELETE FROM audit WHERE number <= ?", number - AUDIT_KEPT)
 
     @property

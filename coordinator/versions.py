@@ -56,5 +56,5 @@ def _line(ours: tuple[int, ...], one: Running) -> Line:
     if theirs > ours:
         return Line(one, False, "newer than the coordinator: update the coordinator first")
     return Line(
-        one, False, f"older: `cluster nodes drain {one.name} --wait 10m`, update macpool there, restart its node"
+        one, False, f"older: `cluster node drain {one.name} --wait 10m`, update macpool there, restart its node"
     )

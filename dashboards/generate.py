@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from dashboards import cache, node, pool, requests
+from dashboards import memory, pool, requests, video
 from dashboards.panels import Board, write
 
 HERE = Path(__file__).parent
 BOARDS: dict[str, Board] = {
-    "pool.json": pool.BOARD, "node.json": node.BOARD, "requests.json": requests.BOARD, "cache.json": cache.BOARD,
+    "pool.json": pool.BOARD, "requests.json": requests.BOARD, "memory.json": memory.BOARD, "video.json": video.BOARD,
 }  # fmt: skip
 
 

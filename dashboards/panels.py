@@ -11,13 +11,16 @@ from enum import Enum
 from grafana_foundation_sdk.builders import common as parts
 from grafana_foundation_sdk.builders import heatmap, stat, statetimeline, table, timeseries
 from grafana_foundation_sdk.builders.dashboard import (
+    AnnotationQuery,
     Dashboard,
+    DashboardLink,
     DatasourceVariable,
     QueryVariable,
     Row,
     ThresholdsConfig,
 )
 from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
@@ -29,6 +32,24 @@ HALF, THIRD, SIXTH = 12, 8, 4
 QUANTILES = (0.5, 0.9, 0.99)
 BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit", "ops", "reqps", "none"
 """Units as Grafana names them."""
+
+
+MAX_OPEN = 12
+"""Panels of a board that are open; all others lie in collapsed rows, and ask for nothing until they are opened."""
+MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
+REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
+"""Data links: title and address."""
+_NODE_CELL = "/d/macpool-memory?var-node=${__value.text}&${__url_time_range}"
+_BEFORE = "max by (node, version) (macpool_node_info offset 10m)"
+ANNOTATIONS = (
+    ("Lost Macs", "red", 'macpool_cluster_node_state{state="lost"} == 1', "{{node}} is lost"),
+    ("Conditions", "orange", "macpool_condition_active == 1", "{{condition}}"),
+    ("Upgrades of Macs", "blue", f"max by (node, version) (macpool_node_info) and on (node) {_BEFORE} "
+     f"unless on (node, version) {_BEFORE}", "{{node}} runs {{version}}"),
+    ("Upgrades of the coordinator", "purple", "macpool_build_info and on (job) macpool_build_info offset 10m "
+     "unless on (version) macpool_build_info offset 10m", "the coordinator runs {{version}}"),
+)  # fmt: skip
+"""What is marked in every panel over time: name, colour, PromQL of series that exist while it is so, and its text."""
 
 
 class Kind(Enum):
@@ -53,11 +74,13 @@ class Panel:
     width: int = HALF
     bad: float | None = None
     below: bool = False
+    columns: tuple[tuple[str, str], ...] = ()
+    """Of a table with one row per Mac: title and unit of each query's column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard: rows of panels, and the variables (name, label, PromQL of their values)."""
+    """One dashboard: rows of panels, the first of which is open, and variables (name, label, PromQL of the values)."""
 
     uid: str
     title: str
@@ -68,6 +91,10 @@ class Board:
     def panels(self) -> list[Panel]:
         """Give all panels in order."""
         return [panel for _, row in self.rows for panel in row]
+
+    def open(self) -> tuple[Panel, ...]:
+        """Return the panels that are not in a collapsed row."""
+        return self.rows[0][1]
 
 
 def lines(title: str, about: str, unit: str, *queries: tuple[str, str], width: int = HALF) -> Panel:
@@ -80,6 +107,11 @@ def figure(
 ) -> Panel:
     """Show one number of now."""
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
+
+
+def counts(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
+    """Show several numbers of now beside each other; red where the first is below `bad`."""
+    return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 
 def heat(title: str, about: str, unit: str, bucket: str, width: int = HALF) -> Panel:
@@ -98,6 +130,13 @@ def listing(title: str, about: str, query: str, width: int = 24) -> Panel:
     return Panel(title, about, COUNT, ((query, ""),), Kind.TABLE, width)
 
 
+def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
+    """Show one row per Mac: of each column its title, unit and PromQL, which gives one series for each Mac."""
+    queries = tuple((query, "") for _, _, query in columns)
+    named = tuple((name, unit) for name, unit, _ in columns)
+    return Panel(title, about, COUNT, queries, Kind.TABLE, 24, columns=named)
+
+
 def quantiles(
     title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, over: str = "$__rate_interval"
 ) -> Panel:
@@ -113,31 +152,50 @@ def quantiles(
 
 
 def write(board: Board) -> str:
-    """Give a dashboard's JSON."""
+    """Return a dashboard's JSON."""
     made = (
         Dashboard(board.title)
         .uid(board.uid)
         .description(board.about)
         .tags(["macpool"])
-        .refresh("10s")
-        .time("now-30m", "now")
+        .refresh("30s")
+        .time("now-6h", "now")
         .timezone("browser")
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .readonly()
+        .link(_other_boards())
         .with_variable(DatasourceVariable("datasource").type("prometheus").label("Data source"))
     )
+    for name, colour, query, text in ANNOTATIONS:
+        made.annotation(
+            AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(query)
+            .title_format(text).step("60s")
+        )  # fmt: skip
     for name, label, values in board.variables:
         made.with_variable(
             QueryVariable(name).label(label).query(values).datasource(SOURCE).multi(True).include_all(True)
             .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
         )  # fmt: skip
     number = 0
-    for title, row in board.rows:
-        made.with_row(Row(title))
-        for panel in row:
+    for at, (title, panels) in enumerate(board.rows):
+        row = Row(title).collapsed(at > 0)
+        built: list[_Built] = []
+        for panel in panels:
             number += 1
-            made.with_panel(_build(panel).id(number))
+            built.append(_build(panel).id(number))
+        if at:
+            for one in built:
+                row.with_panel(one)
+        made.with_row(row)
+        if not at:
+            for one in built:
+                made.with_panel(one)
     return JSONEncoder(sort_keys=True, indent=1).encode(made.build()) + "\n"
+
+
+def _other_boards() -> DashboardLink:
+    link = DashboardLink("Macpool").type(dashboard.DashboardLinkType.DASHBOARDS).tags(["macpool"])
+    return link.as_dropdown(False).include_vars(False).keep_time(True)
 
 
 _Built = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel | table.Panel
@@ -149,7 +207,38 @@ def _build(panel: Panel) -> _Built:
     made.height(SMALL if panel.kind is Kind.FIGURE else TALL)
     for target in _targets(panel):
         made.with_target(target)
+    if panel.columns:
+        _arrange(made, panel)
+    elif links := _links(panel):
+        made.data_links(links)
     return made
+
+
+def _links(panel: Panel) -> list[Builder[dashboard.DashboardLink]]:
+    """Return links from a value to the board of its Mac or its model."""
+    named = "".join(legend for _, legend in panel.queries)
+    targets = [MEMORY_OF] * ("{{node}}" in named) + [REQUESTS_OF] * ("{{model}}" in named)
+    return [DashboardLink(title).url(url) for title, url in targets]
+
+
+def _arrange(made: _Built, panel: Panel) -> None:
+    """Join the queries of a table by Mac, and give each its title and unit; the name of a Mac links to its memory."""
+    made.with_transformation(
+        dashboard.DataTransformerConfig("joinByField", options={"byField": "node", "mode": "outer"})
+    )
+    values = [f"Value #{chr(ord('A') + at)}" for at in range(len(panel.columns))]
+    hidden = {name: True for at in range(1, len(panel.columns) + 1) for name in ("Time", f"Time {at}")}
+    titles = {"node": "Mac", "state": "State", "version": "Version"}
+    shown = {value: title for value, (title, _) in zip(values, panel.columns, strict=True) if title}
+    hidden |= {value: True for value, (title, _) in zip(values, panel.columns, strict=True) if not title}
+    made.with_transformation(
+        dashboard.DataTransformerConfig("organize", options={"excludeByName": hidden, "renameByName": titles | shown})
+    )
+    for title, unit in panel.columns:
+        if title:
+            made.override_by_name(title, [dashboard.DynamicConfigValue("unit", unit)])
+    link = {"title": MEMORY_OF[0], "url": _NODE_CELL}
+    made.override_by_name("Mac", [dashboard.DynamicConfigValue("links", [link])])
 
 
 def _empty(panel: Panel) -> _Built:

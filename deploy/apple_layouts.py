@@ -53,13 +53,6 @@ LAYOUTS = (
         "sizeof(struct rusage_info_v4)",
     ),
     Layout(
-        darwin.VmStatistics64,
-        "struct vm_statistics64",
-        {"free": "free_count", "active": "active_count", "inactive": "inactive_count", "wired": "wire_count"},
-        # Later systems append to it; the count that we pass says where ours ends.
-        "HOST_VM_INFO64_REV1_COUNT * sizeof(integer_t)",
-    ),
-    Layout(
         darwin.ProcBsdInfo,
         "struct proc_bsdinfo",
         {"status": "pbi_status", "start_seconds": "pbi_start_tvsec", "start_microseconds": "pbi_start_tvusec"},
@@ -70,8 +63,6 @@ CONSTANTS: Mapping[str, int] = {
     "RUSAGE_INFO_V4": darwin.RUSAGE_INFO_V4,
     "PROC_PIDTBSDINFO": darwin.PROC_PIDTBSDINFO,
     "SZOMB": darwin.ZOMBIE,
-    "HOST_VM_INFO64": darwin.HOST_VM_INFO64,
-    "HOST_VM_INFO64_REV1_COUNT": darwin.HOST_VM_INFO64_COUNT,
     **{f"DISPATCH_MEMORYPRESSURE_{word.upper()}": level for level, word in darwin.PRESSURES.items()},
     "IPPROTO_TCP": stream.IPPROTO_TCP,
     "TCP_NODELAY": stream.TCP_NODELAY,

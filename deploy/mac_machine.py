@@ -11,6 +11,7 @@ from machine.power import read_power
 from node.machine import machine_id, platform_uuid_in
 from node.memory.cap import default_metal
 from node.memory.darwin import System
+from node.memory.sensor import machine, virtual_memory
 from wire.units import GIB, MIB, show_size
 
 ALLOCATE = (
@@ -65,7 +66,7 @@ def footprint() -> Outcome:
 
 def total_memory() -> Outcome:
     """Compare the RAM with `sysctl hw.memsize`."""
-    ours, theirs = System().total_memory(), int(ask("/usr/sbin/sysctl", "-n", "hw.memsize"))
+    ours, theirs = machine().memory, int(ask("/usr/sbin/sysctl", "-n", "hw.memsize"))
     return judged(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
 
 
@@ -82,7 +83,7 @@ def metal_share() -> Outcome:
         reported = int(ask(sys.executable, "-c", METAL))
     except ToolError as error:
         return skipped(f"MLX gives no answer, install the extra `node`: {error}")
-    return compare_metal(reported, system.total_memory() or 0, system.wired_limit(), f"macOS {platform.mac_ver()[0]}")
+    return compare_metal(reported, machine().memory, system.wired_limit(), f"macOS {platform.mac_ver()[0]}")
 
 
 def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
@@ -95,17 +96,17 @@ def compare_metal(reported: int, total: int, wired: int | None, system: str) -> 
 def reclaimable() -> Outcome:
     """Compare what the system can free with the pages that `vm_stat` counts at about the same moment.
 
-    `vm_stat` takes the speculative pages out of the free ones; the kernel's count, which we read, has them in.
+    `vm_stat` takes the speculative pages out of the free ones; psutil's `available` has them in.
     """
-    listing = ask("/usr/bin/vm_stat")
-    ours = System().reclaimable(ACTIVE_SHARE)
+    listing, pages = ask("/usr/bin/vm_stat"), virtual_memory()
+    ours = None if pages is None else int(pages.available + pages.active * ACTIVE_SHARE)
     size = number_in(listing, r"page size of (\d+) bytes")
     free, speculative, inactive, active = (
         number_in(listing, rf"^Pages {name}:\s+(\d+)") for name in ("free", "speculative", "inactive", "active")
     )
     theirs = int((free + speculative + inactive + active * ACTIVE_SHARE) * size)
     if ours is None:
-        return judged(good=False, text="host_statistics64 gives nothing")
+        return judged(good=False, text="psutil reads nothing")
     says = f"ours {show_size(ours)}, vm_stat {show_size(theirs)} (free + speculative + inactive + half of active)"
     return judged(near(ours, theirs, 0.05), says)
 

@@ -79,7 +79,7 @@ def churn(
     settings = NodeSettings(
         memory=MemorySettings(wire=wire),
         engine=EngineSettings(mlx=MlxSettings(prefix_cache=cache)),
-        models=ModelSettings(folders=(str(model.parent),), hub=False, profile="off"),
+        models=ModelSettings(folders=(str(model.parent),), hub=False, profile="off", trial=False),
     )
     cap = resolve_cap("auto", "balanced", open_machine(settings).bounds()).bytes
     engine = build(settings, Recorder())

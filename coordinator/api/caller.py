@@ -20,6 +20,8 @@ ACTOR: ContextVar[str] = ContextVar("actor", default="")
 """The key of the request that is being answered, as the audit log names it."""
 KEY: ContextVar[str] = ContextVar("key", default="")
 """The id of that key."""
+ADDRESS: ContextVar[str] = ContextVar("address", default="")
+"""The address from which that request came."""
 
 
 def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
@@ -36,6 +38,7 @@ def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
             raise ProblemError(missing_scope(scope))
         ACTOR.set(key.name if key.name in (LOCAL, PAGE) else key.id)
         KEY.set(key.id)
+        ADDRESS.set(request.client.host if request.client else "")
 
     return check
 
@@ -46,7 +49,7 @@ def noted(store: Store, act: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(act)
     async def audited(**given: Any) -> Any:
         answer = await act(**given)
-        store.note(time.time(), ACTOR.get(), act.__name__, _subject(given, answer))
+        store.note(time.time(), ACTOR.get(), act.__name__, _subject(given, answer), ADDRESS.get())
         return answer
 
     return audited

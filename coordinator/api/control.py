@@ -24,7 +24,7 @@ from coordinator.api.page import PageRoutes
 from coordinator.api.pool import PoolRoutes
 from coordinator.api.problems import answer_errors
 from coordinator.api.prometheus import PrometheusRoutes
-from coordinator.api.requests import RequestRoutes
+from coordinator.api.requests import RequestRoutes, WallClock
 from coordinator.api.route import OPEN, Route
 from coordinator.api.sections import Sections
 from coordinator.api.traffic import Traffic
@@ -32,6 +32,7 @@ from coordinator.api.videos import VideoRoutes
 from coordinator.approvals import Approvals
 from coordinator.conditions.watch import Conditions
 from coordinator.events import Events
+from coordinator.load_history import LoadHistory
 from coordinator.loads import Loads
 from coordinator.metrics.service import Metrics
 from coordinator.registry import Registry
@@ -51,10 +52,11 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is seen of the pool: metrics, conditions, events, and the coordinator's own log."""
+    """What is seen of the pool: metrics, conditions, load of the last hour, events, and the coordinator's own log."""
 
     metrics: Metrics
     conditions: Conditions
+    load: LoadHistory
     events: Events
     log_file: Path
 
@@ -78,16 +80,21 @@ class Api:
     ) -> None:
         self._ring = ring
         self._store = admin.store
-        pool = PoolRoutes(facts, registry, traffic, seen.conditions)
+        pool = PoolRoutes(facts, registry, traffic, seen.conditions, seen.load)
         nodes = NodeRoutes(registry, traffic, admin.store)
         models = ModelRoutes(registry, loads, ring)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
-        sections = Sections(pool, nodes, models, joins, traffic, ring)
+        registry.readable = {
+            "/api/v1/status": pool.row,
+            "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.rows()},
+            "/api/v1/models": lambda: {"schema": 1, "models": models.rows()},
+        }
+        sections = Sections(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
         subjects: tuple[Subject, ...] = (
             pool, nodes, models, joins,
             VideoRoutes(registry, conductor, ring),
-            RequestRoutes(traffic),
-            KeyRoutes(admin, traffic),
+            RequestRoutes(traffic, ring),
+            KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, visitors, ring, admin.store, sections),
             JournalRoutes(seen.log_file, seen.events, admin),
             PrometheusRoutes(seen.metrics, registry),

@@ -17,7 +17,7 @@ from coordinator.store import Store
 from router.problems import Problem
 from wire.identity import NodeId
 
-LABEL = "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
 LONGEST_PAUSE = 365 * 86400.0
 """Seconds that a node is paused at most; one without an end is until it is resumed."""
 
@@ -142,6 +142,7 @@ class NodeRoutes:
         It stays cordoned until it is uncordoned."""
         found = self._find(node)
         self._registry.cordon(found, on=True)
+        await self._store.flush()
         left = await self._traffic.emptied(found, body.wait_seconds)
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
 

@@ -1,8 +1,10 @@
 """Routes of the pool as a whole: how it is, what needs a person, and what it was started with."""
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from fastapi import Query
 from fastapi.responses import Response
 
 from coordinator.api.facts import Facts
@@ -11,6 +13,7 @@ from coordinator.api.route import OPEN, Content, Route
 from coordinator.api.traffic import Traffic
 from coordinator.conditions.rules import WATCHED
 from coordinator.conditions.watch import Conditions
+from coordinator.load_history import POINTS, LoadHistory
 from coordinator.registry import Registry
 from router.problems import Problem
 from wire.identity import PROTOCOL
@@ -21,11 +24,14 @@ CERTIFICATE = "application/x-pem-file"
 class PoolRoutes:
     """What `cluster status` shows."""
 
-    def __init__(self, facts: Facts, registry: Registry, traffic: Traffic, conditions: Conditions) -> None:
+    def __init__(
+        self, facts: Facts, registry: Registry, traffic: Traffic, conditions: Conditions, load: LoadHistory
+    ) -> None:
         self._facts = facts
         self._registry = registry
         self._traffic = traffic
         self._conditions = conditions
+        self._load = load
 
     def routes(self) -> tuple[Route, ...]:
         """Give the routes."""
@@ -33,6 +39,7 @@ class PoolRoutes:
             Route("GET", "/api/v1/status", "metrics", self.status),
             Route("GET", "/api/v1/version", "infer", self.version),
             Route("GET", "/api/v1/conditions", "metrics", self.conditions),
+            Route("GET", "/api/v1/history", "metrics", self.history),
             Route("GET", "/api/v1/settings", "admin", self.settings),
             Route("GET", "/api/v1/ca.pem", OPEN, self.ca, (404,), Content.text(CERTIFICATE)),
         )
@@ -74,6 +81,14 @@ class PoolRoutes:
     async def conditions(self) -> dict[str, Any]:
         """List what needs a person now, as alerts do: since when (Unix seconds), what it means and what to do."""
         return {"schema": 1, "conditions": self.active(), "watched": [rule.name for rule in WATCHED]}
+
+    async def history(self, points: Annotated[int, Query(ge=1, le=POINTS)] = POINTS) -> Response:
+        """Return the load of the last hour, of the pool and of each Mac: a point every 10 seconds, null for a gap."""
+        return Response(msgspec.json.encode({"schema": 1, **self.load(points)}), media_type="application/json")
+
+    def load(self, points: int) -> dict[str, Any]:
+        """Return the newest points of the load."""
+        return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:
         """List the coordinator's settings: value, where it comes from, what it means."""

@@ -55,7 +55,7 @@ async def _on_store(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  registered for this type
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return respond(not_found(request.url.path), request)
+        return respond(not_found(request.url.path, f"{request.url.scheme}://{request.url.netloc}"), request)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return respond(wrong_method(request.method, ", ".join(_methods(request))), request)
     if error.status_code == HTTPStatus.BAD_REQUEST:

@@ -1,6 +1,7 @@
 """Routes of requests: where one would go, and what became of those that were."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -13,12 +14,17 @@ from coordinator.api.problems import ProblemError
 from coordinator.api.route import Content, Route
 from coordinator.api.traffic import Traffic
 from router.history import STORIES_KEPT, Story
+from router.keys import KeyRing
 from router.placement import Demand, Placement, explain
 from router.problems import Problem
 from router.problems import from_refused as problem_of
 from router.ticket import Ticket
 
 LINES = "application/jsonl"
+MIN_DECODE_SECONDS = 0.05
+"""Decode time below which tokens per second say nothing."""
+MAX_DRIFT_SECONDS = 1.0
+"""Difference between the wall clock and the clock of requests from which their offset is taken again."""
 
 
 class DryRun(Body):
@@ -32,8 +38,10 @@ class DryRun(Body):
 class RequestRoutes:
     """What `cluster place`, `explain` and `replay` ask for."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Traffic, ring: KeyRing) -> None:
         self._traffic = traffic
+        self._ring = ring
+        self._clock = WallClock(traffic.now)
 
     def routes(self) -> tuple[Route, ...]:
         """Give the routes."""
@@ -61,8 +69,15 @@ class RequestRoutes:
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=STORIES_KEPT)] = 50) -> dict[str, Any]:
-        """List the newest requests that have ended, oldest first, with the times of each step."""
-        return {"schema": 1, "requests": [story_row(story) for story in list(self._traffic.history.stories)[-last:]]}
+        """List the newest requests that have ended, refused ones too, oldest first, with the times of each step."""
+        return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
+
+    def _rows(self, stories: Iterable[Story]) -> list[dict[str, Any]]:
+        names = self._ring.names()
+        return [
+            {**story_row(story, self._clock), "key_name": names.get(story.key, f"{story.key} (ended)")}
+            for story in stories
+        ]
 
     async def request(self, request_id: str) -> dict[str, Any]:
         """Return everything that is kept of a request: the phase while it is under way, steps, end, and each decision
@@ -76,7 +91,7 @@ class RequestRoutes:
         return {
             "schema": 1,
             "under_way": [_under_way(ticket, self._traffic.now()) for ticket in tickets],
-            "requests": [story_row(story) for story in stories],
+            "requests": self._rows(stories),
             "decisions": [
                 {
                     "seconds_ago": round(self._traffic.now() - one.at, 3),
@@ -95,13 +110,47 @@ class RequestRoutes:
         return StreamingResponse(self._traffic.history.lines(), media_type=LINES)
 
 
-def story_row(story: Story) -> dict[str, Any]:
-    """Describe a request that has ended, with its steps by name."""
-    told: dict[str, Any] = msgspec.to_builtins(story)
+class WallClock:
+    """Turns the monotonic seconds of requests into Unix seconds that stay the same from one call to the next."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._offset = 0.0
+
+    def unix(self, at: float) -> float:
+        """Return Unix seconds of a monotonic moment."""
+        offset = time.time() - self._now()
+        if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
+            self._offset = offset
+        return round(at + self._offset, 3)
+
+
+def story_row(story: Story, clock: WallClock) -> dict[str, Any]:
+    """Return a request that has ended, with its steps by name."""
+    row: dict[str, Any] = msgspec.to_builtins(story)
     return {
-        **told,
+        **row,
+        **summary(story, clock),
         "steps": _steps(story.steps),
         "timings": None if story.timings is None else msgspec.structs.asdict(story.timings),
+    }
+
+
+def summary(story: Story, clock: WallClock) -> dict[str, Any]:
+    """Return when a request arrived (Unix seconds), its last node, seconds to its first token, and the tokens per
+    second that it was generated with after that; None where there was none."""
+    first = next((at for at, what, _ in story.steps if what == "first token"), None)
+    nodes = [node for _, _, node in story.steps if node]
+    decoding = 0.0 if first is None else story.seconds - first
+    if story.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
+        decoding = max(decoding, story.timings.decode)
+    tokens = story.completion_tokens - 1
+    rate = round(tokens / decoding, 1) if tokens > 0 and decoding >= MIN_DECODE_SECONDS else None
+    return {
+        "at": clock.unix(story.arrived),
+        "node": nodes[-1] if nodes else "",
+        "ttft_seconds": None if first is None else round(first, 3),
+        "tokens_per_second": rate,
     }
 
 

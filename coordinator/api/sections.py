@@ -8,8 +8,9 @@ from coordinator.api.joins import JoinRoutes
 from coordinator.api.models import ModelRoutes
 from coordinator.api.nodes import NodeRoutes
 from coordinator.api.pool import PoolRoutes
-from coordinator.api.requests import phase_of, story_row
+from coordinator.api.requests import WallClock, phase_of, summary
 from coordinator.api.traffic import Traffic
+from router.history import Story
 from router.keys import KeyRing
 from router.ticket import Ticket
 
@@ -29,19 +30,21 @@ class Sections:
     joins: JoinRoutes
     traffic: Traffic
     ring: KeyRing
+    clock: WallClock
 
     def __call__(self) -> dict[str, object]:
         """Give every section as it is now."""
-        names = {row.id: row.name for row in self.ring.list()}
-        stories = list(self.traffic.history.stories)[-STORIES_SHOWN:]
+        names = self.ring.names()
+        stories = self.traffic.history.newest(STORIES_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
             "nodes": [_steady(row) for row in self.nodes.rows()],
             "models": self.models.rows(),
-            "requests": [_under_way(ticket, names) for ticket in self.traffic.under_way()[:STORIES_SHOWN]],
-            "ended": [{**story_row(story), "key": names.get(story.key, story.key)} for story in stories],
+            "requests": [_under_way(ticket, self.clock, names) for ticket in self.traffic.under_way()[:STORIES_SHOWN]],
+            "ended": [_ended(story, self.clock, names) for story in stories],
             "joins": self.joins.rows(),
             "conditions": self.pool.active(),
+            "load": self.pool.load(1),
         }
 
 
@@ -51,11 +54,27 @@ def _steady(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
 
 
-def _under_way(ticket: Ticket, names: Mapping[str, str]) -> dict[str, Any]:
-    """Describe a request that is here; not a word of what it says."""
+def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a request that has ended, without its steps: the page asks for them."""
+    return {
+        "request_id": story.request_id,
+        "key": names.get(story.key, f"{story.key} (ended)"),
+        "model": story.model,
+        "outcome": story.outcome,
+        "message": story.message,
+        "seconds": round(story.seconds, 3),
+        "prompt_tokens": story.prompt_tokens,
+        "cached_tokens": story.cached_tokens,
+        "completion_tokens": story.completion_tokens,
+        **summary(story, clock),
+    }
+
+
+def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a request that has not ended; not a word of its prompt."""
     return {
         "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
         "node": ticket.node_name, "phase": phase_of(ticket), "prompt_tokens": ticket.read[0],
         "cached_tokens": ticket.read[1], "completion_tokens": ticket.wrote, "attempts": ticket.attempts,
-        "stream": ticket.job.stream, "arrived": ticket.arrived,
+        "stream": ticket.job.stream, "at": clock.unix(ticket.arrived),
     }  # fmt: skip

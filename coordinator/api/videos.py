@@ -13,7 +13,7 @@ from router.visible import visible
 
 
 class VideoRoutes:
-    """What `cluster lease list` and `video calibrate` ask for."""
+    """What `cluster video leases` and `video calibrate` ask for."""
 
     def __init__(self, registry: Registry, conductor: Conductor, ring: KeyRing) -> None:
         self._registry = registry

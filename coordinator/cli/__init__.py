@@ -3,56 +3,97 @@
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
+from coordinator.cli.group import Group, print_error
 from coordinator.cli.harmless import harmless_output
 
-COMMANDS = {
-    "up": ("coordinator.cli.up:up", "Start the coordinator, and a node on this machine; makes the cluster at first."),
-    "join": ("coordinator.cli.join:join", "Join this machine to a cluster and run its node."),
-    "leave": ("coordinator.cli.join:leave", "Take this machine out of its cluster for good."),
-    "status": ("coordinator.cli.nodes:status", "Say in a few lines how the pool is."),
-    "nodes": ("coordinator.cli.nodes:nodes", "List the nodes with their memory; inspect, cordon or remove one."),
-    "pause": ("coordinator.cli.owner:pause", "Have a Mac take nothing new, and its owner its memory back."),
-    "resume": ("coordinator.cli.owner:resume", "End a Mac's pause."),
-    "approve": ("coordinator.cli.nodes:approve", "Let a machine in that asks with a short code."),
-    "models": ("coordinator.cli.models:models", "List the models and where they are."),
-    "load": ("coordinator.cli.models:load", "Load a model into the memory of a node."),
-    "unload": ("coordinator.cli.models:unload", "Give back the memory that a model takes."),
-    "profile": ("coordinator.cli.models:profile", "Measure anew what a model takes on a node."),
-    "place": ("coordinator.cli.use:place", "Show where a request would go, with every node's arithmetic."),
-    "simulate": ("coordinator.cli.simulate:simulate", "Play a pool in virtual time, under every placement policy."),
-    "explain": ("coordinator.cli.use:explain", "Show what became of a request, and why it went where it went."),
-    "replay": ("coordinator.cli.use:replay", "Take recorded decisions again by another policy."),
-    "videos": ("coordinator.cli.videos:videos", "List videos; create, show, wait for, get or cancel one."),
-    "lease": ("coordinator.cli.videos:lease", "Show the memory that nodes lend to videos."),
-    "video": ("coordinator.cli.video:video", "Prepare a machine for videos; measure what they take."),
-    "chat": ("coordinator.cli.use:chat", "Ask a model something."),
-    "open": ("coordinator.cli.use:open_page", "Open the pool's page in a browser."),
-    "env": ("coordinator.cli.use:env", "Print the variables that point OpenAI clients at this pool."),
-    "token": ("coordinator.cli.access:token", "Make, list and revoke join tokens."),
-    "key": ("coordinator.cli.access:key", "Make, list, limit and revoke API keys; show what they used."),
-    "trust-ca": ("coordinator.cli.trust:trust_ca", "Let this machine's programs trust the pool's HTTPS endpoint."),
-    "top": ("coordinator.cli.watch:top", "Show the pool as it is, again and again."),
-    "logs": ("coordinator.cli.watch:logs", "Print a node's log, or the coordinator's own."),
-    "events": ("coordinator.cli.watch:events", "Tell what happens in the pool."),
-    "metrics-config": ("coordinator.cli.watch:metrics_config", "Write what Prometheus needs to scrape this pool."),
-    "audit": ("coordinator.cli.access:audit", "Show who did what: joins, keys and administrative acts."),
-    "service": ("coordinator.cli.service:service", "Run this machine's part of the pool as a service of the system."),
-    "config": ("coordinator.cli.config:config", "Show the settings with their origins; look a file of them through."),
-    "doctor": ("coordinator.cli.doctor:doctor", "Look for what is wrong with this machine, and say what to do."),
-    "backup": ("coordinator.cli.keeping:backup", "Write the whole cluster into one file."),
-    "restore": ("coordinator.cli.keeping:restore", "Put a backup in place, here or on another machine."),
-    "version": ("coordinator.cli.use:version", "Print versions."),
-    "completion": ("coordinator.cli.use:completion", "Print the completion script for a shell."),
+SECTIONS = {
+    "Every day": {
+        "up": ("coordinator.cli.up:up", "Start the coordinator, and a node on this machine."),
+        "join": ("coordinator.cli.join:join", "Join this machine to a cluster and run its node."),
+        "approve": ("coordinator.cli.nodes:approve", "Admit a machine that shows a six-digit code."),
+        "leave": ("coordinator.cli.join:leave", "Leave the cluster with this machine."),
+        "status": ("coordinator.cli.nodes:status", "Print the state of the pool in a few lines."),
+        "nodes": ("coordinator.cli.nodes:nodes", "List the nodes with their memory."),
+        "models": ("coordinator.cli.models:models", "List the models and the nodes that have them."),
+        "chat": ("coordinator.cli.use:chat", "Send a prompt to a model and print the answer."),
+        "top": ("coordinator.cli.watch:top", "Show the pool live."),
+        "open": ("coordinator.cli.use:open_page", "Open the pool's page in a browser."),
+        "pause": ("coordinator.cli.owner:pause", "Stop work on a Mac and free its memory."),
+        "resume": ("coordinator.cli.owner:resume", "End a Mac's pause."),
+        "doctor": ("coordinator.cli.doctor:doctor", "Check this machine, and print what to do."),
+        "help": ("coordinator.cli.use:help_", "Print the help of a command."),
+    },
+    "Groups": {
+        "node": ("coordinator.cli.nodes:node", "List, show, cordon, drain, label or remove nodes."),
+        "model": ("coordinator.cli.models:model", "List, show, load, unload or measure models."),
+        "key": ("coordinator.cli.access:key", "Create, list, limit, rotate or revoke API keys; show usage."),
+        "token": ("coordinator.cli.access:token", "Create, list or revoke join tokens."),
+        "video": ("coordinator.cli.video:video", "Create, list or fetch videos; prepare machines for them."),
+        "service": ("coordinator.cli.service:service", "Run this machine's part of the pool as a system service."),
+        "config": ("coordinator.cli.config:config", "Show the settings with their origins; check a file of them."),
+    },
+    "Clients": {
+        "login": ("coordinator.cli.login:login", "Keep URL, key and authority of a coordinator elsewhere."),
+        "logout": ("coordinator.cli.login:logout", "Forget what `login` kept."),
+        "env": ("coordinator.cli.use:env", "Print the variables that point clients at this pool."),
+        "trust-ca": ("coordinator.cli.trust:trust_ca", "Trust the pool's HTTPS endpoint on this machine."),
+    },
+    "Requests": {
+        "explain": ("coordinator.cli.use:explain", "Show where a request went, and why."),
+        "place": ("coordinator.cli.use:place", "Show where a request would go, with every node's numbers."),
+        "replay": ("coordinator.cli.use:replay", "Decide recorded requests by another policy."),
+        "simulate": ("coordinator.cli.simulate:simulate", "Run a modelled pool in virtual time."),
+    },
+    "Operation": {
+        "logs": ("coordinator.cli.watch:logs", "Print the log of the coordinator or of a node."),
+        "events": ("coordinator.cli.watch:events", "Print the events of the pool."),
+        "audit": ("coordinator.cli.access:audit", "Print the audit log: joins, keys, administration."),
+        "metrics-config": ("coordinator.cli.watch:metrics_config", "Write what Prometheus needs to scrape this pool."),
+        "backup": ("coordinator.cli.keeping:backup", "Write the whole cluster into one file."),
+        "restore": ("coordinator.cli.keeping:restore", "Restore a backup, here or on another machine."),
+        "version": ("coordinator.cli.use:version", "Print versions."),
+        "completion": ("coordinator.cli.use:completion", "Print the completion script for a shell."),
+    },
 }
-"""Verb → where it is implemented, and its line in --help (so that nothing is imported to print it)."""
+"""Section of the help → verb → where it is implemented, and its line (so that nothing is imported to print it)."""
+COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
+NAMES = ("cluster", "macpool")
+"""Names of the command: graphviz has a `cluster` of its own on many machines."""
+INTERRUPTED = 130
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """Imports a command only when it runs."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a verb and exit with the codes that the help lists; every error is printed in one form."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, **extra)
+        except click.ClickException as error:
+            with harmless_output():
+                print_error(error)
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("stopped", err=True)
+            code = INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        if code:
+            sys.exit(code)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -68,7 +109,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All verbs, in the order of a pool's life."""
+        """Return all verbs, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -79,48 +120,39 @@ class LazyGroup(click.Group):
         return getattr(importlib.import_module(module), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Print the table without importing anything."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        """Print the verbs by section, without importing anything."""
+        for title, verbs in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(14), line) for name, (_, line) in verbs.items()])
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Add the nearest verb to the error for an unknown one."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
 
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            ctx.fail(f"no such command {args[0]!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-        return super().resolve_command(ctx, args)
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"macpool {version('macpool')}")
+        ctx.exit()
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+              help="Print the version and exit.")  # fmt: skip
 def cluster() -> None:
     """Macpool: the Macs of a household or a lab as one OpenAI-compatible endpoint.
 
-    Begin with `cluster up` on one machine and `cluster join` on the others.
+    Begin with `cluster up` on one machine and `cluster join` on the others. The command has a second name, `macpool`.
 
     \b
     Exit codes: 0 ok, 1 failed, 2 usage, 3 coordinator not reached, 4 key or token refused, 5 not found,
-    6 refused by policy or memory, 7 timed out, 8 other protocol version, 9 CA pin mismatch (never retry: somebody
-    may be in between), 10 blocked by macOS local network privacy, 130 interrupted.
+    6 refused by policy or memory, 7 timed out, 8 other protocol version, 9 CA pin mismatch (do not retry: another
+    machine may be in between), 10 blocked by macOS local network privacy, 130 interrupted.
     """
 
 
 def main() -> None:
-    """Run the command with the exit codes that the help lists."""
-    try:
-        cluster.main(prog_name="cluster", standalone_mode=False)
-    except click.ClickException as error:
-        with harmless_output():
-            error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    """Run the command under the name by which it was called."""
+    called = Path(sys.argv[0]).name
+    cluster.main(prog_name=called if called in NAMES else NAMES[0])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from coordinator.cli.group import Group
 from coordinator.cli.session import NOT_FOUND, UNREACHABLE, Problem, Session, default_state, table
 
 CHILD_SECONDS = 20.0
@@ -48,18 +49,18 @@ class Running:
         return [row for row in self.rows if row["origin"] in GIVEN]
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
-    """Show the settings in force and where each comes from; look a file of settings through."""
+    """Show the settings with their origins, or check a settings file."""
 
 
 @config.command()
 @click.argument("prefix", required=False, default="")
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="As a start would be given it.")
-@click.option("--changed", is_flag=True, help="Only what is not a default.")
+@click.option("--changed", is_flag=True, help="Show only settings that differ from the default.")
 @click.option("--running", is_flag=True, help="What the coordinator and the node that run here use, with their flags.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, running: bool, output: str) -> None:
     """Show every setting that a start would use now.
 
@@ -85,13 +86,12 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
 @config.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def check(file: Path | None, state: Path | None, output: str) -> None:
-    """Look a FILE of settings through.
+    """Check a settings FILE.
 
-    It is STATE/config.toml unless given; every fault is told with its line, key and what is meant there. The
-    environment's settings are looked at, too, when no FILE is named. Exit code 0: a start takes it; 2: it does not;
-    5: there is no such file.
+    The default is STATE/config.toml together with the settings of the environment. Each error is printed with its line,
+    its key and the expected value. Exit code 0: valid; 2: not valid; 5: there is no such file.
     """
     folder = state or default_state()
     place = file or folder / "config.toml"

@@ -5,12 +5,16 @@ import signal
 import sys
 from pathlib import Path
 from typing import NoReturn, TextIO
+from urllib.parse import urlsplit
 
 import click
 
+from coordinator.cli.group import confirm, yes_option
 from coordinator.cli.session import NOT_FOUND, TIMED_OUT, Problem, default_state
 
 LEAVE_SECONDS = 60.0
+CLUSTER_PORT = 8081
+"""Where `cluster up` listens for machines, unless told otherwise (`--cluster-listen`)."""
 
 
 @click.command()
@@ -18,10 +22,10 @@ LEAVE_SECONDS = 60.0
 @click.option("--token-file", type=click.File(), help="File with the join token; `-` reads it from standard input.")
 @click.option("--token", hidden=True)
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
-@click.option("--name", help="Friendly name of this machine in the pool.")
+@click.option("--name", help="Name of this machine in the pool.")
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models; may be repeated.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the ready line.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
 def join(
     url: str | None,
     token_file: TextIO | None,
@@ -34,13 +38,20 @@ def join(
 ) -> None:
     """Join this machine to the cluster at URL and run its node until Ctrl-C.
 
-    Without URL the coordinator is looked for by Bonjour. Without a token this machine shows a short code that a person
-    approves on the coordinator. A machine that has joined before needs neither.
+    Without URL, the coordinator is found by Bonjour. Without a token, this machine shows a six-digit code to approve on
+    the coordinator. A machine that has joined before needs neither.
     """
     if token is not None:
         raise click.UsageError(
             "--token would show the token to everybody who lists the processes of this machine; write "
             "`echo TOKEN | cluster join URL --token-file -`, or name a file that holds it"
+        )
+    if url and url.partition("://")[0] in ("http", "https"):
+        host = urlsplit(url).hostname or "HOST"
+        raise click.UsageError(
+            f"{url} is the endpoint of programs; machines join at the cluster port: write `cluster join "
+            f"macpool://{host}:{CLUSTER_PORT} --token-file FILE`. `cluster token create` on the coordinator prints the "
+            "whole line, with a token"
         )
     secret = token_file.readline() if token_file else ""
     arguments = ["--state", str(state or default_state()), "--output", output]
@@ -67,12 +78,14 @@ def _become_node(arguments: list[str], secret: str) -> NoReturn:
 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
-@click.option("--force", is_flag=True, help="Also when the coordinator cannot be told: remove the node there, too.")
-def leave(state: Path | None, force: bool) -> None:
-    """Take this machine out of its cluster for good: running requests end, its certificate is revoked and removed."""
+@click.option("--force", is_flag=True, help="Leave also when the coordinator is not reached.")
+@yes_option
+def leave(state: Path | None, force: bool, yes: bool) -> None:
+    """Leave the cluster: end running requests, revoke this machine's certificate and delete it."""
     folder = state or default_state()
     if not (folder / "node" / "identity" / "identity.json").exists():
         raise Problem(NOT_FOUND, f"there is no node in {folder}")
+    confirm("Take this machine out of its cluster? It needs a new token or code to join again.", yes=yes)
     process = _running(folder / "node" / "lock")
     if process is None:
         _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")

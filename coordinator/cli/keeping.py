@@ -21,14 +21,14 @@ PASSPHRASE = click.option(
     "--passphrase-file", type=click.Path(path_type=Path), help="File whose first line is the passphrase; - reads stdin."
 )
 OUTPUT = click.option(
-    "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer."
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format."
 )  # fmt: skip
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--artifacts", is_flag=True, help="Take the finished videos along, too.")
-@click.option("--encrypt", is_flag=True, help="Seal it with a passphrase that is asked for.")
+@click.option("--artifacts", is_flag=True, help="Include the finished videos.")
+@click.option("--encrypt", is_flag=True, help="Encrypt it with a passphrase; the command asks for it.")
 @PASSPHRASE
 @STATE
 @OUTPUT
@@ -67,8 +67,8 @@ def backup(
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Read it to the end and say what it holds; change nothing.")
-@click.option("--replace", is_flag=True, help="Also where a cluster is; what was there is kept beside it.")
+@click.option("--check", is_flag=True, help="Verify the backup and print its contents; change nothing.")
+@click.option("--replace", is_flag=True, help="Replace the cluster that is here; its files are kept beside it.")
 @PASSPHRASE
 @STATE
 @OUTPUT

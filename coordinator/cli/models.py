@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from coordinator.cli.group import Group
 from coordinator.cli.harmless import raw_output
-from coordinator.cli.session import Session, options, table
+from coordinator.cli.session import NOT_FOUND, Problem, Session, options, table, wide_options
 from wire.units import show_size
 
 PATIENCE = 3700.0
@@ -18,28 +19,72 @@ SPINNER_AFTER = 1.0
 
 
 @click.command()
-@options
+@wide_options
 def models(session: Session) -> None:
-    """List the models and where they are, loaded or not, and why a node cannot load one."""
-    session.show(session.call("GET", "/api/v1/models"), _print_models)
+    """List the models: where they are loaded, how many nodes have them, and why a node cannot load one.
+
+    `-o wide` names every node with the speeds and sizes that were measured there.
+    """
+    session.show(session.call("GET", "/api/v1/models"), lambda answer: _print_models(answer, wide=session.wide))
 
 
-def _print_models(answer: dict[str, Any]) -> None:
-    rows = [
-        (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
-        for m in answer["models"]
-    ]
-    table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows)
+@click.group(cls=Group)
+def model() -> None:
+    """List, show, load, unload or measure models."""
+
+
+model.add_command(models, "list")
+
+
+@model.command("show")
+@click.argument("name", metavar="MODEL")
+@options
+def show_model(session: Session, name: str) -> None:
+    """Show one model: the nodes that have it, its sizes and speeds there."""
+    answer = session.call("GET", "/api/v1/models")
+    found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
+    if not found:
+        known = ", ".join(one["name"] for one in answer["models"]) or "none"
+        raise Problem(NOT_FOUND, f"no node has a model {name}; models: {known}")
+    session.show({"schema": 1, "model": found[0]}, lambda one: _print_models({"models": [one["model"]]}, wide=True))
+
+
+def _print_models(answer: dict[str, Any], *, wide: bool) -> None:
+    if wide:
+        rows = [
+            (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
+            for m in answer["models"]
+        ]
+        table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, whole=True)
+    else:
+        rows = [
+            (m["name"], _loaded_on(m), str(_holders(m)), show_size(m["weights"]), str(m["context"]))
+            for m in answer["models"]
+        ]
+        table(("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT"))
     for model in answer["models"]:
         if model.get("conflict"):
             click.echo(_conflict(model))
         for node in model["nodes"]:
             if node["cause"]:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
+            if not wide:
+                continue
             told = [_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
             told += [_measured(node["measured"])] if node.get("measured") else []
             if told:
                 click.echo(f"{model['name']} on {node['name']}: {'; '.join(told)}")
+
+
+def _loaded_on(model: dict[str, Any]) -> str:
+    """Return the nodes that have a model in memory, or load it now."""
+    held = [one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != "left"]
+    return ", ".join(_place(one) for one in held) or "-"
+
+
+def _holders(model: dict[str, Any]) -> int:
+    """Return how many nodes have a model on their disk."""
+    return sum(one["state"] != "left" for one in model["nodes"])
 
 
 def _conflict(model: dict[str, Any]) -> str:
@@ -60,8 +105,8 @@ def _conflict(model: dict[str, Any]) -> str:
 
 
 def _speeds(node: dict[str, Any]) -> str:
-    """Write how fast a node reads and answers."""
-    return f"reads {node['prefill_speed']:,.0f} tokens/s, writes {node['decode_speed']:,.0f} to one reader"
+    """Return how fast a node processes prompts and generates."""
+    return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
 
 
 def _measured(found: dict[str, Any]) -> str:
@@ -84,7 +129,7 @@ def standing(name: str, row: dict[str, Any]) -> str:
     return name + words[row["model"]]
 
 
-@click.command()
+@model.command()
 @click.argument("model")
 @click.option("--node", help="On this node; without it, on the one that can hold it and answers first.")
 @options
@@ -103,12 +148,12 @@ def _print_load(answer: dict[str, Any]) -> None:
         click.echo(f"{answer['model']} loaded on {node['name']} in {node['seconds']:.1f} s")
 
 
-@click.command()
+@model.command()
 @click.argument("model")
 @click.option("--node", help="On this node only; without it, wherever it is loaded.")
 @options
 def unload(session: Session, model: str, node: str | None) -> None:
-    """Give back the memory that a model takes; refused while requests use it. The next request loads it again."""
+    """Unload a model and free its memory. Refused while requests use it. The next request loads it again."""
     with waiting(f"unloading {model}"):
         answer = session.call("POST", "/api/v1/models/unload", {"model": model, "node": node}, PATIENCE)
     session.show(answer, _print_unload)
@@ -119,13 +164,14 @@ def _print_unload(answer: dict[str, Any]) -> None:
         click.echo(f"{answer['model']} unloaded on {node['name']} in {node['seconds']:.1f} s")
 
 
-@click.command()
+@model.command()
 @click.argument("model")
 @click.option("--node", help="On this node only; without it, wherever it is loaded, or where it would be.")
 @options
 def profile(session: Session, model: str, node: str | None) -> None:
-    """Measure anew what a model takes on a node, up to the longest row that fits, and keep it. It takes up to ten
-    minutes, and only memory that is free; requests go on, more slowly. Ctrl-C ends it."""
+    """Measure the memory that a model needs on a node, up to the longest prompt that fits, and keep the result.
+
+    It takes up to ten minutes and uses free memory only; requests run more slowly meanwhile. Ctrl-C ends it."""
     with waiting(f"measuring {model}"):
         answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, PATIENCE)
     session.show(answer, _print_profile)

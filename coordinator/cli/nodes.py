@@ -1,21 +1,29 @@
 """The pool as a person looks at it, and what may be done to one node."""
 
+import re
 from typing import Any, cast
+from urllib.parse import quote
 
 import click
 
 from coordinator.cli.access import Duration, moment
 from coordinator.cli.arithmetic import ALARMING, ago, arithmetic, breaker_of, guard_of
-from coordinator.cli.models import standing, waiting
+from coordinator.cli.group import Group, confirm, yes_option
+from coordinator.cli.models import waiting
+from coordinator.cli.node_table import NARROW, WIDE, narrow_row, wide_row
 from coordinator.cli.owner import described
-from coordinator.cli.session import REFUSED, Problem, Session, options, table
+from coordinator.cli.session import REFUSED, Problem, Session, options, table, wide_options
 from wire.units import show_size
+
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
+FEW = 6
+"""Models that `status` names."""
 
 
 @click.command()
 @options
 def status(session: Session) -> None:
-    """Say in a few lines how the pool is, and what needs a person."""
+    """Print the state of the pool and its conditions in a few lines."""
     session.show(session.call("GET", "/api/v1/status"), _print_status)
 
 
@@ -24,7 +32,7 @@ def _print_status(answer: dict[str, Any]) -> None:
     click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
     click.echo(f"endpoint  {answer['base_url']}")
     click.echo(f"nodes     {states}")
-    click.echo(f"models    {', '.join(answer['models']) or 'none'}")
+    click.echo(f"models    {_few(answer['models'])}")
     click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
     for one in answer.get("conditions", []):
         click.secho(
@@ -36,58 +44,54 @@ def _print_status(answer: dict[str, Any]) -> None:
         click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")
 
 
-@click.group(invoke_without_command=True)
-@options
+def _few(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - FEW} more: `cluster models`" if len(names) > FEW else ""
+    return (", ".join(names[:FEW]) or "none") + more
+
+
+@click.command()
+@wide_options
 def nodes(session: Session) -> None:
-    """List the nodes with their memory; inspect, cordon or remove one."""
-    if click.get_current_context().invoked_subcommand is None:
-        session.show(session.call("GET", "/api/v1/nodes"), _print_nodes)
+    """List the nodes: memory as current of ceiling, models as loaded of known. `-o wide` shows every column."""
+    session.show(session.call("GET", "/api/v1/nodes"), lambda answer: _print_nodes(answer, wide=session.wide))
 
 
-def _print_nodes(answer: dict[str, Any]) -> None:
-    columns = (
-        "NAME", "STATE", "CHIP", "CAP", "BOUND BY", "PHYS", "MARGIN", "HEADROOM", "GUARD", "IN FLIGHT", "MODELS",
-        "VIDEO", "HEARD", "VERSION",
-    )  # fmt: skip
-    table(columns, [_row(node) for node in answer["nodes"]], alarming=ALARMING)
-    for node in answer["nodes"]:
-        if broken := breaker_of(node):
-            click.secho(f"{node['name']}: {broken}", fg="red")
-        if node["bound_by"] and node.get("remedy"):
-            click.echo(f"{node['name']}: {node['bound_by']} decides; {node['remedy']}")
-        if node["state"] == "paused":
-            click.echo(f"{node['name']}: {described(node['sharing'])}")
+@click.group(cls=Group)
+def node() -> None:
+    """List, show, cordon, drain, label or remove nodes. NODE is a node's name or id."""
 
 
-def _row(node: dict[str, Any]) -> tuple[str, ...]:
-    cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
-    state = node["state"] + (" cordoned" if node["cordoned"] else "") + (" failing" if breaker_of(node) else "")
-    models = ", ".join(standing(m["name"], m) for m in node["models"]) or "-"
-    return (
-        node["name"], state, node["chip"], cap, node["bound_by"] or "-", phys, margin, show_size(node["headroom"]),
-        guard_of(node), str(node["in_flight"]), models, _video(node.get("video")), ago(node["heard_seconds"]),
-        node["version"],
-    )  # fmt: skip
+node.add_command(nodes, "list")
 
 
-def _video(video: dict[str, Any] | None) -> str:
-    """Say what a node does for videos: nothing, could, or lends so much."""
-    if not video or not video["packages"]:
-        return "-"
-    lent = [lease for lease in video["leases"] if lease["size"]]
-    if lent:
-        return ", ".join(f"lends {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
-    if not video["allowed"]:
-        return "not allowed"
-    return "ready" if video["ready"] and video["ray"] else "not ready"
+def _print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
+    if wide:
+        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, whole=True)
+    else:
+        columns, rows = NARROW, [narrow_row(one) for one in answer["nodes"]]
+        if all(row[-1] == "-" for row in rows):
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        table(columns, rows, numbers=("HEADROOM", "IN FLIGHT"), fold=("NAME", "STATE", "VIDEO"))
+    for one in answer["nodes"]:
+        if broken := breaker_of(one):
+            click.secho(f"{one['name']}: {broken}", fg="red")
+        if guard_of(one) in ALARMING:
+            click.secho(f"{one['name']}: guard {guard_of(one)}: `cluster node show {one['name']}`", fg="red")
+        if one["state"] == "ready" and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
+            click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
+        if one["state"] == "paused":
+            click.echo(f"{one['name']}: {described(one['sharing'])}")
 
 
-@nodes.command()
+@node.command("show")
 @click.argument("node")
 @options
-def inspect(session: Session, node: str) -> None:
+def show_node(session: Session, node: str) -> None:
     """Show everything that is known of one node, its memory as the sum that its gate makes now."""
-    session.show(session.call("GET", f"/api/v1/nodes/{node}"), lambda answer: _print_node(answer["node"]))
+    session.show(
+        session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: _print_node(answer["node"])
+    )
 
 
 def _print_node(node: dict[str, Any]) -> None:
@@ -124,55 +128,64 @@ def _shown(name: str, item: object) -> str:
     return str(item)
 
 
-@nodes.command()
+@node.command()
 @click.argument("node")
 @options
 def cordon(session: Session, node: str) -> None:
     """Send no new requests to a node; running ones end."""
-    session.show(session.call("POST", f"/api/v1/nodes/{node}/cordon"), lambda _: click.echo(f"{node} cordoned"))
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/cordon"), lambda _: click.echo(f"{node} cordoned")
+    )
 
 
-@nodes.command()
+@node.command()
 @click.argument("node")
 @options
 def uncordon(session: Session, node: str) -> None:
     """Send requests to a node again."""
-    session.show(session.call("POST", f"/api/v1/nodes/{node}/uncordon"), lambda _: click.echo(f"{node} uncordoned"))
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/uncordon"),
+        lambda _: click.echo(f"{node} uncordoned"),
+    )
 
 
-@nodes.command("allow-video")
+@node.command("allow-video")
 @click.argument("node")
 @options
 def allow_video(session: Session, node: str) -> None:
     """Allow a node to make videos; it then starts Ray where it has a video package."""
     session.show(
-        session.call("POST", f"/api/v1/nodes/{node}/allow-video"), lambda _: click.echo(f"{node} may make videos")
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/allow-video"),
+        lambda _: click.echo(f"{node} may make videos"),
     )
 
 
-@nodes.command("deny-video")
+@node.command("deny-video")
 @click.argument("node")
 @options
 def deny_video(session: Session, node: str) -> None:
     """Stop placing videos on a node; one that it makes now is finished."""
     session.show(
-        session.call("POST", f"/api/v1/nodes/{node}/deny-video"), lambda _: click.echo(f"{node} makes no new videos")
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
+        lambda _: click.echo(f"{node} makes no new videos"),
     )
 
 
-@nodes.command()
+@node.command()
 @click.argument("node")
 @click.option("--wait", type=Duration(), help="Wait until it has no requests, so long at most (30s, 5m).")
 @options
 def drain(session: Session, node: str, wait: float | None) -> None:
-    """Take a node out of use without anybody noticing: nothing new goes there, what runs goes on elsewhere.
+    """Cordon a node and move its running requests to other nodes; clients see a pause at most.
 
-    It stays cordoned; `cluster nodes uncordon` takes it back. Exit code 6 when requests are left: nobody else has room
-    for them, and they end there.
+    The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node has room for the remaining
+    requests, and they end where they are.
     """
     seconds = wait or 0.0
     with waiting(f"draining {node}"):
-        answer = session.call("POST", f"/api/v1/nodes/{node}/drain", {"wait_seconds": seconds}, timeout=seconds + 30)
+        answer = session.call(
+            "POST", f"/api/v1/nodes/{quote(node, safe='')}/drain", {"wait_seconds": seconds}, timeout=seconds + 30
+        )
     session.show(answer, lambda _: None)
     if answer["left"]:
         raise Problem(REFUSED, f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
@@ -181,41 +194,57 @@ def drain(session: Session, node: str, wait: float | None) -> None:
         click.echo(f"{node} is empty and cordoned")
 
 
-@nodes.command()
+@node.command()
 @click.argument("node")
 @click.argument("labels", nargs=-1)
 @options
 def label(session: Session, node: str, labels: tuple[str, ...]) -> None:
-    """Give a node these LABELS in place of all that it had; API keys can be bound to labels."""
-    answer = session.call("PUT", f"/api/v1/nodes/{node}/labels", {"labels": list(labels)})
+    """Set the LABELS of a node, replacing all others. API keys can be limited to labels."""
+    wrong = next((one for one in labels if not LABEL.fullmatch(one)), None)
+    if wrong is not None:
+        raise click.UsageError(f"{wrong!r} is no label: 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large")
+    answer = session.call("PUT", f"/api/v1/nodes/{quote(node, safe='')}/labels", {"labels": list(labels)})
     session.show(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
 
 
-@nodes.command()
+@node.command()
 @click.argument("node")
+@yes_option
 @options
-def remove(session: Session, node: str) -> None:
-    """Revoke a node's certificate at once and forget it; it can only come back with a new token."""
-    session.show(session.call("DELETE", f"/api/v1/nodes/{node}"), lambda _: click.echo(f"{node} removed"))
+def remove(session: Session, node: str, yes: bool) -> None:
+    """Revoke a node's certificate at once and forget the node; a new token or code lets it join again."""
+    path = f"/api/v1/nodes/{quote(node, safe='')}"
+    name = session.call("GET", path)["node"]["name"]
+    confirm(f"Remove {name}? Its requests end, and it needs a new token or code to join again.", yes=yes)
+    session.show(
+        session.call("DELETE", f"/api/v1/nodes/{quote(node, safe='')}"), lambda _: click.echo(f"{node} removed")
+    )
 
 
-@nodes.command()
+@node.command()
 @click.argument("node")
-@click.option("--bytes", "size", type=click.IntRange(1, 2**30), default=65536, show_default=True, help="How much.")
+@click.option(
+    "--bytes",
+    "size",
+    type=click.IntRange(1, 2**30),
+    default=65536,
+    show_default=True,
+    help="Most bytes of the log's end.",
+)
 @options
 def logs(session: Session, node: str, size: int) -> None:
-    """Print the newest part of a node's log, fetched over its link."""
-    from coordinator.cli.watch import pour
+    """Print the newest whole lines of a node's log, fetched over its link."""
+    from coordinator.cli.watch import print_log
 
-    pour(session.request("GET", f"/api/v1/nodes/{node}/logs?bytes={size}"))
+    print_log(session, session.request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
 
 
 @click.command()
 @click.argument("code", required=False)
-@click.option("--reject", is_flag=True, help="Turn the machine away instead.")
+@click.option("--reject", is_flag=True, help="Reject the machine instead.")
 @options
 def approve(session: Session, code: str | None, reject: bool) -> None:
-    """Let a machine in that shows this six-digit code; without a code, list who asks."""
+    """Admit a machine that shows this six-digit code. Without CODE, list the waiting machines."""
     if code is None:
         session.show(
             session.call("GET", "/api/v1/joins"),
@@ -225,5 +254,5 @@ def approve(session: Session, code: str | None, reject: bool) -> None:
             ),
         )
         return
-    answer = session.call("DELETE" if reject else "POST", f"/api/v1/joins/{code}")
+    answer = session.call("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
     session.show(answer, lambda made: click.echo(f"{made['name']} {'turned away' if reject else 'joined'}"))

@@ -6,9 +6,10 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from coordinator.admin import Admin, load_pepper
+from coordinator.admin import Admin, NameTakenError, load_pepper
 from coordinator.authority import Authority
-from coordinator.cli.session import NOT_FOUND, Problem, Session
+from coordinator.cli.member import member_of
+from coordinator.cli.session import NOT_FOUND, REFUSED, UNREACHABLE, Problem, Session
 from coordinator.store import Store, StoreError
 from coordinator.tokens import Tokens
 from router.keys import KeyRing
@@ -18,6 +19,8 @@ from router.quotas import KeyLimits
 def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Do what the route would do. Problem when there is no cluster, it is in use, or the id is unknown."""
     if not (session.state / "cluster.db").exists():
+        if member_of(session.state) is not None:
+            raise Problem(UNREACHABLE, session.no_coordinator())
         raise Problem(NOT_FOUND, f"there is no cluster in {session.state}: make one with `cluster up`")
     try:
         store = Store(session.state)
@@ -34,23 +37,41 @@ def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict
 
 def _do(admin: Admin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     path, _, query = path.removeprefix("/api/v1/").partition("?")
-    kind, _, name = path.partition("/")
+    kind, name, what = [*path.split("/"), "", ""][:3]
     asked = dict(parse_qsl(query))
     if method == "GET":
         return _look(admin, path, asked)
-    admin.store.note(time.time(), "offline", f"{method.lower()} {kind}", str(body.get("name") or name))
+    if kind == "keys" and "name" in body:
+        try:
+            admin.check_name(body["name"], name)
+        except NameTakenError as error:
+            raise Problem(REFUSED, str(error)) from None
+    admin.store.note(time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name")))
+    if what:
+        return _change(admin, name, what, body)
     if method == "POST":
         if kind == "tokens":
             return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
         return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _limits(body))
-    if method == "PUT":
-        name = name.removesuffix("/limits")
-        if not admin.limit_key(name, _limits(body)):
-            raise Problem(NOT_FOUND, f"there is no key {name}")
-        return {"schema": 1, "id": name}
     if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
         raise Problem(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
     return {"schema": 1, "id": name}
+
+
+def _change(admin: Admin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Change one thing about a key."""
+    match what:
+        case "limits":
+            known = admin.limit_key(key, _limits(body))
+        case "name":
+            known = admin.rename_key(key, body["name"])
+        case "expiry":
+            known = admin.expire_key(key, body["ttl_seconds"])
+        case _:
+            known = admin.rotate_key(key)
+    if not known:
+        raise Problem(NOT_FOUND, f"there is no key {key}")
+    return {"schema": 1, "id": key} | ({"key": known} if isinstance(known, str) else {})
 
 
 def _look(admin: Admin, path: str, asked: dict[str, str]) -> dict[str, Any]:

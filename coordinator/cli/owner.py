@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -16,20 +17,21 @@ from machine.pause import Pause, PauseFile
 @click.argument("duration", required=False)
 @options
 def pause(session: Session, node: str | None, duration: str | None) -> None:
-    """Let a Mac take nothing new for DURATION (30m, 2h, 1d), and give its memory back to its owner.
+    """Stop work on a Mac for DURATION (30m, 2h, 1d) and free its memory.
 
     \b
-    cluster pause 2h           this Mac, whether its node or the coordinator run or not
+    cluster pause 2h           this Mac, also while its node is stopped
     cluster pause              this Mac, until `cluster resume`
-    cluster pause studio 2h    another one, through the coordinator
-    What runs there goes on elsewhere, or has `node.share_grace` to end; then its models are unloaded. The pause
-    outlives restarts and ends by itself.
+    cluster pause studio 2h    another Mac, through the coordinator
+
+    Running requests continue on other Macs, or have `node.share_grace` to end here; then the models are unloaded. The
+    pause stays over restarts.
     """
     name, seconds = _read(node, duration)
     if name is None:
         _pause_here(session, seconds)
         return
-    answer = session.call("POST", f"/api/v1/nodes/{name}/pause", {"seconds": seconds})
+    answer = session.call("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
     session.show(answer, lambda told: click.echo(f"{name} is {described(told['sharing'])}{_left(told)}"))
 
 
@@ -44,7 +46,7 @@ def resume(session: Session, node: str | None) -> None:
         answer = {"schema": 1, "paused": False, "was_paused": there}
         session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
         return
-    answer = session.call("POST", f"/api/v1/nodes/{node}/resume")
+    answer = session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
     session.show(answer, lambda told: click.echo(f"{node} is {described(told['sharing'])}"))
 
 
@@ -69,6 +71,8 @@ def _read(node: str | None, duration: str | None) -> tuple[str | None, float | N
     try:
         return None, Duration().convert(node, None, None)
     except click.UsageError:
+        if node[0].isdecimal() and node.isalnum():
+            raise  # a mistyped duration: a Mac with such a name is paused with its duration beside it
         return node, None
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from coordinator.cli.group import Group
 from coordinator.cli.models import waiting
 from coordinator.cli.session import NOT_FOUND, REFUSED, Problem
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 INSTALLED_NOT_RUNNING = 1
 
 
-@click.group()
+@click.group(cls=Group)
 def service() -> None:
     """Run this machine's part of the pool as a service of the system, from its start on.
 
@@ -28,23 +29,23 @@ def service() -> None:
 
 
 @service.command(context_settings={"ignore_unknown_options": False})
-@click.option("--user", help="Who runs it; who called sudo unless given. Never root.")
+@click.option("--user", help="User that runs it, by default the one who called sudo. Never root.")
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; that user's own.")
 @click.option("--coordinator", is_flag=True, help="Make a cluster here at the first start, where none is yet.")
-@click.option("--wired-limit-mb", type=click.IntRange(1), help="macOS: set Metal's wired limit at each start, too.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written, and do nothing.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+@click.option("--wired-limit-mb", type=click.IntRange(1), help="macOS: set Metal's wired limit at each start.")
+@click.option("--dry-run", is_flag=True, help="Print the files that would be written; change nothing.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def install(
     ctx: click.Context, user: str | None, state: Path | None, coordinator: bool, wired_limit_mb: int | None,
     dry_run: bool, output: str, arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Install the service, or repair and renew it; run again it changes nothing.
+    """Install the service, or repair it. Running it again changes nothing.
 
-    It is `cluster up` where a cluster was made, `cluster join` where a node joined: join once by hand before.
-    ARGUMENTS after `--` are given to that verb, as in `cluster service install -- --lan`. Exit codes: 4 not root, 6
-    files of somebody else are in the way, 7 it does not stay up (then all is as it was before).
+    It runs `cluster up` where a cluster was created and `cluster join` where a node has joined, so join once by hand
+    first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`. Exit codes: 4 not root, 6 files
+    of another program are in the way, 7 the service does not stay up (the previous state is restored).
     """
     from coordinator.service.host import Host
     from coordinator.service.setup import install as carry_out
@@ -134,7 +135,7 @@ def _preview(host: "Host", plan: "Plan", output: str) -> None:
 
 
 @service.command()
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 @click.pass_context
 def uninstall(ctx: click.Context, output: str) -> None:
     """Stop the service and remove it; cluster, node, models and logs stay, and it says where."""
@@ -161,10 +162,10 @@ def _state_of(program: tuple[str, ...]) -> str:
 
 
 @service.command()
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 @click.pass_context
 def status(ctx: click.Context, output: str) -> None:
-    """Say whether the service is installed and runs. Exit code 0: it runs; 1: installed, not running; 5: not there."""
+    """Print whether the service runs. Exit code 0: running; 1: installed, not running; 5: not installed."""
     from coordinator.service.host import Host
     from coordinator.service.setup import existing
 
@@ -210,13 +211,13 @@ def restart(ctx: click.Context) -> None:
 
 
 @service.command()
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is added.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
 @click.option(
     "--lines", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many of the newest."
 )
 @click.pass_context
 def logs(ctx: click.Context, follow: bool, lines: int) -> None:
-    """Print what the service printed: starts, ends, warnings. Everything else is in STATE/logs (`cluster logs`)."""
+    """Print the output of the service: starts, stops, warnings. The log is in STATE/logs (`cluster logs`)."""
     from coordinator.service.host import Host
     from coordinator.service.plan import UNIT
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 4, 5, 6, 7, 8, 9, 10
 """Exit codes; the whole list is in `cluster --help`."""
+MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
+"""What a Mac that is a node reads with its own certificate."""
+LOGIN = "login.json"
+"""File in the state folder (0600) with what `cluster login` keeps."""
 
 
 class Problem(click.ClickException):
@@ -37,6 +41,31 @@ def default_state() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """A coordinator as this command reaches it. `authority` (PEM) is empty where the system's authorities are meant."""
+
+    url: str
+    """Base URL without a path."""
+    key: str
+    authority: str
+
+
+def base_url(text: str) -> str:
+    """Return the base URL of a coordinator, without path. UsageError when the text is no URL of one."""
+    parts = urlsplit(text if "//" in text else f"https://{text}")
+    if parts.scheme in ("macpool", "cluster"):
+        raise click.UsageError(f"{text} is where nodes connect; the URL of the API is the `endpoint` of `cluster up`")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise click.UsageError(f"{text!r} is no URL of a coordinator: write http://HOST:PORT or https://HOST:PORT")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """One coordinator as this command reaches it, and the wanted form of output."""
 
@@ -51,78 +80,98 @@ class Session:
         return self.output == "json"
 
     @property
-    def running(self) -> bool:
-        """Whether a coordinator can be asked: one was named, or one runs in the state folder."""
-        return self.url is not None or self._run_file is not None
+    def wide(self) -> bool:
+        """Whether every column is wanted."""
+        return self.output == "wide"
 
     @property
-    def _run_file(self) -> dict[str, Any] | None:
+    def running(self) -> bool:
+        """Whether a coordinator can be asked: one was named, one runs in the state folder, or `login` kept one."""
+        return self.url is not None or self._read("run.json") is not None or self.kept_login is not None
+
+    @property
+    def kept_login(self) -> dict[str, Any] | None:
+        """What `cluster login` kept: url, key and authority (PEM) of a coordinator elsewhere."""
+        return self._read(LOGIN)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.state / "run.json").read_text())
+            return json.loads((self.state / name).read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise Problem(1, f"{self.state / 'run.json'} cannot be read: {error}") from None
+            raise Problem(1, f"{self.state / name} cannot be read: {error}") from None
+
+    def reached(self) -> Reached:
+        """Return the coordinator to ask: the one of --url, the one that runs here, or the one of `cluster login`.
+
+        Problem when there is none.
+        """
+        if self.url is not None:
+            return Reached(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
+        run = self._read("run.json")
+        if run is not None:
+            return Reached(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
+        kept = self.kept_login
+        if kept is not None:
+            return Reached(str(kept["url"]), str(kept["key"]), str(kept.get("ca") or ""))
+        raise Problem(UNREACHABLE, self.no_coordinator())
+
+    def no_coordinator(self) -> str:
+        """Return what to say where no coordinator is known here: where it is, or how to start one."""
+        from coordinator.cli.member import host_of, member_of
+
+        member = member_of(self.state)
+        if member is not None:
+            host = host_of(member)
+            return (
+                f"this Mac is a node, its coordinator runs on {host}: type this command there, or here after `cluster "
+                f"login https://{host}:8080` (the `endpoint` of `cluster up`); `cluster status`, `nodes`, `models` and "
+                "`top` need no login here"
+            )
+        return (
+            f"no coordinator runs in {self.state}: start one with `cluster up`, or use another with "
+            "`cluster login URL`, or with --url and --key-file"
+        )
 
     def target(self) -> tuple[str, str]:
-        """Give base URL (no path) and key. Problem when neither the state folder nor the options say."""
-        if self.url is not None:
-            return self.url.rstrip("/").removesuffix("/v1"), self._key()
-        run = self._run_file
-        if run is None:
-            raise Problem(
-                UNREACHABLE,
-                f"no coordinator runs in {self.state}: start it with `cluster up`, or name another with --url and "
-                "--key-file",
-            )
-        return str(run["url"]), str(run["secret"])
+        """Return base URL (no path) and key. Problem when neither the state folder nor the options name them."""
+        reached = self.reached()
+        return reached.url, reached.key
 
     def authority(self) -> str:
-        """Give the authority (PEM) behind the endpoint of a coordinator on this machine; empty where the system knows
-        it, or there is no TLS."""
-        run = None if self.url is not None else self._run_file
-        return str(run.get("ca") or "") if run is not None else ""
+        """Return the authority (PEM) behind the endpoint as this command knows it; empty where the system knows it, or
+        there is no TLS."""
+        return self.reached().authority
 
-    def _trust(self) -> "ssl.SSLContext":
-        """Give whom this command trusts: what the system does, and the authority of a coordinator on this machine."""
-        import ssl
-
-        context = ssl.create_default_context()
-        authority = self.authority()
-        if authority:
-            context.load_verify_locations(cadata=authority)
-        return context
+    def _known_authority(self, url: str) -> str:
+        kept = self.kept_login
+        return str(kept.get("ca") or "") if kept is not None and kept["url"] == url else ""
 
     def _key(self) -> str:
         if self.key_file is None:
-            raise Problem(DENIED, "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key")
+            kept = self.kept_login
+            if kept is not None and self.url is not None and kept["url"] == base_url(self.url):
+                return str(kept["key"])
+            raise Problem(DENIED, "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key; "
+                          "`cluster login URL` keeps both")  # fmt: skip
         try:
             return self.key_file.read_text().strip()
         except OSError as error:
             raise Problem(DENIED, f"the key file cannot be read: {error}") from None
 
     def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
-        """Send a request and give the response, whatever its status. Problem when nobody answers."""
-        base, key = self.target()
-        parts = urlsplit(base)
-        host, port = parts.hostname or "", parts.port
-        if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._trust())
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        headers = {"Authorization": f"Bearer {key}"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            return connection.getresponse()
-        except TimeoutError:
-            raise Problem(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
-        except OSError as error:
-            raise Problem(*unreached(base, error)) from None
+        """Send a request and return the response, whatever its status. Problem when there is no answer."""
+        return send(self.reached(), method, path, body, timeout)
 
     def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and give its JSON. Problem with the server's own words for every error status."""
+        if method == "GET" and path in MEMBER_PATHS and not self.running:
+            from coordinator.cli.member import member_of, query
+
+            member = member_of(self.state)
+            if member is not None:
+                return query(member, path)
         response = self.request(method, path, body, timeout)
         raw = response.read()
         if response.status >= 400:
@@ -135,6 +184,40 @@ class Session:
             click.echo(json.dumps(answer))
         else:
             text(answer)
+
+
+def _trust(authority: str) -> "ssl.SSLContext":
+    """Return whom this command trusts: what the system does, and the coordinator's own authority."""
+    import ssl
+
+    context = ssl.create_default_context()
+    if authority:
+        context.load_verify_locations(cadata=authority)
+    return context
+
+
+def send(
+    reached: Reached, method: str, path: str, body: object = None, timeout: float = 30.0
+) -> http.client.HTTPResponse:
+    """Send a request to a coordinator and return the response, whatever its status. Problem when there is no answer."""
+    base, parts = reached.url, urlsplit(reached.url)
+    if parts.scheme == "https":
+        context = _trust(reached.authority)
+        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout, context=context)
+    else:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
+    headers = {"Authorization": f"Bearer {reached.key}"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
+    except TimeoutError:
+        raise Problem(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
+    except OSError as error:
+        raise Problem(*unreached(base, error)) from None
+    except http.client.HTTPException:
+        raise Problem(UNREACHABLE, f"{base} answers, but not as HTTP: is it the `endpoint` of `cluster up`?") from None
 
 
 def unreached(base: str, error: OSError) -> tuple[int, str]:
@@ -176,35 +259,63 @@ def _numbers(memory: dict[str, Any] | None) -> str:
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --state, --url, --key-file and -o, and a Session as its first argument."""
+    """Add --state, --url, --key-file and -o to a command, whose first argument becomes a Session."""
+    return _with_session(command, ("text", "json"))
 
+
+def wide_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what `options` adds, where -o knows a third form, `wide`."""
+    return _with_session(command, ("text", "wide", "json"))
+
+
+def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Callable[..., None]:
     def wrapped(state: Path | None, url: str | None, key_file: Path | None, output: str, **rest: object) -> None:
         command(Session(state or default_state(), url, key_file, output), **rest)
 
     for option in (
-        click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer."),
-        click.option("--key-file", envvar="MACPOOL_KEY_FILE", type=click.Path(path_type=Path), help="File with a key."),
-        click.option("--url", envvar="MACPOOL_URL", help="Another coordinator, http://HOST:PORT."),
+        click.option("-o", "--output", type=click.Choice(forms), default="text", help="Output format."),
         click.option(
-            "--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; its owner is admin."
+            "--key-file", envvar="MACPOOL_KEY_FILE", type=click.Path(path_type=Path), help="File with an API key."
+        ),
+        click.option("--url", envvar="MACPOOL_URL", help="URL of another coordinator, https://HOST:PORT."),
+        click.option(
+            "--state",
+            envvar="MACPOOL_STATE",
+            type=click.Path(path_type=Path),
+            help="State folder. Its owner has admin rights.",
         ),
     ):
         wrapped = option(wrapped)
     return update_wrapper(wrapped, command)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = ()) -> None:
-    """Print a table; plain text when the output is no terminal. Cells with one of the `alarming` texts are red."""
+SHORT = 10
+"""Letters up to which a column is never folded."""
+UNBOUND = 10_000
+"""Letters of a line for a file or a pipe, which nothing folds."""
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = (), *,
+    numbers: Collection[str] = (), fold: Collection[str] = (), whole: bool = False,
+) -> None:  # fmt: skip
+    """Print a table. On a terminal that is too narrow the columns `fold`, or else all long ones, are folded, so that no
+    cell is cut; elsewhere, and with `whole`, each row is one line. Cells with one of the `alarming` texts are red; the
+    columns `numbers` are flush right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    lines = [tuple(row) for row in rows]
+    bound = sys.stdout.isatty() and not whole
+    console = Console(highlight=False) if bound else Console(highlight=False, width=UNBOUND, height=25)
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        grid.add_column(column, no_wrap=True)
-    for row in rows:
+    for number, column in enumerate(columns):
+        long = max([len(column), *(len(line[number]) for line in lines)]) > SHORT
+        folds = column in fold if fold else long
+        grid.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in numbers else "left")
+    for line in lines:
         grid.add_row(
-            *(Text(cell, "bold red" if cell in alarming else "") for cell in row)
+            *(Text(cell, "bold red" if cell in alarming else "") for cell in line)
         )  # never markup: names come from other machines
-    console.print(grid)
+    console.print(grid, soft_wrap=whole)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--log", is_flag=True, help="Print everything that happens under one policy instead of the table.")
 def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json: bool, log: bool) -> None:
-    """Play a SCENARIO in virtual time under every policy and print what came of it, beside the clairvoyant's.
+    """Run a SCENARIO in virtual time under every policy and print the results beside those of an optimal policy.
 
-    SCENARIO is household, lab, or a TOML file (docs/simulation.md). Nothing is started and no pool is asked.
+    SCENARIO is household, lab, or a TOML file (docs/simulation.md). No process is started and no pool is used.
     """
     from coordinator.simulation.figures import table
     from coordinator.simulation.run import compare, load, play, policies_of

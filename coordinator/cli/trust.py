@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
 
-from coordinator.cli.session import NOT_FOUND, PIN, Problem, Session, options, unreached
+from coordinator.cli.session import NOT_FOUND, PIN, Problem, Session, base_url, options, unreached
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
@@ -30,22 +33,22 @@ LONGEST = 16_384
 def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool) -> None:
     """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
 
-    It is an authority that can vouch for this network's names and addresses only. Not for the coordinator's own
-    machine alone: run it wherever a client runs. Programs that bring their own list of authorities (Python, Node) need
-    the variables that it prints.
+    It is an authority that can vouch for `.local` names, `localhost`, the names of `http.hosts`, and addresses. Run it
+    on every machine where a client runs. Programs that bring their own list of authorities (Python, Node, Bun) need the
+    variables that `cluster env` prints from then on.
     """
-    base = (endpoint or session.target()[0]).rstrip("/").removesuffix("/v1")
+    base = base_url(endpoint) if endpoint else session.target()[0]
     pem = fetch(base)
     found = check(pem, base, fingerprint)
     if only_print:
         session.show({"schema": 1, "fingerprint": found, "pem": pem}, lambda _: click.echo(pem, nl=False))
         return
     if fingerprint is None and not remove:
-        click.echo(f"the authority of {base} has the fingerprint\n  {found}")
-        click.confirm("Does the coordinator's `cluster up` show the same?", abort=True)
-    bundle = keep(session.state, pem, found)
+        confirm_fingerprint(base, found, pem)
+    bundle = keep(session.state, pem, found, base)
     if remove:
         bundle.unlink()
+        bundle.with_suffix(".url").unlink()
     with tempfile.NamedTemporaryFile("w", suffix=".crt") as file:
         file.write(pem)
         file.flush()
@@ -58,9 +61,35 @@ def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, on
 def _print(answer: dict[str, Any]) -> None:
     click.echo("trusted by this machine" if answer["trusted"] else "trusted no longer")
     if answer["trusted"]:
-        click.echo(
-            f"Python: export SSL_CERT_FILE={answer['bundle']}\nNode:   export NODE_EXTRA_CA_CERTS={answer['bundle']}"
-        )
+        click.echo('variables for programs with a list of authorities of their own: eval "$(cluster env)"')
+
+
+def confirmed_authority(base: str, fingerprint: str | None) -> str:
+    """Return the authority (PEM) behind an HTTPS endpoint, confirmed by its fingerprint or by the person who asks.
+
+    Empty where the endpoint uses a certificate that was given to it: the system's authorities vouch for that one.
+    """
+    try:
+        pem = fetch(base)
+    except Problem as error:
+        if error.exit_code == NOT_FOUND and fingerprint is None:
+            return ""
+        raise
+    found = check(pem, base, fingerprint)
+    if fingerprint is None:
+        confirm_fingerprint(base, found, pem)
+    return pem
+
+
+def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
+    """Ask whether an authority's fingerprint is the one that the coordinator shows. Problem when it is not."""
+    text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can vouch for {_scope(pem)}"
+    click.echo(text, err=True)
+    if not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask whether that is right: compare it with the line of "
+                               "`cluster up`, then add --fingerprint")  # fmt: skip
+    if not click.confirm("Does the coordinator's `cluster up` show the same?", err=True):
+        raise Problem(PIN, "nothing was trusted: another machine may be in between")
 
 
 def fetch(base: str) -> str:
@@ -89,8 +118,6 @@ def check(pem: str, base: str, wanted: str | None) -> str:
     vouch for more than a home network."""
     from cryptography import x509
 
-    from coordinator.endpoint import constrained_to
-
     try:
         certificate = x509.load_pem_x509_certificate(pem.encode())
     except ValueError:
@@ -99,24 +126,52 @@ def check(pem: str, base: str, wanted: str | None) -> str:
     if wanted is not None and wanted.lower().replace(":", "") != found:
         raise Problem(PIN, f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
                       "somebody may be in between")  # fmt: skip
-    if not constrained_to(certificate):
+    if not all(_names(certificate) or [""]):  # an empty name permits all
         raise Problem(PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it")
     return found
 
 
-def keep(state: Path, pem: str, fingerprint: str) -> Path:
-    """Write a bundle of the system's authorities and this one, for programs that take a file."""
+def _names(certificate: "x509.Certificate") -> list[str]:
+    """Return the host names that an authority is constrained to."""
+    from cryptography import x509
+
+    from coordinator.endpoint import constrained_to
+
+    return [general.value for general in constrained_to(certificate) if isinstance(general, x509.DNSName)]
+
+
+def _scope(pem: str) -> str:
+    from cryptography import x509
+
+    return ", ".join(f"{name!r}" for name in _names(x509.load_pem_x509_certificate(pem.encode()))) + " and addresses"
+
+
+def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
+    """Write a bundle of the system's authorities and this one, for programs that take a file, and the endpoint's URL
+    beside it."""
     bundle = _bundle(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
     bundle.write_text(f"{system.rstrip()}\n{pem}" if system else pem)
+    bundle.with_suffix(".url").write_text(base + "\n")
     return bundle
 
 
 def bundle_of(state: Path, pem: str) -> str | None:
-    """Give the file that `keep` wrote for an authority; None where this machine does not trust it yet."""
+    """Return the file that `keep` wrote for an authority; None where this machine does not trust it yet."""
     bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
+
+
+def trusted(state: Path, base: str | None) -> tuple[str, str] | None:
+    """Return the URL and the bundle of the endpoint that this machine trusted last, or of the one at `base`; None
+    where it trusts none."""
+    kept = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in kept:
+        url = file.read_text().strip()
+        if file.with_suffix(".pem").exists() and base in (None, url):
+            return url, str(file.with_suffix(".pem"))
+    return None
 
 
 def _bundle(state: Path, fingerprint: str) -> Path:

@@ -5,11 +5,13 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from coordinator.cli.models import waiting
 from coordinator.cli.session import REFUSED, Problem, default_state
 
 if TYPE_CHECKING:
@@ -38,20 +40,24 @@ class Address(click.ParamType[tuple[str, int]]):
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
 @click.option("--listen", type=Address(), help="Where clients connect.  [default: 127.0.0.1:8080]")
-@click.option("--lan", is_flag=True, help="Let the whole local network use the endpoint: HTTPS, with API keys.")
+@click.option("--lan", is_flag=True, help="Serve the local network: HTTPS, with API keys.")
 @click.option(
     "--cluster-listen", type=Address(), default="0.0.0.0:8081", show_default=True, help="Where nodes connect (TLS)."
 )
-@click.option("--no-local-node", is_flag=True, help="Only coordinate; run no node on this machine.")
+@click.option(
+    "--local-node/--no-local-node",
+    default=None,
+    help="Run a node on this machine. The default, unless that node has left the cluster.",
+)
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models for the local node.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the ready line.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
 def up(
     state: Path | None,
     listen: tuple[str, int] | None,
     lan: bool,
     cluster_listen: tuple[str, int],
-    no_local_node: bool,
+    local_node: bool | None,
     models: tuple[Path, ...],
     pairs: tuple[str, ...],
     output: str,
@@ -65,7 +71,7 @@ def up(
             "--lan and --listen exclude each other: --lan is --listen 0.0.0.0:8080 (name another port so)"
         )
     listen = listen or (("0.0.0.0", 8080) if lan else ("127.0.0.1", 8080))  # noqa: S104
-    if no_local_node and models:
+    if local_node is False and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
 
     from coordinator.configuration import rows_shown
@@ -75,20 +81,68 @@ def up(
     folder = state or default_state()
     resolved = _resolved(folder, pairs)
     forwarded = _for_the_node(pairs)
-    if forwarded and no_local_node:
+    if forwarded and local_node is False:
         raise Problem(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
+    with_node = _wants_node(folder, local_node)
+    if with_node:
+        _check_node(folder, models, pairs)
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
-    options = Options(folder, listen, cluster_listen, not no_local_node, tuple(arguments), resolved.value,
+    options = Options(folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value,
                       rows_shown(explained(resolved)))  # fmt: skip
 
+    spinner = ExitStack()
+
     def ready(facts: dict[str, Any]) -> None:
+        spinner.close()
         if output == "json":
             print(json.dumps(facts), flush=True)
         else:
             _welcome(facts, listen)
+            if not with_node and local_node is None:
+                click.echo("this Mac's own node has left the cluster; --local-node lets it join again")
+            if facts["local_node_ready"] is False:
+                click.secho(f"this Mac's own node does not answer yet: `cluster nodes` shows its state, "
+                            f"{folder / 'logs' / 'node.log'} why", fg="yellow")  # fmt: skip
 
-    _run(options, ready)
+    with spinner:
+        if with_node:
+            spinner.enter_context(waiting("starting this Mac's node"))
+        _run(options, ready)
+    if output == "text":
+        click.echo("stopped", err=True)
+
+
+def _wants_node(folder: Path, given: bool | None) -> bool:
+    """Return whether to start the node of this machine: as given, else unless it has left."""
+    from machine.left import forget_left, has_left
+
+    if given:
+        forget_left(folder / "node")
+    return given if given is not None else not has_left(folder / "node")
+
+
+def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
+    """Check the node of this machine before anything is created. Problem when it could not start, or is of another
+    cluster."""
+    from coordinator.cli.config import look
+    from coordinator.local import OtherClusterError, check_node
+
+    for model in models:
+        if not model.expanduser().is_dir():
+            raise Problem(2, f"--models: {model} is not a folder")
+    if not (folder / "cluster.db").exists():
+        try:
+            check_node(folder, "")
+        except OtherClusterError as error:
+            raise Problem(REFUSED, str(error)) from None
+    found = look(folder, folder / "config.toml", os.environ, pairs)
+    if found.wrong:
+        raise Problem(2, "\n".join(one.told() for one in found.wrong))
+    for row in found.rows:
+        for place in row["value"] if row["key"] == "models.folders" else ():
+            if not Path(place).expanduser().is_dir():
+                raise Problem(2, f"models.folders ({row['origin']}): {place} is not a folder")
 
 
 def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSettings]":
@@ -121,13 +175,14 @@ def _run(options: "Options", ready: Callable[[dict[str, Any]], None]) -> None:
 
     from coordinator.authority import AuthorityError
     from coordinator.keeping.fence import SupersededError
+    from coordinator.local import OtherClusterError
     from coordinator.run import serve
     from coordinator.store import StoreError
     from wire.settings import SettingsError
 
     try:
         uvloop.run(serve(options, ready))
-    except SupersededError as error:
+    except (SupersededError, OtherClusterError) as error:
         raise Problem(REFUSED, str(error)) from None
     except SettingsError as error:
         raise Problem(2, str(error)) from None

@@ -1,17 +1,30 @@
 """Using the pool: placement, a chat, and the settings of clients."""
 
+import http.client
 import json
 import shlex
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import click
 
-from coordinator.cli.session import PROTOCOL, REFUSED, Problem, Session, options, raise_for, table
+from coordinator.cli.models import waiting
+from coordinator.cli.session import PROTOCOL, REFUSED, Problem, Session, base_url, options, raise_for, table
 from wire.units import show_size
+
+RETRY_SECONDS = 1.0
+TOY = "macpool-tiny"
+"""The model that is in the package."""
+TOY_NOTE = (
+    f"({TOY} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
+    "download one into the Hugging Face cache)"
+)
+"""Between two questions whether a node is ready."""
 
 
 @click.command()
@@ -62,7 +75,7 @@ def open_page(session: Session, only_print: bool) -> None:
 @click.option("--export", type=click.File("wb"), help="Write all kept decisions into a file, for `cluster replay`.")
 @options
 def explain(session: Session, request_id: str | None, last: int, export: BinaryIO | None) -> None:
-    """Show what became of a request and why it went where it went; without an ID, list the newest."""
+    """Show the way of a request: placement, steps and end. Without ID, list the newest requests."""
     if export is not None:
         response = session.request("GET", "/api/v1/decisions", timeout=120)
         if response.status >= 400:
@@ -80,9 +93,10 @@ def _print_requests(answer: dict[str, Any]) -> None:
         ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
         [
             (
-                one["request_id"], one["model"], one["key"], f"{one['seconds']:.2f}", one["outcome"],
+                one["request_id"], one["model"] or "-", one["key"], f"{one['seconds']:.2f}", one["outcome"],
                 str(one["prompt_tokens"] or "-"), str(one["cached_tokens"]), str(one["completion_tokens"]),
-                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"]),
+                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"])
+                or one["message"],
             )
             for one in answer["requests"]
         ],
@@ -96,9 +110,11 @@ def _print_story(answer: dict[str, Any]) -> None:
         _print_steps(one["steps"])
     for one in answer["requests"]:
         took = f"{one['outcome']} after {one['seconds']:.3f} s"
-        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {took}")
+        click.echo(f"{one['request_id']}  {one['model'] or 'no model was read'}, key {one['key']}: {took}")
         if one["message"]:
             click.echo(f"  {one['message']}")
+        if one["ignored"]:
+            click.echo(f"  ignored: {', '.join(one['ignored'])}")
         _print_steps(one["steps"])
         if one["timings"] is not None:
             times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
@@ -118,9 +134,9 @@ def _print_steps(steps: list[dict[str, Any]]) -> None:
 @click.command()
 @click.argument("file", type=click.File("rb"))
 @click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Who decides again.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Form of the answer.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def replay(file: BinaryIO, policy: str, output: str) -> None:
-    """Take the decisions of a FILE (`cluster explain --export FILE`) again by another policy, and show what differs."""
+    """Repeat the decisions of a FILE (`cluster explain --export FILE`) by another policy and show the differences."""
     from random import Random
 
     import msgspec
@@ -150,34 +166,56 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 @click.argument("prompt", nargs=-1)
 @click.option("--model", help="Which model; the first one served unless given.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
+@click.option("--wait", type=click.FloatRange(0, 3600), default=60.0, show_default=True,
+              help="Longest wait, in seconds, for a node that starts.")  # fmt: skip
 @options
-def chat(session: Session, prompt: tuple[str, ...], model: str | None, max_tokens: int | None) -> None:
-    """Ask a model something; without a PROMPT it is read from standard input."""
+def chat(session: Session, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
+    """Send a prompt to a model and print the answer; without PROMPT it is read from standard input."""
+    if not prompt and sys.stdin.isatty():
+        raise click.UsageError("write a PROMPT, or pipe one in")
     text = " ".join(prompt) or sys.stdin.read()
     if not text.strip():
-        raise click.UsageError("nothing to ask: give a PROMPT or pipe one in")
-    body: dict[str, Any] = {"model": model or _first_model(session), "messages": [{"role": "user", "content": text}]}
-    if max_tokens is not None:
-        body["max_tokens"] = max_tokens
+        raise click.UsageError("the prompt is empty: write a PROMPT, or pipe one in")
+    with waiting("waiting for a node that serves a model"):
+        response, answering = _answer(session, text, model, max_tokens, time.monotonic() + wait)
     if session.json:
-        click.echo(json.dumps({"schema": 1, **session.call("POST", "/v1/chat/completions", body)}))
+        click.echo(json.dumps({"schema": 1, **json.loads(response.read())}))
         return
-    for piece in _stream(session, {**body, "stream": True}):
+    for piece in _pieces(response):
         click.echo(piece, nl=False)
     click.echo()
+    if answering == TOY:
+        click.echo(TOY_NOTE, err=True)
 
 
-def _first_model(session: Session) -> str:
-    served = session.call("GET", "/v1/models")["data"]
-    if not served:
-        raise Problem(REFUSED, "no node serves a model: look at `cluster nodes`")
-    return served[0]["id"]
+def _answer(
+    session: Session, text: str, model: str | None, max_tokens: int | None, until: float
+) -> tuple[http.client.HTTPResponse, str]:
+    """Return the answer to a chat and the name of its model, asking again until a node is ready.
+
+    Problem when no node is ready by `until`."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": not session.json}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    pause = threading.Event()
+    while True:
+        served = [one["id"] for one in session.call("GET", "/v1/models")["data"]]
+        late = time.monotonic() >= until
+        if served or late:
+            if not (model or served):
+                raise Problem(REFUSED, "no node serves a model: `cluster nodes` shows each node's state, "
+                              "`cluster models` which models there are")  # fmt: skip
+            name = model or served[0]
+            response = session.request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
+            if response.status < 400:
+                return response, name
+            raw = response.read()
+            if late or response.status != 503:
+                raise_for(response.status, raw)
+        pause.wait(RETRY_SECONDS)
 
 
-def _stream(session: Session, body: dict[str, Any]) -> Iterator[str]:
-    response = session.request("POST", "/v1/chat/completions", body, timeout=600)
-    if response.status >= 400:
-        raise_for(response.status, response.read())
+def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
@@ -188,22 +226,31 @@ def _stream(session: Session, body: dict[str, Any]) -> Iterator[str]:
             yield choice["delta"].get("content") or ""
 
 
+KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OLLAMA_API_KEY")
+BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+"""Where OpenSSL, Python and Rust, where Python's `requests`, and where Node, Bun and Electron look for authorities."""
+
+
 @click.command()
 @click.option("--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Whose syntax.")
 @options
 def env(session: Session, shell: str) -> None:
-    """Print the variables that point OpenAI's and Anthropic's clients at this pool: `eval "$(cluster env)"`.
+    """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
 
-    The key is the one of --key-file; without it a line says how to make one. Where this machine trusts the pool's own
-    authority (`cluster trust-ca`), Python and Node are told of it, too.
+    Works on the coordinator's machine, with --url, and wherever `cluster trust-ca` was run. The key is the one of
+    --key-file; without it a line says how to create one. The variables with the file of the pool's authority are
+    printed where this machine trusts it.
     """
-    from coordinator.cli.trust import bundle_of
-
-    base, authority = session.target()[0], session.authority()
+    base, bundle, untrusted = _endpoint(session)
     key = session.key_file.read_text().strip() if session.key_file else None
-    bundle = bundle_of(session.state, authority) if authority else None
-    found = {"OPENAI_BASE_URL": base + "/v1", "ANTHROPIC_BASE_URL": base, "OPENAI_API_KEY": key,
-             "ANTHROPIC_API_KEY": key, "SSL_CERT_FILE": bundle, "NODE_EXTRA_CA_CERTS": bundle}  # fmt: skip
+    found = {
+        "OPENAI_BASE_URL": base + "/v1",
+        "OPENAI_API_BASE": base + "/v1",
+        "ANTHROPIC_BASE_URL": base,
+        "OLLAMA_HOST": base,
+        **dict.fromkeys(KEY_VARIABLES, key),
+        **dict.fromkeys(BUNDLE_VARIABLES, bundle),
+    }
     if session.json:
         click.echo(json.dumps({"schema": 1, **found}))
         return
@@ -212,14 +259,32 @@ def env(session: Session, shell: str) -> None:
         if value is not None:
             click.echo(assign.format(name, shlex.quote(value)))
     if key is None:
-        click.echo("# OPENAI_API_KEY, ANTHROPIC_API_KEY: the key that `cluster up` printed first, or a new one from "
+        click.echo(f"# {', '.join(KEY_VARIABLES)}: the key that `cluster up` printed first, or a new one from "
                    "`cluster key create NAME`")  # fmt: skip
-    if authority and bundle is None:
+    if untrusted:
         click.echo("# the certificate: `cluster trust-ca` once on each machine; then this names its file, too")
 
 
+def _endpoint(session: Session) -> tuple[str, str | None, bool]:
+    """Return the URL of the endpoint, the file with its authority, and whether it has an authority that this machine
+    does not trust yet. Without a coordinator here and without --url it is the endpoint that was trusted last."""
+    from coordinator.cli.trust import bundle_of, trusted
+
+    known = None
+    if session.url is not None or not session.running:
+        url = base_url(session.url) if session.url is not None else None
+        known = trusted(session.state, url)
+        if known is None and url is not None:
+            return url, None, url.startswith("https:")
+    if known is not None:
+        return *known, False
+    base, authority = session.target()[0], session.authority()
+    bundle = bundle_of(session.state, authority) if authority else None
+    return base, bundle, bool(authority) and bundle is None
+
+
 @click.command()
-@click.option("--cluster", "whole", is_flag=True, help="Ask the coordinator and its nodes too.")
+@click.option("--cluster", "whole", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
 def version(session: Session, whole: bool) -> None:
     """Print versions; with --cluster what every member runs, its protocol, and what to do.
@@ -271,12 +336,34 @@ def _print_version(answer: dict[str, Any]) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script for a shell: `eval "$(cluster completion zsh)"`."""
+    """Print the completion script for a shell: `eval "$(cluster completion zsh)"`.
+
+    It completes the name by which the command is called here: `macpool completion zsh` completes `macpool`.
+    """
     from click.shell_completion import get_completion_class
 
     from coordinator.cli import cluster
 
+    name = click.get_current_context().find_root().info_name or "cluster"
+
     kind = get_completion_class(shell)
     if kind is None:
         raise click.UsageError(f"no completion for {shell}")
-    click.echo(kind(cluster, {}, "cluster", "_CLUSTER_COMPLETE").source())
+    click.echo(kind(cluster, {}, name, f"_{name.upper()}_COMPLETE").source())
+
+
+@click.command("help")
+@click.argument("words", metavar="[COMMAND]...", nargs=-1)
+@click.pass_context
+def help_(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Print the help of a command: `cluster help`, `cluster help key limit`."""
+    root = ctx.find_root()
+    command, found = root.command, root
+    for word in words:
+        if not isinstance(command, click.Group):
+            raise click.UsageError(f"`{found.command_path}` has no commands of its own")
+        name, below, _ = command.resolve_command(found, [word])
+        if below is None:
+            raise click.UsageError(f"there is no `{found.command_path} {word}`")
+        command, found = below, click.Context(below, info_name=name, parent=found)
+    click.echo(command.get_help(found))

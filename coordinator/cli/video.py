@@ -1,4 +1,4 @@
-"""`cluster video`: what has to be there before a machine makes videos, and what they take, measured on this pool."""
+"""`cluster video`, the whole group; `calibrate` measures on this pool what videos take."""
 
 from typing import Any
 
@@ -6,15 +6,10 @@ import click
 
 from coordinator.cli.session import Session, options, table
 from coordinator.cli.video_install import install
-from coordinator.cli.videos import calibration, known_models, measured_sizes
+from coordinator.cli.videos import calibration, known_models, measured_sizes, only_model, video
 from wire.units import show_size
 
 MATRIX = "384x224,640x368,832x480,1280x720"
-
-
-@click.group()
-def video() -> None:
-    """Prepare a pool for videos."""
 
 
 video.add_command(install)
@@ -27,16 +22,13 @@ video.add_command(install)
 @click.option("--frames", type=click.IntRange(1), default=17, show_default=True, help="Frames of each clip.")
 @options
 def calibrate(session: Session, model: str | None, sizes: str, steps: int, frames: int) -> None:
-    """Make a clip of each size and note the most memory that each took.
+    """Make a clip of each size and record its peak memory.
 
     A peak above the prediction moves the prediction up, for this model, engine and quantization. Runs as long as the
     clips take, and waits for its turn behind other videos.
     """
     matrix = measured_sizes(sizes)
-    names = [one["name"] for one in known_models(session)["models"]]
-    if model is None and len(names) > 1:
-        raise click.UsageError(f"name one with --model: {', '.join(names)}")
-    rows = calibration(session, model or names[0], matrix, steps, frames)
+    rows = calibration(session, only_model(session, model), matrix, steps, frames)
     profiles = known_models(session)["profiles"]
     session.show({"schema": 1, "clips": rows, "profiles": profiles}, _print)
 

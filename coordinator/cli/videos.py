@@ -1,4 +1,4 @@
-"""Videos: ask for one, see how it goes, fetch it; and the memory that is lent to them."""
+"""`cluster video`: create a video, follow it, fetch it; the memory that is lent to videos."""
 
 import sys
 import threading
@@ -12,6 +12,7 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.access import Duration, moment
+from coordinator.cli.group import Group
 from coordinator.cli.harmless import harmless, raw_output
 from coordinator.cli.session import NOT_FOUND, REFUSED, TIMED_OUT, Problem, Session, options, raise_for, table
 from wire.units import show_size
@@ -22,23 +23,16 @@ PIECE = 1024 * 1024
 PROMPT = "a calm sea under a clear sky"
 
 
-@click.group(invoke_without_command=True)
-@options
-def videos(session: Session) -> None:
-    """List videos, newest first; create, show, wait for, get or cancel one."""
-    if click.get_current_context().invoked_subcommand is None:
-        _list(session, 20)
+@click.group(cls=Group)
+def video() -> None:
+    """Create, list or fetch videos; prepare machines for them."""
 
 
-@videos.command("list")
+@video.command("list")
 @click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="How many.")
 @options
 def list_videos(session: Session, last: int) -> None:
     """List the newest videos."""
-    _list(session, last)
-
-
-def _list(session: Session, last: int) -> None:
     session.show({"schema": 1, **session.call("GET", f"/v1/videos?limit={last}")}, _print_list)
 
 
@@ -53,7 +47,7 @@ def _print_list(answer: dict[str, Any]) -> None:
     table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
 
 
-@videos.command()
+@video.command()
 @click.argument("video")
 @options
 def show(session: Session, video: str) -> None:
@@ -75,7 +69,7 @@ def _print_one(one: dict[str, Any]) -> None:
             click.echo(f"{name:<16} {harmless(str(value))}")
 
 
-@videos.command()
+@video.command()
 @click.argument("prompt", nargs=-1, required=True)
 @click.option("--model", help="Which model; may be left out where the pool has only one for videos.")
 @click.option("--size", help="WIDTHxHEIGHT in pixels.")
@@ -91,6 +85,7 @@ def _print_one(one: dict[str, Any]) -> None:
 def create(session: Session, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
     """Ask for a video of PROMPT."""
     body = {name: value for name, value in fields.items() if value is not None}
+    body["model"] = only_model(session, body.get("model"))
     made = session.call("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
     for warning in made["warnings"]:
         click.secho(warning, fg="yellow", err=True)
@@ -102,16 +97,16 @@ def create(session: Session, prompt: tuple[str, ...], waits: bool, output_file: 
     session.show({"schema": 1, **made}, lambda one: click.echo(one["id"]))
 
 
-@videos.command()
+@video.command()
 @click.argument("video")
 @options
 def cancel(session: Session, video: str) -> None:
-    """End a video that waits or is being made, and give its memory back."""
+    """Cancel a video and free its memory."""
     answer = session.call("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
     session.show({"schema": 1, **answer}, lambda one: click.echo(f"{one['id']} {one['status']}"))
 
 
-@videos.command()
+@video.command()
 @click.argument("video")
 @click.option("--timeout", type=Duration(), help="Wait no longer than this (30s, 2h).")
 @options
@@ -125,7 +120,7 @@ def wait(session: Session, video: str, timeout: float | None) -> None:
     _raise_if_failed(made)
 
 
-@videos.command()
+@video.command()
 @click.argument("video")
 @click.option("--output-file", type=click.Path(path_type=Path), help="Where to; VIDEO.mp4 or .webp unless given.")
 @click.option("--thumbnail", is_flag=True, help="Its picture instead.")
@@ -233,12 +228,7 @@ def _progress(session: Session) -> Generator[Teller]:
         yield Bar(progress)
 
 
-@click.group()
-def lease() -> None:
-    """Show the memory that nodes lend to videos."""
-
-
-@lease.command("list")
+@video.command("leases")
 @options
 def list_leases(session: Session) -> None:
     """List the memory that is lent now: by which node, to which video, and what its worker takes of it."""
@@ -288,5 +278,16 @@ def known_models(session: Session) -> dict[str, Any]:
     """Give what is known of the models for videos."""
     answer = session.call("GET", "/api/v1/videos/models")
     if not answer["models"]:
-        raise Problem(NOT_FOUND, "no node has a model for videos: look at `cluster nodes`")
+        raise Problem(NOT_FOUND, "no node has a model for videos: put one into a folder of models on a Mac, run "
+                      "`cluster video install` there, and allow it with `cluster node allow-video NAME`")  # fmt: skip
     return answer
+
+
+def only_model(session: Session, model: str | None) -> str:
+    """Return the model that was named, or else the only one for videos. Problem when there is none or several."""
+    if model is not None:
+        return model
+    names = [one["name"] for one in known_models(session)["models"]]
+    if len(names) > 1:
+        raise click.UsageError(f"name a model with --model: {', '.join(names)}")
+    return names[0]

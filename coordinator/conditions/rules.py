@@ -22,6 +22,8 @@ from coordinator.conditions.expressions import (
 )
 
 RUNBOOK = "docs/operations.md#"
+PAGE = "http://127.0.0.1:8080"
+"""Where the page of a coordinator with the default settings is."""
 
 
 class Severity(StrEnum):
@@ -79,10 +81,10 @@ RULES = (
     Rule("GateInert", _CRITICAL,
          Both(Where(_rise("engine_forwards", 30), ">", 0), Where(_rise("gate_checks", 30, "site"), "==", 0)), 5,
          "{node} runs forwards and its gate is not asked: nothing keeps it under its cap",
-         "cordon the node (`cluster nodes cordon NAME`), then update or restart it; report it as a bug"),
+         "cordon the node (`cluster node cordon NAME`), then update or restart it; report it as a bug"),
     Rule("GateUnarmed", _CRITICAL, Both(Where(_metric("gate_armed"), "==", 0), Where(_metric("gate_guard"), "==", 1)),
          30, "the gate of {node} is not armed, so it refuses everything",
-         "`cluster nodes inspect NAME` says what is missing: limits, or a footprint that can be read"),
+         "`cluster node show NAME` says what is missing: limits, or a footprint that can be read"),
     Rule("GuardOff", _CRITICAL, Where(_metric("gate_guard"), "==", 0), 0,
          "memory.guard is off on {node}: nothing is refused for memory, and the machine may panic",
          'set memory.guard = "on" and restart the node'),
@@ -94,12 +96,12 @@ RULES = (
          Where(_metric("node_memory_engine_phys_bytes"), ">",
                Sum(_metric("node_memory_cap_bytes"), "-", _metric("node_memory_lease_bytes"))), 10,
          "the engine of {node} stands over its cap, and what the enforcer does has not brought it down",
-         "unload a model there (`cluster unload MODEL --node NAME`); look for what else runs in that process"),
+         "unload a model there (`cluster model unload MODEL --node NAME`); look for what else runs in that process"),
     Rule("StaleSensor", _CRITICAL, Where(Sum(Time(), "-", _metric("node_memory_reading_timestamp_seconds")), ">", 20),
          10, "the agent of {node} has not read its memory for 20 s",
          "the machine hangs or sleeps: look at it, and at its log (`cluster logs NAME`)"),
     Rule("NodeDown", _CRITICAL, Where(_metric("cluster_node_state", state="lost"), "==", 1), 60,
-         "{node} is lost", "look at its power and network, then at its own log; `cluster nodes remove` if it is gone"),
+         "{node} is lost", "look at its power and network, then at its own log; `cluster node remove` if it is gone"),
     Rule("CutOff", _CRITICAL, Where(_metric("cluster_self_suspect"), "==", 1), 5,
          "half of the nodes fell silent at once", "look at the coordinator's own network first"),
     Rule("ModelConflict", _WARNING, Where(_metric("cluster_model_fingerprints"), ">", 1), 60,
@@ -133,7 +135,7 @@ RULES = (
          Both(Where(_rise("gate_refusals", 300, "reason"), ">", 10),
               Where(Sum(_rise("gate_refusals", 300, "reason"), "/", _rise("gate_checks", 300, "site")), ">", 0.5)), 60,
          "the gate of {node} says no more often than yes",
-         "`cluster nodes inspect NAME` shows what takes its memory; unload a model, or raise its cap"),
+         "`cluster node show NAME` shows what takes its memory; unload a model, or raise its cap"),
     Rule("CertExpiry", _CRITICAL,
          Where(_left("tls_expires_timestamp_seconds", "tls_issued_timestamp_seconds"), "<", 0.2), 0,
          "the certificate of the {certificate} has less than a fifth of its life left, and was not renewed",
@@ -166,8 +168,13 @@ def windows() -> Mapping[str, frozenset[float]]:
     return {name: frozenset(seconds) for name, seconds in found.items()}
 
 
-def rules_file() -> str:
-    """Write the rules for Prometheus."""
+def runbook_url(base: str, name: str) -> str:
+    """Return where the page at `base` (no path) shows the runbook's entry of a condition."""
+    return f"{base}/#/runbook/{name}"
+
+
+def rules_file(base: str = PAGE) -> str:
+    """Write the rules for Prometheus, with links to the page at `base` (no path)."""
     lines = [
         "# Written by `make docs` from coordinator/conditions/rules.py. Do not edit.", "groups:", "  - name: macpool",
         "    rules:",
@@ -177,7 +184,10 @@ def rules_file() -> str:
         lines += [f"        for: {rule.seconds}s"] if rule.seconds else []
         lines += [f"        labels: {{severity: {rule.severity}}}", "        annotations:"]
         lines += [f"          summary: {_text(_templated(rule.summary))}"]
-        lines += [f"          description: {_text(rule.remedy)}", f"          runbook: {_text(rule.runbook)}"]
+        lines += [
+            f"          description: {_text(rule.remedy)}",
+            f"          runbook_url: {_text(runbook_url(base, rule.name))}",
+        ]
     return "\n".join(lines) + "\n"
 
 

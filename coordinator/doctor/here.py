@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from coordinator.cli.session import Problem, Session
+from machine.power import Power, read_power
 from wire.settings import OUTSIDE
 
 TOOL_SECONDS = 2.5
@@ -91,6 +92,7 @@ class Here:
     ask: Ask = run_tool
     dial: Dial = run_dial
     root: Path = Path("/")
+    power: Callable[[], Power] = read_power
     seconds: float = 4.5
     """Longest time for everything."""
     examined: Once[dict[str, Any] | None] = field(init=False)

@@ -13,9 +13,9 @@ from pathlib import Path
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.here import Here
-from machine.power import BATTERIES, batteries_in, read_power
 from wire.units import GIB, MIB, show_size
 
+NO_SUPPLY = "this system does not tell what feeds it"
 ONLY_MACOS = "only on macOS"
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 LEAST_DISK = 20 * GIB
@@ -228,8 +228,7 @@ def sleep(here: Here) -> Finding:
     if "sleep" not in found:
         return warn("the sleep settings cannot be read", "look at `pmset -g`")
     text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
-    _, battery = batteries_in(here.said(*BATTERIES))
-    if battery is not None:
+    if here.power().battery is not None:
         return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and asks it again at wake", **found)
     wanted = [f"{name} {value}" for name, value in (("sleep", 0), ("womp", 1), ("autorestart", 1))
               if name in found and found[name] != value]  # fmt: skip
@@ -240,20 +239,19 @@ def sleep(here: Here) -> Finding:
 
 def power(here: Here) -> Finding:
     """Mains, battery and lid."""
+    now = here.power()
+    if now.plugged is None:
+        return warn("the power supply cannot be read", "look at `pmset -g batt`") if here.mac else not_here(NO_SUPPLY)
+    text = ("on mains" if now.plugged else "on battery") + ("" if now.battery is None else f", {now.battery:.0f} %")
     if not here.mac:
-        now = read_power(here.platform)
-        if now.plugged is None:
-            return not_here("this system does not tell what feeds it")
-        return ok("on mains" if now.plugged else f"on battery, charged {now.battery or 0:.0f} %", battery=now.battery)
-    plugged, battery = batteries_in(here.said(*BATTERIES))
+        return ok(text, battery=now.battery)
     lid = macos.lid_in(here.said("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
-    if plugged is None:
-        return warn("what feeds this Mac cannot be read", "look at `pmset -g batt`")
-    text = ("on mains" if plugged else "on battery") + ("" if battery is None else f", charged {battery:.0f} %")
     text += ", lid closed" if lid else ""
-    if not plugged or lid:
-        return warn(text, "plug it in and open the lid (or connect a display): it sleeps otherwise", battery=battery)
-    return ok(text, battery=battery)
+    if not now.plugged or lid:
+        return warn(
+            text, "plug it in and open the lid (or connect a display): it sleeps otherwise", battery=now.battery
+        )
+    return ok(text, battery=now.battery)
 
 
 def filevault(here: Here) -> Finding:

@@ -1,8 +1,9 @@
 """What a metric family is: a name, its meaning, and how its series are read from a picture of one moment.
 
 Rules that nobody may break
-- Every label value is from a closed set, or the name of a member or of a model that some member has, and of models at
-  most MOST_MODELS. No request, key, address or text of an error is ever a label.
+- Every label value is from a closed set, or the name of a member, of an API key in force, or of a model that some
+  member has, and of models at most MOST_MODELS. No request, id or secret of a key, address or text of an error is ever
+  a label.
 - A value that is not finite is left out: a lying node costs its own series, never the scrape.
 - All series of one scrape are read from one picture, so that sums and differences over them mean something.
 """

@@ -50,6 +50,8 @@ class PoolPicture:
     states: Mapping[str, int]
     self_suspect: bool
     counters: Counters
+    keys: Mapping[str, str]
+    """Names of the keys in force by id."""
     in_flight: Mapping[NodeId, int]
     unacknowledged: Mapping[NodeId, int]
     leaks: int
@@ -95,6 +97,16 @@ def _outcomes(picture: PoolPicture) -> Iterable[Row]:
     for name, counts in picture.counters.models.items():
         for outcome, count in counts.outcomes.items():
             yield (name, outcome), count
+
+
+def _key_tokens(picture: PoolPicture) -> Iterable[Row]:
+    """Add up the tokens of keys by name and model: two keys of one name are one series."""
+    found: dict[tuple[str, str], int] = {}
+    for (key, model), tokens in picture.counters.keys.items():
+        name = picture.keys.get(key)
+        if name is not None:
+            found[name, model] = found.get((name, model), 0) + tokens
+    return found.items()
 
 
 def _headrooms(picture: PoolPicture) -> Mapping[NodeId, float]:
@@ -171,6 +183,14 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
            _by_model(lambda counts: counts.cached_tokens), _MODEL, "once one ended"),
     Family("generation_tokens", _C, "Tokens that were written.", _by_model(lambda counts: counts.completion_tokens),
            _MODEL, "once one ended"),
+    Family("cluster_node_prompt_tokens", _C, "Prompt tokens of requests by the node that generated their first token.",
+           _by_node(lambda p: {node: counts.prompt_tokens for node, counts in p.counters.nodes.items()}), _NODE,
+           "once one was generated there"),
+    Family("cluster_node_generation_tokens", _C, "Tokens that a node generated, counted as they arrive.",
+           _by_node(lambda p: {node: counts.generated_tokens for node, counts in p.counters.nodes.items()}), _NODE,
+           "once one was generated there"),
+    Family("key_tokens", _C, "Prompt and generated tokens of ended requests by API key: its name, never its id.",
+           _key_tokens, (("key", "the name of a key in force"), *_MODEL), "once one ended"),
 )  # fmt: skip
 MEMBERS: tuple[Family[PoolPicture], ...] = (
     Family("cluster_nodes", _G, "Members by state.",

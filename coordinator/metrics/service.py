@@ -130,6 +130,8 @@ class Metrics:
         view, now, links = dispatcher.view, dispatcher.now(), registry.links
         members = [node.id for node in view.nodes]
         self._labels.keep(members)
+        keys = self._ring.names()
+        dispatcher.counters.forget_keys(keys)
         return PoolPicture(
             version=self._version,
             python=platform.python_version(),
@@ -139,6 +141,7 @@ class Metrics:
             states=registry.states(),
             self_suspect=registry.pool.self_suspect,
             counters=dispatcher.counters,
+            keys=keys,
             in_flight={node: dispatcher.in_flight(node) for node in members},
             unacknowledged={node: dispatcher.ledger.unacknowledged(node) for node in members},
             leaks=dispatcher.leaks(),
@@ -148,7 +151,7 @@ class Metrics:
             queue_limit=dispatcher.queue.limit(len(members)),
             oldest=dispatcher.queue.oldest(now),
             keys_refused=self._ring.refused,
-            certificates=self._our_lives(),
+            certificates=self._our_lives(now),
             node_certificates=links.lives(),
             links=Links(links.open(), links.strangers(), links.made, links.denied),
             conditions=self.conditions(),
@@ -156,8 +159,7 @@ class Metrics:
             video=self.video(),
         )
 
-    def _our_lives(self) -> Lives:
-        now = time.monotonic()
+    def _our_lives(self, now: float) -> Lives:
         if self._lives_at is None or now - self._lives_at > LIVES_SECONDS:
             self._lives, self._lives_at = self._read_lives(), now
         return self._lives

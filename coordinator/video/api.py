@@ -252,7 +252,7 @@ def _sees(key: ApiKey, job: Job) -> bool:
 
 
 def _understood(body: dict[str, Any]) -> VideoBody | Problem:
-    found = video_body.VIDEO.understand(body)
+    found = video_body.VIDEO.understand(body, strict=True)
     return found if isinstance(found, Problem) else found[0]
 
 

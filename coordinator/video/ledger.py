@@ -143,7 +143,7 @@ def video_denied(node: NodeView) -> str:
     """Return why a node may not make videos, with the remedy; empty when it may."""
     if node.video_allowed:
         return ""
-    return f"it is not allowed to make videos: `cluster nodes allow-video {node.name}` allows it"
+    return f"it is not allowed to make videos: `cluster node allow-video {node.name}` allows it"
 
 
 def _absent(node: NodeView, at: float) -> str:

@@ -1,17 +1,32 @@
-// The shell: who is here, which view, and the one live stream that all views read.
+// The shell: whose key this is, which view, and the one live stream that all views read.
 import { html, render, useEffect, useState } from "/ui/vendor/preact.js";
-import { Wrong, call, forget, keep, key, useAction, useLive } from "/ui/pool.js";
+import { Wrong, call, forget, keep, key, ownKey, useAction, useLive } from "/ui/pool.js";
 import { Chat } from "/ui/views/chat.js";
 import { Join } from "/ui/views/join.js";
 import { Keys } from "/ui/views/keys.js";
 import { Models } from "/ui/views/models.js";
 import { Pool } from "/ui/views/pool.js";
 import { Requests } from "/ui/views/requests.js";
+import { Runbook } from "/ui/views/runbook.js";
 import { Settings } from "/ui/views/settings.js";
+import { OwnUsage } from "/ui/views/usage.js";
 import { Videos } from "/ui/views/videos.js";
 
-const VIEWS = { pool: ["Pool", Pool], requests: ["Requests", Requests], models: ["Models", Models], videos: ["Videos", Videos],
-  chat: ["Chat", Chat], join: ["Join", Join], keys: ["Keys and usage", Keys], settings: ["Settings", Settings] };
+// Each view with the keys that it is for.
+const VIEWS = {
+  pool: ["Pool", Pool, (own) => own.metrics],
+  requests: ["Requests", Requests, (own) => own.metrics],
+  models: ["Models", Models, () => true],
+  videos: ["Videos", Videos, (own) => own.infer],
+  chat: ["Chat", Chat, (own) => own.infer],
+  usage: ["Usage", OwnUsage, (own) => own.infer && !own.admin],
+  join: ["Join", Join, (own) => own.admin],
+  keys: ["Keys and usage", Keys, (own) => own.admin],
+  settings: ["Settings", Settings, (own) => own.admin],
+  runbook: ["Runbook", Runbook, (own) => own.metrics],
+};
+// Views that are linked to and stand in no menu.
+const LINKED = ["runbook"];
 const THEME = "macpool-theme";
 
 const place = () => location.hash.slice(2).split("/");
@@ -41,7 +56,7 @@ function Door({ entered }) {
   const [enter, { busy, error }] = useAction(async () => {
     keep(text.trim());
     try {
-      await call("GET", "/api/v1/version");
+      await ownKey();
     } catch (refused) {
       forget();
       throw refused;
@@ -50,45 +65,51 @@ function Door({ entered }) {
   });
   return html`<main class="door"><div class="card">
     <h2>Sign in to Macpool</h2>
-    <p>On the Mac that runs the coordinator, type <code>cluster open</code>: it opens this page by a link that works once.</p>
+    <p>On the Mac that runs the coordinator, type <code>cluster open</code>. It opens this page with a link that works once.</p>
     <form onSubmit=${(event) => { event.preventDefault(); enter(); }}>
       <label>Or an API key <input type="password" autocomplete="off" required value=${text} onInput=${(event) => setText(event.target.value)} /></label>
       <p><button class="main" disabled=${busy}>Sign in</button></p>
     </form>
+    <p class="small quiet">A key with the scope infer opens chat, models and its own usage; metrics opens the pool and its requests; admin opens everything.</p>
     <${Wrong} text=${error} />
   </div></main>`;
 }
 
-function Page({ left }) {
+function Page({ own, left }) {
   const [view, ...rest] = useView();
   const [theme, setTheme] = useTheme();
-  const pool = useLive(true);
+  const pool = useLive(own.metrics);
   const [leave] = useAction(async () => {
-    await call("DELETE", "/api/v1/page/visit").catch(() => null);
+    if (own.admin) await call("DELETE", "/api/v1/page/visit").catch(() => null);
     forget();
     left();
   });
-  const name = VIEWS[view] ? view : "pool";
+  const offered = Object.entries(VIEWS).filter(([, [, , allowed]]) => allowed(own));
+  const name = offered.some(([id]) => id === view) ? view : own.metrics ? "pool" : "chat";
   const [title, View] = VIEWS[name];
-  useEffect(() => { document.title = `${title} – Macpool`; }, [title]);
+  useEffect(() => {
+    document.title = `${title} – Macpool`;
+    document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  }, [title]);
   return html`
     <header>
       <h1><img src="/ui/icon.svg" alt="" /> ${pool.status?.cluster.name ?? "Macpool"}</h1>
-      <nav aria-label="Views">${Object.entries(VIEWS).map(([id, [label]]) => html`<a href=${`#/${id}`} aria-current=${id === name ? "page" : null}>${label}</a>`)}</nav>
-      <label><span class="wide small">Colours</span> <select aria-label="Colours" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
-        <option value="">of the system</option><option value="light">light</option><option value="dark">dark</option></select></label>
+      <nav aria-label="Views">${offered.filter(([id]) => !LINKED.includes(id)).map(([id, [label]]) => html`<a href=${`#/${id}`} aria-current=${id === name ? "page" : null}>${label}</a>`)}</nav>
+      <label><span class="wide small">Theme</span> <select aria-label="Theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
+        <option value="">System</option><option value="light">Light</option><option value="dark">Dark</option></select></label>
       <button onClick=${leave}>Sign out</button>
     </header>
     ${pool.status && !pool.live ? html`<div class="gone" role="status">The coordinator does not answer: what you see is old. Trying again.</div>` : null}
-    <main aria-label=${title}><h2>${title}</h2><${Wrong} text=${pool.barred} /><${View} pool=${pool} rest=${rest} /></main>`;
+    <main aria-label=${title}><h2>${title}</h2><${View} pool=${pool} own=${own} rest=${rest} /></main>`;
 }
 
 function App() {
   const [inside, setInside] = useState(key() !== "");
+  const [own, setOwn] = useState(null);
   const [error, setError] = useState("");
   const [code, setCode] = useState(location.hash.startsWith("#in=") ? location.hash.slice(4) : "");
+  const out = () => { setInside(false); setOwn(null); };
   useEffect(() => {
-    const out = () => setInside(false);
     addEventListener("macpool-out", out);
     return () => removeEventListener("macpool-out", out);
   }, []);
@@ -98,9 +119,19 @@ function App() {
     call("POST", "/api/v1/page/visits", { code }).then((given) => { keep(given.key); setInside(true); },
       (refused) => setError(refused.message)).finally(() => setCode(""));
   }, [code]);
-  if (code) return html`<main class="door" aria-busy="true"><p>Signing in …</p></main>`;
-  if (inside) return html`<${Page} left=${() => setInside(false)} />`;
-  return html`<${Door} entered=${() => setInside(true)} /><div class="door"><${Wrong} text=${error} /></div>`;
+  useEffect(() => {
+    if (code || !inside || own) return;
+    let timer = 0;
+    const find = () => ownKey().then(setOwn, (wrong) => {
+      setError(wrong.message);
+      if (wrong.status !== 401) timer = setTimeout(find, 2000);
+    });
+    find();
+    return () => clearTimeout(timer);
+  }, [code, inside, own]);
+  if (code || (inside && !own)) return html`<main class="door" aria-busy="true"><p>Signing in …</p><${Wrong} text=${error} /></main>`;
+  if (inside) return html`<${Page} own=${own} left=${out} />`;
+  return html`<${Door} entered=${() => { setError(""); setInside(true); }} /><div class="door"><${Wrong} text=${error} /></div>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

@@ -1,12 +1,19 @@
-// What every view uses: the API, the live stream, sizes and times as people read them.
-import { html, useEffect, useState } from "/ui/vendor/preact.js";
+// What every view uses: the API, the live stream, the load of the last hour, sizes and times as people read them.
+import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 
 const KEY = "macpool-key";
+export const CHATS = "macpool-chats";
 const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
+const POINTS = 360;
+// States in which a Mac's report is of now.
+export const PRESENT = ["ready", "suspect", "draining"];
 
 export const key = () => localStorage.getItem(KEY) ?? "";
 export const keep = (text) => localStorage.setItem(KEY, text);
-export const forget = () => localStorage.removeItem(KEY);
+export const forget = () => {
+  localStorage.removeItem(KEY);
+  sessionStorage.removeItem(CHATS);
+};
 
 export class Refused extends Error {
   constructor(status, body) {
@@ -35,6 +42,19 @@ export async function ask(method, path, body, signal) {
 
 export const call = async (method, path, body) => (await ask(method, path, body)).json();
 
+// The key that this page uses: its name and what it may do. A key without the scope `infer` cannot ask for itself.
+export async function ownKey() {
+  try {
+    const own = await call("GET", "/api/v1/key");
+    const admin = own.scopes.includes("admin");
+    return { ...own, admin, metrics: admin || own.scopes.includes("metrics"), infer: true };
+  } catch (wrong) {
+    if (wrong.status !== 403) throw wrong;
+    await call("GET", "/api/v1/status");
+    return { name: "", scopes: ["metrics"], limits: {}, admin: false, metrics: true, infer: false };
+  }
+}
+
 // The data of each event as it comes; ends with the stream.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -55,7 +75,7 @@ export async function* events(answer) {
   }
 }
 
-// The pool as it is now; `live` is false while the line is down.
+// The pool as it is now; `live` is false while the stream is down.
 export function useLive(on) {
   const [state, setState] = useState({ live: false });
   useEffect(() => {
@@ -71,7 +91,6 @@ export function useLive(on) {
             setState((old) => ({ ...old, live: true, [name]: JSON.parse(data) }));
         } catch (error) {
           if (stop.signal.aborted || error.status === 401) return;
-          if (error.status === 403) return setState({ live: false, barred: error.message });
         }
         setState((old) => ({ ...old, live: false }));
         await new Promise((then) => setTimeout(then, pause));
@@ -82,6 +101,25 @@ export function useLive(on) {
     return () => stop.abort();
   }, [on]);
   return state;
+}
+
+const appended = (old, one) => Object.fromEntries(Object.entries(one).map(([name, values]) => [name, [...(old?.[name] ?? []), ...values].slice(-POINTS)]));
+
+// The load of the last hour: asked for once, then each new point of the live stream is added to it.
+export function useHistory(newest) {
+  const [history, setHistory] = useState(null);
+  const asking = useRef(false);
+  useEffect(() => {
+    if (!newest || asking.current || history?.number === newest.number) return;
+    if (history && newest.number === history.number + 1) {
+      const nodes = Object.fromEntries(Object.entries(newest.nodes).map(([id, one]) => [id, appended(history.nodes[id], one)]));
+      setHistory({ ...newest, pool: appended(history.pool, newest.pool), nodes });
+      return;
+    }
+    asking.current = true;
+    call("GET", "/api/v1/history").then(setHistory, () => null).finally(() => { asking.current = false; });
+  }, [newest?.number]);
+  return history;
 }
 
 // An action of the user: its result or its refusal, and whether it is under way.
@@ -101,11 +139,12 @@ export function useAction(act) {
   return [run, state];
 }
 
-// Something that is asked for now and whenever `reload` is called.
+// Something that is asked for now and whenever `reload` is called; nothing while there is no path.
 export function useAsked(path) {
   const [state, setState] = useState({ value: null, error: "" });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
+    if (!path) return;
     let here = true;
     call("GET", path).then(
       (value) => here && setState({ value, error: "" }),
@@ -122,9 +161,45 @@ export function size(bytes) {
   return `${(bytes / unit).toFixed(1)} ${name}`;
 }
 
-export const seconds = (value) => value === null || value === undefined ? "–" : value < 10 ? `${value.toFixed(2)} s` : `${Math.round(value)} s`;
+export const seconds = (value) => value === null || value === undefined ? "–" : value < 10 ? `${value.toFixed(2)} s` : value < 120 ? `${Math.round(value)} s` : value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
 export const count = (value) => (value ?? 0).toLocaleString("en");
+export const rate = (value) => value === null || value === undefined ? "–" : value < 10 ? value.toFixed(1) : count(Math.round(value));
 export const when = (unix) => unix ? new Date(unix * 1000).toLocaleString() : "never";
+
+// The clock time of a moment, with its date where that is not today.
+export function clock(unix) {
+  const at = new Date(unix * 1000);
+  const today = at.toDateString() === new Date().toDateString();
+  return today ? at.toLocaleTimeString() : `${at.toLocaleDateString()} ${at.toLocaleTimeString()}`;
+}
+
+// `navigator.clipboard` exists only where the page is a secure context: HTTPS or localhost.
+export async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = document.createElement("textarea");
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
+export function Copy({ text, label = "Copy" }) {
+  const [done, setDone] = useState(false);
+  const act = async () => {
+    await copy(text);
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return html`<button type="button" class="small" onClick=${act}>${done ? "Copied" : label}</button>`;
+}
+
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  const link = Object.assign(document.createElement("a"), { href: url, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
 
 export const Wrong = ({ text }) => text ? html`<p class="bad" role="alert">${text}</p>` : null;
 export const Nothing = ({ children }) => html`<p class="quiet">${children}</p>`;

@@ -2,7 +2,9 @@ from coordinator.approvals import (
     LIFE,
     LOCKED_FOR,
     MOST_NEW,
+    MOST_NEW_HERE,
     MOST_WAITING,
+    MOST_WAITING_HERE,
     Approvals,
     Decided,
     Decision,
@@ -71,3 +73,32 @@ def test_two_that_wait_never_share_a_code() -> None:
     assert line.ask(waiting("111111"), 0.0) == 1.0
     line.withdraw(Ticket(waiting("111111")))
     assert line.list(0.0) == [first.waiting]
+
+
+def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
+    line = Approvals()
+    tickets = [asked(line, f"a{number}") for number in range(MOST_WAITING_HERE)]
+    assert line.ask(waiting("one more"), 0.0) == LIFE
+    assert len(line.list(0.0)) == MOST_WAITING_HERE
+    asked(line, "other", address="10.0.0.8")
+    for ticket in tickets:
+        line.withdraw(ticket)
+    for number in range(MOST_NEW_HERE - MOST_WAITING_HERE - 1):  # the refused one counts, too
+        line.withdraw(asked(line, f"b{number}", 1.0))
+    assert line.ask(waiting("a ninth code", 1.0), 1.0) == LIFE - 1.0
+    asked(line, "ninth", LIFE)
+    asked(line, "another", 1.0, "10.0.0.9")
+
+
+def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcomer() -> None:
+    line, woken = Approvals(), list[str]()
+    crowd = [asked(line, f"c{number}", address="10.0.0.1") for number in range(MOST_WAITING_HERE)]
+    for number in range(MOST_WAITING - MOST_WAITING_HERE):
+        asked(line, f"d{number}", address=f"10.0.1.{number // 3}")
+    crowd[0].wake = lambda: woken.append("gave way")
+    newcomer = asked(line, "new", address="10.9.9.9")
+    assert (crowd[0].gave_way, crowd[1].gave_way, woken) == (True, False, ["gave way"])
+    assert newcomer.waiting in line.list(0.0)
+    assert crowd[0].waiting not in line.list(0.0)
+    assert len(line.list(0.0)) == MOST_WAITING
+    assert isinstance(line.approve("c0", 1.0), WrongCode)

@@ -10,7 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.authority import Authority, AuthorityError, BadRequestError, public_key_of
 from node.identity import Identity, authority_context, client_context, create, new_request, proves_coordinator
@@ -209,3 +209,31 @@ def test_a_certificate_of_another_cluster_names_nobody_here(tmp_path: Path) -> N
     assert ours.peer_of(other.sign(csr, NODE)) is None
     own = x509.load_pem_x509_certificate((tmp_path / "a" / "coordinator.pem").read_bytes())
     assert ours.peer_of(own.public_bytes(Encoding.DER)) is None
+
+
+def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_path: Path) -> None:
+    wall = Wall(1_800_000_000.0)
+    authority = Authority(tmp_path, wall)
+    ca = x509.load_der_x509_certificate(authority.ca)
+    assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(True, 0)
+    usage = ca.extensions.get_extension_for_class(x509.KeyUsage).value
+    assert (usage.key_cert_sign, usage.crl_sign, usage.digital_signature) == (True, True, False)
+    node = x509.load_der_x509_certificate(authority.sign(new_request("x").csr, NODE, "studio"))
+    own = x509.load_pem_x509_certificate((tmp_path / "coordinator.pem").read_bytes())
+    for leaf, purpose, uri in (
+        (node, ExtendedKeyUsageOID.CLIENT_AUTH, node_uri(authority.cluster, NODE)),
+        (own, ExtendedKeyUsageOID.SERVER_AUTH, coordinator_uri(authority.cluster)),
+    ):
+        assert leaf.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(
+            False, None
+        )
+        assert list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [purpose]
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert list(names) == [x509.UniformResourceIdentifier(uri)]
+        usage = leaf.extensions.get_extension_for_class(x509.KeyUsage).value
+        assert (usage.key_cert_sign, usage.digital_signature) == (False, True)
+        begin, end = (moment.timestamp() for moment in (leaf.not_valid_before_utc, leaf.not_valid_after_utc))
+        assert (wall.now - begin, end - wall.now) == (24 * 3600.0, 90 * 24 * 3600.0)
+    assert (ca.not_valid_after_utc.timestamp() - wall.now) == 3650 * 24 * 3600.0
+    short = Authority(tmp_path, wall, node_life=3600.0).sign(new_request("x").csr, NODE)
+    assert read_certificate(short).expires == wall.now + 3600.0

@@ -2,20 +2,23 @@
 
 import asyncio
 import ipaddress
+import json
 import ssl
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.authority import AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
+from coordinator.cli import cluster
 from coordinator.cli.session import PIN, Problem
 from coordinator.cli.trust import SYSTEM_STORE, bundle_of, check, commands, keep
-from coordinator.endpoint import Endpoint, allowed, from_files, is_loopback
+from coordinator.endpoint import Endpoint, allowed, constrained_to, from_files, is_loopback
 from wire.certificate import LEAF_LIFE, RENEW_AT
 
 NOW = time.time()
@@ -70,23 +73,57 @@ def test_public_addresses_and_names_are_left_out(tmp_path: Path):
 def test_a_stolen_authority_cannot_pose_as_a_public_site(tmp_path: Path):
     made = endpoint(tmp_path)
     authority, ca = read_pair(tmp_path / "endpoint-authority.pem")
-    for general in (x509.DNSName("bank.example"), x509.IPAddress(ipaddress.ip_address("8.8.8.8"))):
-        key = ec.generate_private_key(ec.SECP256R1())
-        forged = (
-            certificate_builder("forged", key.public_key(), ca.subject, NOW, 1e6)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(key_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.SubjectAlternativeName([general]), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
-                    ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-                ), critical=False,
-            )
-            .sign(authority, hashes.SHA256())
-        )  # fmt: skip
-        write_pair(tmp_path / "endpoint.pem", key, forged)
-        name = "8.8.8.8" if isinstance(general, x509.IPAddress) else "bank.example"
-        assert "permitted subtree violation" in verifies(tmp_path, name, made.ca_pem)
+    key = ec.generate_private_key(ec.SECP256R1())
+    forged = (
+        certificate_builder("forged", key.public_key(), ca.subject, NOW, 1e6)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("bank.example")]), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
+                ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+            ),
+            critical=False,
+        )
+        .sign(authority, hashes.SHA256())
+    )
+    write_pair(tmp_path / "endpoint.pem", key, forged)
+    assert "permitted subtree violation" in verifies(tmp_path, "bank.example", made.ca_pem)
+
+
+def test_boringssl_accepts_it_because_only_names_are_constrained(tmp_path: Path):
+    """`make clients` shows the same with Bun itself: any other kind of constraint fails there."""
+    endpoint(tmp_path, "pool.example", "10.1.2.3")
+    held = constrained_to(read_pair(tmp_path / "endpoint-authority.pem")[1])
+    assert [general.value for general in held if isinstance(general, x509.DNSName)] == [
+        "localhost", "local", "pool.example",
+    ]  # fmt: skip
+    assert len(held) == 3
+
+
+def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_trusted(tmp_path: Path):
+    """As an earlier version made it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    permitted = [
+        x509.DNSName("localhost"), x509.DNSName("local"), x509.IPAddress(ipaddress.ip_network("127.0.0.0/8")),
+        x509.IPAddress(ipaddress.ip_network("192.168.0.0/16")), x509.IPAddress(ipaddress.ip_network("::1/128")),
+    ]  # fmt: skip
+    earlier = (
+        certificate_builder("macpool endpoint old", key.public_key(), named("macpool endpoint old"), NOW, 1e8)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(key_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.NameConstraints(permitted, None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    write_pair(tmp_path / "endpoint-authority.pem", key, earlier)
+    made = endpoint(tmp_path)
+    for authority in (earlier.public_bytes(Encoding.PEM).decode(), made.ca_pem):
+        for name in ("localhost", "studio.local", "192.168.1.7"):
+            assert verifies(tmp_path, name, authority) == ""
+    again = read_pair(tmp_path / "endpoint-authority.pem")
+    assert again[0].private_numbers() == key.private_numbers()
+    assert again[1] != earlier
+    assert endpoint(tmp_path).fingerprint == made.fingerprint, "once"
 
 
 def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path: Path):
@@ -155,13 +192,14 @@ def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
         check(made.ca_pem, "https://x", "0" * 64)
     assert wrong.value.exit_code == PIN
     key = ec.generate_private_key(ec.SECP256R1())
-    free = (
-        certificate_builder("any", key.public_key(), named("any"), NOW, 1e6)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    with pytest.raises(Problem, match="could vouch for any site"):
-        check(free.public_bytes(Encoding.PEM).decode(), "https://x", None)
+    addresses = x509.NameConstraints([x509.IPAddress(ipaddress.ip_network("10.0.0.0/8"))], None)
+    for constraints in (None, addresses, x509.NameConstraints([x509.DNSName("")], None)):
+        builder = certificate_builder("any", key.public_key(), named("any"), NOW, 1e6)
+        if constraints is not None:
+            builder = builder.add_extension(constraints, critical=True)
+        free = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+        with pytest.raises(Problem, match="could vouch for any site"):
+            check(free, "https://x", None)
     with pytest.raises(Problem, match="sent no certificate"):
         check("<html>", "https://x", None)
 
@@ -179,7 +217,29 @@ def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
 def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
     made = endpoint(tmp_path)
     assert bundle_of(tmp_path, made.ca_pem) is None
-    bundle = keep(tmp_path, made.ca_pem, made.fingerprint)
+    bundle = keep(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
     assert bundle_of(tmp_path, made.ca_pem) == str(bundle)
     assert bundle.read_text().endswith(made.ca_pem)
     assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
+
+
+def variables(folder: Path, *arguments: str) -> dict[str, str | None]:
+    done = CliRunner().invoke(
+        cluster, ["env", "--state", str(folder), "-o", "json", *arguments], env={"MACPOOL_URL": ""}
+    )
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
+
+
+def test_where_an_endpoint_is_trusted_the_variables_name_it_and_its_file(tmp_path: Path):
+    made, url = endpoint(tmp_path), "https://studio.local:8080"
+    bundle = str(keep(tmp_path, made.ca_pem, made.fingerprint, url))
+    for arguments in ((), ("--url", url), ("--url", url + "/v1/")):
+        found = variables(tmp_path, *arguments)
+        assert (found["OPENAI_BASE_URL"], found["ANTHROPIC_BASE_URL"], found["OLLAMA_HOST"]) == (url + "/v1", url, url)
+        assert {found[name] for name in ("SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE")} == {bundle}
+    assert variables(tmp_path, "--url", "https://other.local:8080")["SSL_CERT_FILE"] is None
+    text = CliRunner().invoke(cluster, ["env", "--state", str(tmp_path), "--url", "https://other.local:8080"]).output
+    assert "`cluster trust-ca` once" in text
+    nothing = CliRunner().invoke(cluster, ["env", "--state", str(tmp_path / "none")], env={"MACPOOL_URL": ""})
+    assert "no coordinator runs" in nothing.output

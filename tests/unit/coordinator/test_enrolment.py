@@ -1,6 +1,8 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography import x509
 
@@ -10,11 +12,12 @@ from coordinator.enrolment import PATIENCE, Cluster, Conversation, Enrolment, un
 from coordinator.ratelimit import RateLimit
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
-from node.identity import new_request
+from node.identity import create, new_request, prove_identity
 from tests.support.enrolment import HARDWARE, Wall
+from wire.certificate import read_certificate
 from wire.codec import encode
 from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
-from wire.identity import PROTOCOL, commitment, request_mac, short_code, token_key
+from wire.identity import PROTOCOL, NodeId, commitment, request_mac, short_code, token_key
 from wire.report import Hardware
 
 START = EnrolStart(PROTOCOL)
@@ -205,3 +208,94 @@ def test_names_are_made_unique() -> None:
     assert unique_name("mac", ["MAC"]) == "mac-2"
     assert unique_name("mac", ["mac", "mac-2", "mac-3"]) == "mac-4"
     assert unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"
+
+
+def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: Cluster) -> None:
+    """Its node, cordon, labels and permission for videos; its former certificate is denied and the audit says how."""
+    first = talk(cluster)
+    first.receive(START, 0.0)
+    (enrolled,) = first.receive(with_token(cluster, new_request("studio").csr), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    (row,) = cluster.store.members.values()
+    cluster.store.put_member(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
+    again, csr = talk(cluster), new_request("studio").csr
+    again.receive(START, 0.0)
+    token = cluster.tokens.create(replaces=True)
+    (other,) = again.receive(
+        Enrol(csr, "renamed", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr)), 0.0
+    )
+    assert isinstance(other, Enrolled)
+    (after,) = cluster.store.members.values()
+    assert (after.node, other.node, after.name) == (row.node, row.node, "renamed")
+    assert (after.cordoned, after.labels, after.video) == (True, ("lab", "fast"), True)
+    assert after.serial == read_certificate(other.certificate).serial != row.serial
+    assert cluster.store.denied(row.node, row.serial)
+    assert not cluster.store.denied(row.node, after.serial)
+    assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
+    assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
+
+
+def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cluster: Cluster) -> None:
+    conversation, csr = talk(cluster), new_request("studio").csr
+    conversation.receive(START, 0.0)
+    (enrolled,) = conversation.receive(with_token(cluster, csr), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    (row,) = cluster.store.members.values()
+    told = read_certificate(enrolled.certificate)
+    assert (row.node, row.name, row.machine, row.hardware) == (enrolled.node, "studio", "m1", HARDWARE)
+    assert (row.serial, row.joined) == (told.serial, cluster.clock())
+    assert (row.cordoned, row.labels, row.video, row.removed) == (False, (), False, None)
+    assert told.uri == f"cluster://{cluster.authority.cluster}/node/{enrolled.node}"
+    assert cluster.tokens.list()[0].uses_left == 0
+    (act,) = cluster.store.audit
+    assert (act.actor, act.action, act.subject) == ("node", "joined", f"studio {enrolled.node}")
+
+
+def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: Cluster) -> None:
+    first = talk(cluster)
+    first.receive(START, 0.0)
+    first.receive(with_token(cluster, new_request("studio").csr), 0.0)
+    (row,) = cluster.store.members.values()
+
+    def linked_from(node: NodeId) -> str:
+        return "10.0.0.2" if node == row.node else ""
+
+    linked = replace(cluster, linked_from=linked_from)
+    csr, token = new_request("studio").csr, cluster.tokens.create(replaces=True)
+    with_it = talk(linked)
+    with_it.receive(START, 0.0)
+    asked = Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    (answer,) = with_it.receive(asked, 0.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.final) == ("machine_taken", True)
+    assert "is that of studio, which is linked now from 10.0.0.2" in answer.message
+    by_code = talk(linked)
+    by_code.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+    assert denied(by_code.receive(Enrol(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
+    assert cluster.store.members == {row.node: row}
+    assert not cluster.approvals.list(0.0)
+
+
+def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_denied(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    first, request = talk(cluster), new_request("studio")
+    first.receive(START, 0.0)
+    (enrolled,) = first.receive(with_token(cluster, request.csr), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    (row,) = cluster.store.members.values()
+    create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m1")
+
+    def again() -> list[Frame]:
+        conversation, csr = talk(cluster), new_request("studio").csr
+        conversation.receive(START, 0.0)
+        certificate, proof = prove_identity(tmp_path / "node", csr)
+        asked = with_token(cluster, csr)
+        return conversation.receive(msgspec.structs.replace(asked, certificate=certificate, proof=proof), 0.0)
+
+    (rejoined,) = again()
+    assert isinstance(rejoined, Enrolled)
+    assert rejoined.node == row.node
+    assert "by its own key" in cluster.store.audit[-2].subject
+    cluster.store.deny_serial(row.serial, 1.0, "stolen")
+    assert denied(again()) == "machine_taken"

@@ -50,3 +50,15 @@ def test_the_printed_line_gives_the_token_to_a_pipe() -> None:
     echo, _, command = line.partition(" | ")
     assert echo == f"echo {TOKEN}"
     assert command == "cluster join macpool://10.0.0.1:8081 --token-file -"
+
+
+@pytest.mark.parametrize("url", ["https://studio.local:8080", "https://studio.local:8080/v1", "http://studio.local"])
+def test_the_endpoint_of_programs_is_refused_with_the_line_to_use(
+    url: str, started: list[tuple[list[str], str]]
+) -> None:
+    refused = CliRunner().invoke(cluster, ["join", url])
+    assert refused.exit_code == 2
+    text = " ".join(refused.output.split())
+    assert "cluster join macpool://studio.local:8081 --token-file FILE" in text
+    assert "`cluster token create` on the coordinator prints the whole line" in text
+    assert not started

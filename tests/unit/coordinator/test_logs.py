@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import logs
+from node.agent import _pieces
+from wire.frames import Ask
 
 
 async def test_the_newest_bytes_are_read(tmp_path: Path):
@@ -14,6 +16,20 @@ async def test_the_newest_bytes_are_read(tmp_path: Path):
     for size in (1, 7, 200_000, 10**9):
         found = b"".join([piece async for piece in logs.read(file, size)])
         assert found == file.read_bytes()[-size:]
+
+
+async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"".join(b'{"number": %d}\n' % number for number in range(100)))
+    whole = file.read_bytes()
+    for size in (20, 100, 500, len(whole) - 1, len(whole), 10**6):
+        found = b"".join([piece async for piece in logs.read(file, size)])
+        assert found
+        assert whole.endswith(found)
+        assert found.startswith(b"{")
+        ask = Ask(1, "logs", -size, 10**6)
+        asked = b"".join(answer.payload for answer in _pieces(ask, file, lines=True))
+        assert asked == found
 
 
 async def test_a_file_that_is_not_there_is_said(tmp_path: Path):

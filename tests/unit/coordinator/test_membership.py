@@ -3,15 +3,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.membership import (
+    FORGET_AFTER,
     TABLE,
+    Changed,
+    CloseLink,
     Connected,
     Cordoned,
     Disconnected,
     Enrolled,
     Event,
+    Forget,
     IllegalEventError,
     InvariantError,
     Member,
+    NodeGone,
     Pool,
     Removed,
     Reported,
@@ -90,3 +95,130 @@ def test_only_a_ready_node_that_is_not_cordoned_gets_work() -> None:
 def test_time_alone_does_nothing_to_a_quiet_pool() -> None:
     assert next_deadline(Pool(), 0.0) is None
     assert next_deadline(restored([A, B], 0.0), 0.0) is None
+
+
+def ready(node: NodeId = A, at: float = 0.0, *, link: int = 1, enrolled: bool = True) -> Pool:
+    """Give a pool of one node that has reported."""
+    pool = advance(Pool(), node, Enrolled(), at)[0] if enrolled else Pool()
+    pool, _ = advance(pool, node, Connected(link, "i"), at)
+    return advance(pool, node, Reported(link), at)[0]
+
+
+def both(at: float = 0.0) -> Pool:
+    """Give a pool of two nodes that have reported."""
+    return Pool({**ready(A, at).members, **ready(B, at).members})
+
+
+def test_a_silent_node_gets_no_work_after_3_s_and_is_lost_after_10() -> None:
+    pool = ready()
+    assert next_deadline(pool, 0.0) == 3.0
+    pool, actions = tick(pool, 2.9)
+    assert (pool.members[A].state, actions) == (State.READY, ())
+    pool, actions = tick(pool, 3.0)
+    assert (pool.members[A].state, pool.members[A].reason, actions) == (State.SUSPECT, "silent", (Changed(A),))
+    assert next_deadline(pool, 3.0) == 10.0
+    pool, actions = tick(pool, 10.0)
+    assert (pool.members[A].state, pool.members[A].link) == (State.LOST, 0)
+    reason = "silent for 10 s"
+    assert (pool.members[A].reason, actions) == (reason, (CloseLink(A, 1, reason), NodeGone(A, reason), Changed(A)))
+
+
+def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
+    pool, _ = tick(ready(), 3.0)
+    for at, state in ((4.0, State.SUSPECT), (7.0, State.SUSPECT), (9.9, State.READY)):
+        pool, _ = advance(pool, A, Reported(1), at)
+        assert pool.members[A].state is state, at
+    assert (pool.members[A].reason, pool.members[A].streak, pool.members[A].fell) == ("", 0, None)
+
+
+def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
+    pool = ready()
+    for event, state in (
+        (Reported(1, draining=True), State.DRAINING), (Reported(1, draining=True, paused=True), State.PAUSED),
+        (Reported(1), State.READY),
+    ):  # fmt: skip
+        pool, _ = advance(pool, A, event, 1.0)
+        assert pool.members[A].state is state
+
+
+def test_what_an_older_link_says_changes_nothing() -> None:
+    pool, actions = advance(ready(), A, Connected(2, "j"), 1.0)
+    assert actions == (CloseLink(A, 1, "replaced by a newer link"), NodeGone(A, "replaced"), Changed(A))
+    for event in (Reported(1), Disconnected(1), SaidGoodbye(1, "leave")):
+        after, actions = advance(pool, A, event, 2.0)
+        assert (after.members, actions) == (pool.members, ())
+    pool, actions = advance(pool, A, Connected(3, "j", takeover=True), 3.0)
+    assert (pool.members[A].link, actions) == (3, (Changed(A),)), "a second link of one process loses nothing"
+    pool, actions = advance(pool, A, Connected(4, "another", takeover=True), 3.0)
+    assert NodeGone(A, "replaced") in actions, "another process cannot take over"
+
+
+@pytest.mark.parametrize(
+    ("reason", "state", "enrolled"),
+    [("asleep", State.ASLEEP, True), ("leave", State.LEFT, False), ("stopping", State.LOST, True)],
+)
+def test_a_goodbye_says_what_a_node_does(reason: str, state: State, enrolled: bool) -> None:
+    pool, actions = advance(ready(), A, SaidGoodbye(1, reason), 1.0)
+    member = pool.members[A]
+    assert (member.state, member.enrolled, member.link, member.fell) == (state, enrolled, 0, None)
+    assert [type(action) for action in actions] == [CloseLink, NodeGone, Changed]
+
+
+def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
+    pool, _ = advance(ready(), A, Cordoned(), 1.0)
+    for event in (Disconnected(1), Connected(2, "i"), Reported(2), SaidGoodbye(2, "asleep"), Connected(3, "i"),
+                  Reported(3)):  # fmt: skip
+        pool, _ = advance(pool, A, event, 2.0)
+        assert pool.members[A].cordoned
+        assert not pool.members[A].placeable
+    pool, _ = advance(pool, A, Uncordoned(), 3.0)
+    assert pool.members[A].placeable
+    assert restored([A, B], 5.0, [B]).members[B].cordoned
+    assert not restored([A, B], 5.0, [B]).members[A].cordoned
+
+
+def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> None:
+    pool, _ = advance(both(), A, SaidGoodbye(1, "leave"), 10.0)
+    pool, _ = advance(pool, B, SaidGoodbye(1, "stopping"), 10.0)
+    assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER
+    pool, actions = tick(pool, 9.0 + FORGET_AFTER)
+    assert actions == ()
+    pool, actions = tick(pool, 10.0 + FORGET_AFTER)
+    assert actions == (Forget(A),)
+    assert set(pool.members) == {B}
+    assert next_deadline(pool, 10.0**6) is None
+
+
+def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_they_are_back() -> None:
+    pool, _ = tick(both(), 3.0)
+    assert pool.self_suspect
+    back, _ = advance(pool, A, Reported(1), 3.5)
+    back, _ = advance(back, A, Reported(1), 4.0)
+    assert back.self_suspect, "one of two is still half"
+    for at in (4.5, 5.0):
+        back, _ = advance(back, B, Reported(1), at)
+    assert not back.self_suspect
+    pool, _ = tick(pool, 3.0 + FORGET_AFTER)
+    assert not pool.self_suspect, "after 10 minutes it is theirs"
+    alone, _ = tick(ready(), 3.0)
+    assert not alone.self_suspect, "one node is no half"
+
+
+@pytest.mark.parametrize(("apart", "suspects"), [(4.0, True), (6.0, False)])
+def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float, suspects: bool) -> None:
+    names = [NodeId(name) for name in "abcd"]
+    pool = Pool({name: ready(name).members[name] for name in names})
+
+    def heard(at: float, *nodes: NodeId) -> None:
+        nonlocal pool
+        pool, _ = tick(pool, at)
+        for node in nodes:
+            pool, _ = advance(pool, node, Reported(1), at)
+
+    heard(2.0, *names[1:])
+    heard(3.0, *names[1:])
+    assert not pool.self_suspect, "one of four"
+    for second in range(1, int(apart) + 1):
+        heard(3.0 + second, *(names[1:] if second <= apart - 3 else names[2:]))
+    assert pool.members[names[1]].state is State.SUSPECT
+    assert pool.self_suspect is suspects

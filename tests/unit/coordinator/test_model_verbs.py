@@ -95,10 +95,13 @@ def test_models_says_how_every_node_stands_to_each(server: Server):
     ]
     server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
     text = server.run("models").output
-    assert "studio, mini (loading, 43%), air (not loaded) lost, old (cannot load)" in text
+    assert "studio, mini (loading, 43%)  " in text
+    assert "air" not in text
+    wide = server.run("models", "-o", "wide").output
+    assert "studio, mini (loading, 43%), air (not loaded) lost, old (cannot load)" in wide
     assert "old cannot load a/b: truncated" in text
     assert "4.0 GiB" in text
-    assert "reads" not in text, "a coordinator of before says no speeds"
+    assert "prefill" not in wide, "a coordinator of before says no speeds"
 
 
 def test_models_says_how_fast_a_node_is(server: Server):
@@ -107,24 +110,25 @@ def test_models_says_how_fast_a_node_is(server: Server):
         row("air", "known") | {"prefill_speed": 300.0, "decode_speed": 20.0},
     ]
     server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
-    text = server.run("models").output
-    assert "a/b on studio: reads 1,234 tokens/s, writes 61 to one reader\n" in text
+    text = server.run("model", "show", "A/B").output
+    assert "a/b on studio: prefill 1,234 tokens/s, decode 61 tokens/s for one request\n" in text
+    assert "prefill" not in server.run("models").output
     assert "a/b on air" not in text, "nothing is loaded there"
 
 
 def test_load_says_where_and_how_long(server: Server):
     server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 12.34, "already": False}}
-    assert server.run("load", "a/b").output == "a/b loaded on studio in 12.3 s\n"
+    assert server.run("model", "load", "a/b").output == "a/b loaded on studio in 12.3 s\n"
     assert server.asked == [("/api/v1/models/load", {"model": "a/b", "node": None})]
     server.answer["node"]["already"] = True
-    assert server.run("load", "a/b", "--node", "studio").output == "a/b is loaded on studio already\n"
+    assert server.run("model", "load", "a/b", "--node", "studio").output == "a/b is loaded on studio already\n"
     assert server.asked[1][1]["node"] == "studio"
 
 
 def test_unload_says_where(server: Server):
     nodes = [{"id": name, "name": name, "seconds": 0.2, "already": False} for name in ("one", "two")]
     server.answer = {"model": "a/b", "nodes": nodes}
-    result = server.run("unload", "a/b")
+    result = server.run("model", "unload", "a/b")
     assert result.output == "a/b unloaded on one in 0.2 s\na/b unloaded on two in 0.2 s\n"
     assert server.asked == [("/api/v1/models/unload", {"model": "a/b", "node": None})]
 
@@ -136,11 +140,11 @@ TOLD = "rows of up to 5000 tokens, 7 usual ones at once; 2.0 KiB a token, 1.0 Gi
 def test_profile_says_what_was_found_and_models_shows_it(server: Server):
     found = {"id": "n", "name": "studio", "seconds": 61.0, "already": False, "measured": MEASURED}
     server.answer = {"model": "a/b", "nodes": [found]}
-    assert server.run("profile", "a/b").output == f"a/b measured on studio in 61.0 s: {TOLD}\n"
+    assert server.run("model", "profile", "a/b").output == f"a/b measured on studio in 61.0 s: {TOLD}\n"
     assert server.asked == [("/api/v1/models/profile", {"model": "a/b", "node": None})]
     nodes = [{**row("studio"), "measured": MEASURED}]
     server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
-    assert f"a/b on studio: {TOLD}" in server.run("models").output
+    assert f"a/b on studio: {TOLD}" in server.run("models", "-o", "wide").output
 
 
 ENDS = [
@@ -158,7 +162,7 @@ ENDS = [
 @pytest.mark.parametrize("verb", ["load", "unload", "profile"])
 def test_what_goes_wrong_is_told_with_its_numbers_and_exit_code(server: Server, verb: str, problem: Problem, code: int):
     server.answer = problem
-    result = server.run(verb, "a/b")
+    result = server.run("model", verb, "a/b")
     assert result.exit_code == code
     assert problem.message in result.output
     assert ("estimate 5.0 GiB, headroom 1.0 GiB" in result.output) == (problem.memory is not None)
@@ -169,7 +173,7 @@ def test_a_terminal_shows_that_it_lasts_and_a_pipe_does_not(server: Server, tmp_
     server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 1.5, "already": False}}
     server.may.clear()
     ours, theirs = os.openpty()
-    command = [*CLI, "load", "a/b", *server.options]
+    command = [*CLI, "model", "load", "a/b", *server.options]
     terminal = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment(**terminal), cwd=tmp_path
@@ -183,4 +187,4 @@ def test_a_terminal_shows_that_it_lasts_and_a_pipe_does_not(server: Server, tmp_
         assert load.stdout.read() == "a/b loaded on studio in 1.5 s\n"
     assert load.returncode == 0
     os.close(ours)
-    assert server.run("load", "a/b").stderr == ""
+    assert server.run("model", "load", "a/b").stderr == ""

@@ -4,6 +4,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from coordinator.store import (
     Store,
     StoreError,
     TokenRow,
+    open_database,
 )
 from router.quotas import KeyLimits
 from router.usage import Used
@@ -188,3 +190,28 @@ async def test_a_write_that_fails_breaks_the_store_but_not_its_readers(tmp_path:
     assert store.keys == {"k1": KEY}
     with pytest.raises(StoreError):
         store.close()
+
+
+def test_every_field_of_a_row_survives_a_restart(tmp_path: Path) -> None:
+    removed = replace(MEMBER, node=NodeId("n9"), cordoned=False, video=False, labels=(), removed=7.0)
+    revoked = replace(TOKEN, id="revoked", uses_left=0, revoked=True)
+    expires = replace(KEY, id="k9", expires=9.0, limits=None)
+    store = Store(tmp_path)
+    store.put_member(removed)
+    store.put_token(revoked)
+    store.put_key(expires)
+    store.note(1.0, "k1", "cordon", "n1", "10.0.0.5")
+    store.close()
+    again = Store(tmp_path)
+    assert (again.members, again.tokens, again.keys) == ({"n9": removed}, {"revoked": revoked}, {"k9": expires})
+    assert list(again.audit) == [AuditRow(1, 1.0, "k1", "cordon", "n1", "10.0.0.5")]
+    again.close()
+
+
+def test_a_change_is_on_the_disk_when_sqlite_says_so(tmp_path: Path) -> None:
+    connection = open_database(tmp_path / "x.db", MIGRATIONS)
+    full, wal = 2, "wal"
+    assert connection.execute("PRAGMA synchronous").fetchone() == (full,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == (wal,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+    connection.close()

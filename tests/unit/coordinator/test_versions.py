@@ -17,7 +17,7 @@ def test_a_version_is_its_numbers(text: str, numbers: tuple[int, ...]) -> None:
     ("version", "protocol", "ok", "words"),
     [
         ("0.3.0", PROTOCOL, True, ""),
-        ("0.2.9", PROTOCOL, False, "older: `cluster nodes drain studio"),
+        ("0.2.9", PROTOCOL, False, "older: `cluster node drain studio"),
         ("0.10.0", PROTOCOL, False, "newer than the coordinator"),
         ("", 0, False, "not seen"),
         ("0.1.0", PROTOCOL + 1, False, "cannot take part: protocol 2; update macpool on the coordinator"),

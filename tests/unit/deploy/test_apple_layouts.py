@@ -23,7 +23,7 @@ from node.memory.darwin import System
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 SYMBOLS = Path(ziglang.__file__).parent / "lib" / "libc" / "darwin" / "libSystem.tbd"
-ON_LINUX = {"node/engine/footprint.py"}
+ON_LINUX = {"machine/heap.py"}
 """Files that use ctypes on Linux alone."""
 OF_PYTHON = {"node/engine/deadline.py"}
 """Files that use ctypes for Python's own C API, which is the same on each system."""
@@ -93,7 +93,7 @@ def calls(tmp_path: Path) -> dict[str, Any]:
 def test_layouts_constants_and_calls_of_libsystem_are_apples(
     compiles: Compile, calls: dict[str, Any], record_property: Callable[[str, object], None]
 ):
-    assert len(calls) >= 8
+    assert len(calls) >= 4
     assert compiles(system_source(calls)) == ""
     without = ", ".join(sorted(UNDECLARED))
     seen = f"Apple's headers agree with {len(LAYOUTS)} structures and {len(calls) - len(UNDECLARED)} calls of libSystem"
@@ -181,7 +181,6 @@ def test_a_prototype_agrees_in_number_kind_width_and_sign(compiles: Compile, nam
     [
         ("offsetof(struct rusage_info_v4, ri_phys_footprint) == 72", "RusageV4.phys_footprint: offset"),
         ("sizeof(((struct proc_bsdinfo *)0)->pbi_status) == 4", "ProcBsdInfo.status: size"),
-        ("HOST_VM_INFO64_REV1_COUNT * sizeof(integer_t) == 152", "VmStatistics64: size"),
         ("(unsigned long long)(SZOMB) == 5", "SZOMB"),
     ],
 )

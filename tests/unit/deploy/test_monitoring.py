@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.metrics.prometheus import configuration
 from dashboards.generate import BOARDS
 from tests.support.prometheus import needs
 
@@ -16,8 +17,9 @@ COMPOSE = (DEPLOY / "docker-compose.yml").read_text()
 
 def test_everything_that_is_mounted_exists():
     mounted = re.findall(r"- (\.{1,2}/\S+?):/", COMPOSE)
-    assert len(mounted) >= 7
-    assert [path for path in mounted if not (DEPLOY / path).exists()] == []
+    assert len(mounted) == 6
+    made = {"./secrets/prometheus"}
+    assert {path for path in mounted if not (DEPLOY / path).exists()} == made, "only what metrics-config writes is new"
     assert {f"../dashboards/{name}" for name in BOARDS} <= set(mounted)
 
 
@@ -33,7 +35,7 @@ def test_images_are_pinned_and_secrets_are_files():
     assert 'GF_AUTH_ANONYMOUS_ENABLED: "false"' in COMPOSE
     assert "GF_SECURITY_ADMIN_PASSWORD__FILE" in COMPOSE
     secrets = re.findall(r"file: (\S+)", COMPOSE.partition("\nsecrets:")[2])
-    assert len(secrets) == 2
+    assert len(secrets) == 1
     assert not any((DEPLOY / secret).exists() for secret in secrets), "secrets are not part of the repository"
 
 
@@ -59,3 +61,12 @@ def test_prometheus_takes_the_committed_files(tmp_path: Path):
 @pytest.mark.parametrize("name", ["prometheus.yml", "rules.yml"])
 def test_no_file_holds_a_token(name: str):
     assert not re.search(r"\bmp_[a-z2-7]{8}_", (DEPLOY / "prometheus" / name).read_text())
+
+
+def test_the_folder_that_is_mounted_is_the_one_that_the_readme_has_written():
+    (name,) = re.findall(r"--config.file=/etc/macpool/(\S+)", COMPOSE)
+    assert name == "prometheus.yml"
+    readme = (DEPLOY / "README.md").read_text()
+    assert "cluster metrics-config --folder secrets/prometheus" in readme
+    text = configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
+    assert "/" not in "".join(re.findall(r"(?:credentials_file|ca_file): '([^']*)'", text)), "found beside the file"

@@ -1,66 +1,69 @@
-// A chat: which node answers, how soon, how fast. What is said is kept nowhere but on this page.
-import { html, useRef, useState } from "/ui/vendor/preact.js";
-import { Nothing, Wrong, ask, count, events, seconds } from "/ui/pool.js";
+// A chat: model, system prompt and parameters; which Mac answers, how soon, how fast. It is kept in this tab only.
+import { html, useMemo, useState } from "/ui/vendor/preact.js";
+import { begin, drop, pick, send, set, stop, useChats } from "/ui/chats.js";
+import { markdown } from "/ui/markdown.js";
+import { Copy, Nothing, Wrong, count, rate, seconds } from "/ui/pool.js";
+import { useModels } from "/ui/views/models.js";
 
-async function answer(model, turns, signal, tell) {
-  const began = performance.now();
-  const messages = turns.map(({ role, text }) => ({ role, content: text }));
-  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
-  const said = await ask("POST", "/v1/chat/completions", body, signal);
-  const turn = { role: "assistant", text: "", thought: "", node: said.headers.get("x-macpool-node") ?? "" };
-  for await (const { data } of events(said)) {
-    if (data === "[DONE]") break;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Error(chunk.error.message);
-    const delta = chunk.choices[0]?.delta ?? {};
-    if (turn.first === undefined && (delta.content || delta.reasoning_content)) turn.first = (performance.now() - began) / 1000;
-    turn.text += delta.content ?? "";
-    turn.thought += delta.reasoning_content ?? "";
-    if (chunk.usage) turn.tokens = chunk.usage.completion_tokens;
-    turn.took = (performance.now() - began) / 1000;
-    tell({ ...turn });
-  }
+const MAX_TITLE = 40;
+// A decode time below which tokens per second say nothing.
+const MIN_DECODE_SECONDS = 0.05;
+const PARAMETERS = [["temperature", "Temperature", 0, 2, 0.1], ["top_p", "Top p", 0, 1, 0.05], ["max_tokens", "Max tokens", 1, 1000000, 1]];
+
+function Answer({ text }) {
+  return html`<div class="answer">${useMemo(() => markdown(text), [text])}</div>`;
 }
 
 function About({ turn }) {
-  const rate = turn.tokens > 1 && turn.took > turn.first ? (turn.tokens - 1) / (turn.took - turn.first) : 0;
-  return html`<p class="small quiet">${turn.node ? `by ${turn.node}` : ""}${turn.first === undefined ? "" : `, first token after ${seconds(turn.first)}`}${turn.tokens ? `, ${count(turn.tokens)} tokens` : ""}${rate ? `, ${rate.toFixed(1)} tokens/s` : ""}</p>`;
+  const decoding = turn.took - turn.first;
+  const speed = turn.tokens > 1 && decoding >= MIN_DECODE_SECONDS ? (turn.tokens - 1) / decoding : 0;
+  const facts = [turn.model, turn.node ? `by ${turn.node}` : "", turn.first === undefined ? "" : `first token after ${seconds(turn.first)}`, turn.tokens ? `${count(turn.tokens)} tokens` : "",
+    speed ? `${rate(speed)} tokens/s` : "", turn.ended === "length" ? "cut at max tokens" : turn.ended === "stopped" ? "stopped" : ""];
+  return html`<span class="small quiet">${facts.filter(Boolean).join(", ")}</span>`;
 }
 
-export function Chat({ pool }) {
-  const names = pool.status?.models ?? [];
-  const [picked, setPicked] = useState("");
-  const [turns, setTurns] = useState([]);
+function Turn({ turn }) {
+  if (turn.role === "user") return html`<div class="turn user"><div class="says">${turn.text}</div></div>`;
+  return html`<div class="turn assistant">
+    ${turn.thought ? html`<details open=${!turn.text}><summary>Reasoning</summary><div class="says quiet">${turn.thought}</div></details>` : null}
+    <${Answer} text=${turn.text} /><p class="row spread"><${About} turn=${turn} /><${Copy} text=${turn.text} /></p></div>`;
+}
+
+function Parameters({ chat }) {
+  return html`<details><summary>System prompt and parameters</summary>
+    <label for="system">System prompt</label><textarea id="system" value=${chat.system} onInput=${(event) => set(chat.id, { system: event.target.value })}></textarea>
+    <div class="fields">${PARAMETERS.map(([name, label, min, max, step]) => html`<label>${label} <input type="number" min=${min} max=${max} step=${step} placeholder="default"
+      value=${chat[name]} onInput=${(event) => set(chat.id, { [name]: event.target.value })} /></label>`)}</div></details>`;
+}
+
+const titleOf = (chat) => chat.turns[0]?.text.slice(0, MAX_TITLE) || "New chat";
+
+export function Chat({ pool, own }) {
+  const [models, wrong] = useModels(pool, own);
+  const { chats, chat, busy } = useChats();
   const [text, setText] = useState("");
-  const [error, setError] = useState("");
-  const running = useRef(null);
-  const [busy, setBusy] = useState(false);
-  const model = picked || names[0] || "";
-  const send = async (event) => {
+  const names = (models ?? []).map((one) => one.name);
+  const model = names.includes(chat.model) ? chat.model : names[0] ?? "";
+  const submit = (event) => {
     event.preventDefault();
-    if (!text.trim() || busy) return;
-    const asked = [...turns, { role: "user", text }];
-    setTurns(asked); setText(""); setError(""); setBusy(true);
-    running.current = new AbortController();
-    try {
-      await answer(model, asked, running.current.signal, (turn) => setTurns([...asked, turn]));
-    } catch (wrong) {
-      if (wrong.name !== "AbortError") setError(wrong.message);
-    }
-    setBusy(false);
+    if (!text.trim() || busy || !model) return;
+    setText("");
+    send(chat, model, text);
   };
-  if (!names.length) return html`<${Nothing}>No model is served yet.<//>`;
+  if (!names.length) return html`<${Wrong} text=${wrong} /><${Nothing}>${models ? "No model is served yet." : "Asking the coordinator …"}<//>`;
   return html`<section class="card">
-    <label>Model <select value=${model} onChange=${(event) => setPicked(event.target.value)}>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
-    <div aria-live="polite" aria-busy=${busy}>${turns.map((turn, at) => html`<div key=${at} class=${`turn ${turn.role}`}>
-      ${turn.thought ? html`<details><summary>Thought</summary><div class="says quiet">${turn.thought}</div></details>` : null}
-      <div class="says">${turn.text}</div>${turn.role === "assistant" ? html`<${About} turn=${turn} />` : null}</div>`)}</div>
-    <${Wrong} text=${error} />
-    <form onSubmit=${send}><label for="said">Your message</label>
+    <div class="row"><label>Model <select value=${model} onChange=${(event) => set(chat.id, { model: event.target.value })}>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
+      ${chats.length > 1 ? html`<label>History <select value=${chat.id} onChange=${(event) => pick(event.target.value)}>${chats.map((one) => html`<option value=${one.id}>${titleOf(one)}</option>`)}</select></label>` : null}
+      ${chat.turns.length ? html`<button type="button" disabled=${busy === chat.id} onClick=${() => begin(chat)}>New chat</button><button type="button" disabled=${busy === chat.id} onClick=${() => drop(chat.id)}>Delete</button>` : null}</div>
+    <${Parameters} chat=${chat} />
+    <div aria-live="polite" aria-busy=${busy === chat.id}>${chat.turns.map((turn, at) => html`<${Turn} key=${at} turn=${turn} />`)}
+      ${busy === chat.id && chat.turns.at(-1).role === "user" ? html`<p class="quiet">Waiting for the first token …</p>` : null}</div>
+    <${Wrong} text=${chat.error} />
+    <form onSubmit=${submit}><label for="said">Your message</label>
       <textarea id="said" value=${text} onInput=${(event) => setText(event.target.value)}
-        onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey) send(event); }}></textarea>
+        onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event); }}></textarea>
       <p class="row"><button class="main" disabled=${busy || !text.trim()}>Send</button>
-        ${busy ? html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>` : null}
-        ${turns.length && !busy ? html`<button type="button" onClick=${() => { setTurns([]); setError(""); }}>Begin anew</button>` : null}</p></form>
+        ${busy ? html`<button type="button" onClick=${stop}>Stop</button>` : null}
+        <span class="small quiet">Chats are kept in this tab until it is closed, and nowhere else.</span></p></form>
   </section>`;
 }

@@ -1,22 +1,25 @@
-// A Mac comes in: one line with a token that is good for a quarter of an hour, or a code that both screens show.
+// A Mac joins: by a command with a token that is good for 15 minutes, or by a code that both screens show.
 import { html, useState } from "/ui/vendor/preact.js";
-import { Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
+import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
 
 function Code({ rows }) {
   const edge = rows.length;
-  return html`<svg class="qr" viewBox=${`-4 -4 ${edge + 8} ${edge + 8}`} role="img" aria-label="The same line as a QR code" shape-rendering="crispEdges">
+  return html`<svg class="qr" viewBox=${`-4 -4 ${edge + 8} ${edge + 8}`} role="img" aria-label="The same command as a QR code" shape-rendering="crispEdges">
     ${rows.flatMap((row, y) => [...row].map((dark, x) => dark === "1" ? html`<rect x=${x} y=${y} width="1" height="1" />` : null))}</svg>`;
 }
+
+// A request that says it is a member's machine: approving it ends that member's certificate.
+const Replaces = ({ name }) => name ? html`<p class="warn small">Replaces the member <b>${name}</b>: approving it ends the certificate that ${name} has now. Do so only if ${name} was set up again.</p>` : null;
 
 function Approve({ waiting }) {
   const [code, setCode] = useState("");
   const [decide, { busy, error, done }] = useAction((method) => call(method, `/api/v1/joins/${encodeURIComponent(code.trim())}`));
-  return html`<section class="card"><h3>Macs that ask</h3>
-    ${waiting.length ? html`<ul>${waiting.map((one) => html`<li>${one.name} <span class="quiet">${one.chip}, ${one.address}</span></li>`)}</ul>` : html`<${Nothing}>None. On the other Mac, type <code>cluster join</code>.<//>`}
+  return html`<section class="card"><h3>Join requests</h3>
+    ${waiting.length ? html`<ul>${waiting.map((one) => html`<li>${one.name} <span class="quiet">${one.chip}, ${one.address}</span><${Replaces} name=${one.replaces} /></li>`)}</ul>` : html`<${Nothing}>None. On the new Mac, type <code>cluster join</code>.<//>`}
     <form class="row" onSubmit=${(event) => { event.preventDefault(); decide("POST"); }}>
       <label>Code on its screen <input inputmode="numeric" autocomplete="off" size="8" value=${code} onInput=${(event) => setCode(event.target.value)} /></label>
-      <button class="main" disabled=${busy || !code.trim()}>Let it in</button>
-      <button type="button" disabled=${busy || !code.trim()} onClick=${() => decide("DELETE")}>Turn it away</button></form>
+      <button class="main" disabled=${busy || !code.trim()}>Approve</button>
+      <button type="button" disabled=${busy || !code.trim()} onClick=${() => decide("DELETE")}>Reject</button></form>
     ${done ? html`<p class="good" role="status">${done.name}: ${done.decision}</p>` : null}<${Wrong} text=${error} /></section>`;
 }
 
@@ -27,13 +30,17 @@ export function Join({ pool }) {
     reload();
     return made;
   });
-  const [revoke] = useAction(async (id) => { if (!confirm(`Revoke the token ${id}? Whoever uses it is refused at once.`)) return; await call("DELETE", `/api/v1/tokens/${encodeURIComponent(id)}`); reload(); });
-  return html`<section class="card"><h3>By a line</h3>
-    <p>Type it on the new Mac. It is good for one Mac and a quarter of an hour, and is shown only now.</p>
-    <button class="main" disabled=${busy} onClick=${make}>Make a join line</button>
-    ${done ? html`<pre tabindex="0">${done.join}</pre><p class="row"><button onClick=${() => navigator.clipboard?.writeText(done.join)}>Copy</button></p><${Code} rows=${done.qr} />` : null}
+  const [revoke] = useAction(async (id) => {
+    if (!confirm(`Revoke the token ${id}? A Mac that uses it is refused at once.`)) return;
+    await call("DELETE", `/api/v1/tokens/${encodeURIComponent(id)}`);
+    reload();
+  });
+  return html`<section class="card"><h3>Join command</h3>
+    <p>Type it on the new Mac. It is good for one Mac and 15 minutes, and is shown only now.</p>
+    <button class="main" disabled=${busy} onClick=${make}>Create a join command</button>
+    ${done ? html`<pre tabindex="0">${done.join}</pre><p class="row"><${Copy} text=${done.join} /></p><${Code} rows=${done.qr} />` : null}
     <${Wrong} text=${error || refused} /></section>
     <${Approve} waiting=${pool.joins ?? []} />
-    <section class="card"><h3>Tokens</h3>${tokens?.tokens.length ? html`<${Table} caption="Join tokens" head=${["token", "note", "#uses left", "expires", "end it"]}
-      rows=${tokens.tokens.map((one) => ({ key: one.id, cells: [one.id, one.name, one.uses_left, when(one.expires), html`<button onClick=${() => revoke(one.id)}>Revoke</button>`] }))} />` : html`<${Nothing}>None is good now.<//>`}</section>`;
+    <section class="card"><h3>Join tokens</h3>${tokens?.tokens.length ? html`<${Table} caption="Join tokens" head=${["token", "note", "#uses left", "expires", "actions"]}
+      rows=${tokens.tokens.map((one) => ({ key: one.id, cells: [one.id, one.name, one.uses_left, when(one.expires), html`<button onClick=${() => revoke(one.id)}>Revoke</button>`] }))} />` : html`<${Nothing}>None.<//>`}</section>`;
 }

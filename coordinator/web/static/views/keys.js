@@ -1,29 +1,105 @@
-// The keys with which programs use the pool, and what each of them used.
+// The keys with which programs use the pool: limits, expiry, name, secret, and what each of them used.
 import { html, useState } from "/ui/vendor/preact.js";
-import { Nothing, Table, Wrong, call, count, useAction, useAsked, when } from "/ui/pool.js";
+import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
+import { Usage, limitsText } from "/ui/views/usage.js";
+
+const LIVES = [["", "never"], ["604800", "in 7 days"], ["2592000", "in 30 days"], ["7776000", "in 90 days"], ["31536000", "in 1 year"]];
+const NUMBERS = [["requests_per_minute", "Requests per minute", 1], ["tokens_per_minute", "Tokens per minute", 1], ["concurrency", "Requests at once", 1], ["waiting", "Requests queued", 0]];
+const LISTS = [["models", "Models", "all; qwen*, llama-8b"], ["labels", "Mac labels", "all Macs"]];
+const SCOPES = [["infer", "infer: use models"], ["metrics", "metrics: read states and metrics"], ["admin", "admin: everything"]];
+
+const fieldsOf = (limits) => ({ ...Object.fromEntries(NUMBERS.map(([name]) => [name, String(limits[name] ?? "")])), ...Object.fromEntries(LISTS.map(([name]) => [name, (limits[name] ?? []).join(", ")])), priority: limits.priority ?? "normal" });
+
+// The limits as the API takes them: an empty field is no limit.
+function limitsOf(fields) {
+  const found = fields.priority === "normal" ? {} : { priority: fields.priority };
+  for (const [name] of NUMBERS) if (fields[name] !== "") found[name] = Number(fields[name]);
+  for (const [name] of LISTS) {
+    const values = fields[name].split(",").map((value) => value.trim()).filter(Boolean);
+    if (values.length) found[name] = values;
+  }
+  return found;
+}
+
+function Limits({ fields, set }) {
+  const put = (name) => (event) => set({ ...fields, [name]: event.target.value });
+  return html`<div class="fields">
+    ${LISTS.map(([name, label, hint]) => html`<label>${label} <input value=${fields[name]} placeholder=${hint} onInput=${put(name)} /></label>`)}
+    ${NUMBERS.map(([name, label, least]) => html`<label>${label} <input type="number" min=${least} step="1" value=${fields[name]} placeholder="no limit" onInput=${put(name)} /></label>`)}
+    <label>Priority <select value=${fields.priority} onChange=${put("priority")}>${["low", "normal", "high"].map((value) => html`<option value=${value}>${value}</option>`)}</select></label></div>`;
+}
+
+const Secret = ({ made }) => made ? html`<div role="status"><p>The key of <b>${made.name}</b> is shown only now:</p><pre tabindex="0">${made.key}</pre><p class="row"><${Copy} text=${made.key} /></p></div>` : null;
+
+function Create({ reload }) {
+  const [name, setName] = useState("");
+  const [scope, setScope] = useState("infer");
+  const [life, setLife] = useState("");
+  const [fields, setFields] = useState(fieldsOf({}));
+  const [make, { busy, error, done }] = useAction(async () => {
+    const made = await call("POST", "/api/v1/keys", { name, scopes: [scope], ttl_seconds: life ? Number(life) : null, limits: limitsOf(fields) });
+    const named = { ...made, name };
+    setName("");
+    setFields(fieldsOf({}));
+    reload();
+    return named;
+  });
+  return html`<section class="card" aria-label="Create a key"><h3>Create a key</h3>
+    <form onSubmit=${(event) => { event.preventDefault(); make(); }}>
+      <div class="fields"><label>Name <input required maxlength="100" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
+        <label>Scope <select value=${scope} onChange=${(event) => setScope(event.target.value)}>${SCOPES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label>
+        <label>Expires <select value=${life} onChange=${(event) => setLife(event.target.value)}>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
+      <details><summary>Models and limits</summary><${Limits} fields=${fields} set=${setFields} /></details>
+      <p><button class="main" disabled=${busy || !name.trim()}>Create</button></p></form>
+    <${Secret} made=${done} /><${Wrong} text=${error} /></section>`;
+}
+
+// A key that is changed; what was not touched is not sent.
+function Edit({ row, close }) {
+  const [name, setName] = useState(row.name);
+  const [life, setLife] = useState(null);
+  const [fields, setFields] = useState(fieldsOf(row.limits));
+  const path = `/api/v1/keys/${encodeURIComponent(row.id)}`;
+  const [save, { busy, error }] = useAction(async () => {
+    if (name !== row.name) await call("PUT", `${path}/name`, { name });
+    if (life !== null) await call("PUT", `${path}/expiry`, { ttl_seconds: life ? Number(life) : null });
+    const before = limitsOf(fieldsOf(row.limits)), after = limitsOf(fields);
+    if (JSON.stringify(before) !== JSON.stringify(after)) await call("PUT", `${path}/limits`, { limits: after });
+    close();
+  });
+  return html`<section class="card" aria-label=${`Edit ${row.name}`}><h3>Edit ${row.name}</h3>
+    <form onSubmit=${(event) => { event.preventDefault(); save(); }}>
+      <div class="fields"><label>New name <input required maxlength="100" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
+        <label>New expiry <select value=${life ?? "keep"} onChange=${(event) => setLife(event.target.value)}><option value="keep" disabled>${row.expires ? when(row.expires) : "never (as now)"}</option>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
+      <${Limits} fields=${fields} set=${setFields} />
+      <p class="row"><button class="main" disabled=${busy || !name.trim()}>Save</button><button type="button" onClick=${close}>Close</button></p></form>
+    <${Wrong} text=${error} /></section>`;
+}
 
 export function Keys() {
   const [keys, wrong, reload] = useAsked("/api/v1/keys");
-  const [usage] = useAsked("/api/v1/keys/usage");
-  const [name, setName] = useState("");
-  const [scope, setScope] = useState("infer");
-  const [make, { busy, error, done }] = useAction(async () => {
-    const made = await call("POST", "/api/v1/keys", { name, scopes: [scope] });
-    setName("");
+  const [edited, setEdited] = useState("");
+  const [act, { error, done }] = useAction(async (verb, row) => {
+    const path = `/api/v1/keys/${encodeURIComponent(row.id)}`;
+    let made = null;
+    if (verb === "rotate") {
+      if (!confirm(`Give ${row.name} a new secret? Programs that use the old one are refused at once.`)) return null;
+      made = { ...(await call("POST", `${path}/rotate`)), name: row.name };
+    } else {
+      if (!confirm(`Revoke ${row.name}? Programs that use it are refused at once.`)) return null;
+      await call("DELETE", path);
+    }
     reload();
     return made;
   });
-  const [revoke] = useAction(async (id) => { if (!confirm(`Revoke the key ${id}? Whoever uses it is refused at once.`)) return; await call("DELETE", `/api/v1/keys/${encodeURIComponent(id)}`); reload(); });
-  const limited = (limits) => Object.entries(limits).filter(([, value]) => value && value.length !== 0).map(([what, value]) => `${what} ${Array.isArray(value) ? value.join(", ") : value}`).join("; ");
-  return html`<section class="card"><h3>A new key</h3>
-    <form class="row" onSubmit=${(event) => { event.preventDefault(); make(); }}>
-      <label>Name <input required maxlength="100" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
-      <label>It may <select value=${scope} onChange=${(event) => setScope(event.target.value)}>
-        <option value="infer">ask models</option><option value="metrics">read states and metrics</option><option value="admin">do everything</option></select></label>
-      <button class="main" disabled=${busy || !name.trim()}>Make it</button></form>
-    ${done ? html`<p>It is shown only now:</p><pre tabindex="0">${done.key}</pre>` : null}<${Wrong} text=${error || wrong} /></section>
-  <section class="card"><h3>Keys</h3>${keys?.keys.length ? html`<${Table} caption="Keys" head=${["key", "name", "may", "made", "expires", "limits", "end it"]}
-    rows=${keys.keys.map((one) => ({ key: one.id, cells: [one.id, one.name, one.scopes.join(", "), when(one.created), when(one.expires), limited(one.limits), html`<button onClick=${() => revoke(one.id)}>Revoke</button>`] }))} />` : html`<${Nothing}>There are none.<//>`}</section>
-  <section class="card"><h3>Usage</h3>${usage?.usage.length ? html`<${Table} caption="Usage" head=${["key", "model", "#requests", "#failed", "#read", "#known before", "#written"]}
-    rows=${usage.usage.map((one) => ({ key: one.key + one.model, cells: [one.name || one.key, one.model, count(one.requests), count(one.failed), count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens)] }))} />` : html`<${Nothing}>Nothing was used yet.<//>`}</section>`;
+  const rows = keys?.keys ?? [];
+  const row = rows.find((one) => one.id === edited);
+  const state = (one) => one.expires && one.expires * 1000 < Date.now() ? html`<span class="bad">expired ${when(one.expires)}</span>` : when(one.expires);
+  return html`<${Create} reload=${reload} />
+  <section class="card" aria-label="API keys"><h3>Keys</h3><${Wrong} text=${wrong || error} /><${Secret} made=${done} />
+    ${rows.length ? html`<${Table} caption="Keys" head=${["name", "id", "scopes", "created", "expires", "limits", "actions"]}
+      rows=${rows.map((one) => ({ key: one.id, cells: [one.name, html`<code>${one.id}</code>`, one.scopes.join(", "), when(one.created), state(one), limitsText(one.limits),
+        html`<span class="row tight"><button onClick=${() => setEdited(one.id)}>Edit</button><button onClick=${() => act("rotate", one)}>Rotate</button><button onClick=${() => act("revoke", one)}>Revoke</button></span>`] }))} />` : html`<${Nothing}>None.<//>`}</section>
+  ${row ? html`<${Edit} key=${row.id} row=${row} close=${() => { setEdited(""); reload(); }} />` : null}
+  <${Usage} path="/api/v1/keys/usage" keys=${true} />`;
 }

@@ -1,10 +1,56 @@
-// A bar for each node: what is taken, promised, kept and lent of its cap.
+// Whether the pool is well, what it does now and did in the last hour, and a bar for each Mac that is here.
 import { html, useState } from "/ui/vendor/preact.js";
-import { Nothing, Wrong, ask, seconds, size, useAction } from "/ui/pool.js";
+import { Chart } from "/ui/chart.js";
+import { Nothing, PRESENT, Wrong, ask, count, rate, seconds, size, useAction, useHistory } from "/ui/pool.js";
 
-const PARTS = [["current", "in use"], ["reserved", "promised"], ["margin", "margin"], ["lease", "lent to video"]];
+const PARTS = [["current", "in use"], ["reserved", "reserved"], ["margin", "margin"], ["lease", "leased to video"]];
+const LIMITS = { static: "system reserve", dynamic: "other apps", metal: "Metal", setting: "memory.cap", container: "the container", leases: "video leases", unreadable: "an unreadable footprint" };
+const BADGES = { ready: "good", suspect: "warn", lost: "bad" };
+// Macs whose charts are open from the beginning.
+const MAX_OPEN = 6;
 
-const over = (node) => node.current === null || node.headroom < 0;
+const isOver = (node) => node.current === null || node.headroom < 0;
+const isFailing = (node) => node.breaker && node.breaker.state !== "closed";
+const moment = (unix) => new Date(unix * 1000).toLocaleString();
+
+// What needs a person, as [class, text, entry of the runbook]. A Mac that was paused, cordoned or put to sleep does not.
+export function problems(status, nodes, conditions) {
+  const found = conditions.map((one) => [one.severity === "critical" ? "bad" : "warn", `${one.summary} – ${one.remedy}`, one.name]);
+  found.push(...status.dangers.map((text) => ["bad", text]));
+  found.push(...status.warnings.filter((text) => !status.dangers.includes(text)).map((text) => ["warn", text]));
+  const named = (node, name) => conditions.some((one) => one.name === name && one.node === node.name);
+  for (const node of nodes) {
+    if (node.state === "lost" && !named(node, "NodeDown")) found.push(["bad", `${node.name} is lost: look at its power and network`]);
+    if (node.state === "suspect") found.push(["warn", `${node.name} has been silent for ${seconds(node.heard_seconds ?? 0)}: it gets no new requests`]);
+    if (PRESENT.includes(node.state) && isFailing(node) && !named(node, "BreakerOpen")) found.push(["warn", `${node.name} gets no requests: ${node.breaker.why}`]);
+  }
+  if (nodes.length && !nodes.some((node) => node.state === "ready" && !node.cordoned)) found.unshift(["bad", "No Mac is ready: requests wait or are refused"]);
+  return found;
+}
+
+function Health({ status, nodes, conditions }) {
+  const found = problems(status, nodes, conditions);
+  const ready = nodes.filter((node) => node.state === "ready").length;
+  const others = ["joining", "paused", "asleep", "draining", "suspect", "lost"].map((state) => [state, nodes.filter((node) => node.state === state).length]).filter(([, many]) => many);
+  const cordoned = nodes.filter((node) => node.cordoned && node.state === "ready").length;
+  const summary = [`${ready} of ${nodes.length} Macs ready`, ...others.map(([state, many]) => `${many} ${state}`), ...(cordoned ? [`${cordoned} cordoned`] : [])].join(", ");
+  if (!nodes.length) return null;
+  return html`<div role="status">${found.length ? html`<ul class="notes">${found.map(([kind, text, entry]) => html`<li class=${kind}>${text}${entry ? html` <a href=${`#/runbook/${entry}`}>Runbook: ${entry}</a>` : null}</li>`)}</ul>` : html`<p class="good"><b>All healthy</b></p>`}
+    <p>${summary}. Requests: ${count(status.in_flight)} in flight, ${count(status.queued)} queued. Models: ${count(status.models.length)}.</p></div>`;
+}
+
+// The charts of the pool, or of one Mac.
+function Charts({ load, at, interval, node }) {
+  const chart = (title, shown, series, top) => html`<${Chart} title=${title} at=${at} interval=${interval} shown=${shown} top=${top}
+    series=${series.map(([name, kind, values]) => ({ name, kind, values: load[values] }))} />`;
+  const tokens = [["generated", "current", "generated_tokens_per_second"], ["prompt", "reserved", "prompt_tokens_per_second"]];
+  const requests = [["in flight", "current", "in_flight"], ["queued", "margin", "queued"]];
+  return html`<div class="charts">
+    ${chart("Tokens per second", rate, node ? tokens.slice(0, 1) : tokens)}
+    ${chart(node ? "Requests in flight" : "Requests", count, node ? requests.slice(0, 1) : requests)}
+    ${chart("Memory", size, [["in use", "current", "memory_bytes"]], load.cap_bytes.at(-1) ?? 0)}
+    ${chart("Time to first token", seconds, [["TTFT", "current", "ttft_seconds"]])}</div>`;
+}
 
 function Bar({ node }) {
   const cap = Math.max(node.cap, 1);
@@ -17,60 +63,92 @@ function Bar({ node }) {
     from += width;
     return piece;
   });
-  const told = PARTS.map(([name, label]) => `${label} ${size(values[name])}`).join(", ");
+  const parts = PARTS.map(([name, label]) => `${label} ${size(values[name])}`).join(", ");
   return html`<svg class="bar" viewBox="0 0 1000 20" preserveAspectRatio="none" role="meter" aria-valuemin="0"
       aria-valuemax=${cap} aria-valuenow=${values.current} aria-label=${`Memory of ${node.name}`}
-      aria-valuetext=${`${told}, of a cap of ${size(node.cap)}`}>
+      aria-valuetext=${`${parts}, of a cap of ${size(node.cap)}`}>
       ${pieces}<rect class="peak" x=${Math.min(share(node.recent), 997)} y="0" width="3" height="20" /></svg>
-    <p class="small row"><span>headroom <b class=${over(node) ? "bad" : ""}>${size(node.headroom)}</b></span>
-      <span class="quiet">of ${size(node.cap)}, decided by ${node.bound_by || "–"}</span></p>`;
+    <p class="small row"><span>headroom <b class=${isOver(node) ? "bad" : ""}>${size(node.headroom)}</b></span>
+      <span class="quiet">of ${size(node.cap)}, limited by: ${LIMITS[node.bound_by] ?? (node.bound_by || "–")}</span></p>`;
 }
 
-const SPANS = [["3600", "1 hour"], ["7200", "2 hours"], ["28800", "8 hours"], ["86400", "a day"], ["", "until it is ended"]];
+const SPANS = [["3600", "1 hour"], ["7200", "2 hours"], ["28800", "8 hours"], ["86400", "1 day"], ["", "until resumed"]];
 
-// Its owner wants the memory back: a pause that ends by itself, or a person's pause that is ended.
 function Pause({ node, act, busy }) {
   const [span, setSpan] = useState("7200");
-  if (node.sharing.by_hand) return html`<button disabled=${busy} onClick=${() => act("resume")}>End its pause</button>`;
-  return html`<span class="row"><label>Pause for <select aria-label=${`How long ${node.name} is paused`} value=${span} onChange=${(event) => setSpan(event.target.value)}>
-      ${SPANS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label>
-    <button disabled=${busy} onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Give its memory back</button></span>`;
+  if (node.sharing.by_hand) return html`<button disabled=${busy} onClick=${() => act("resume")}>Resume</button>`;
+  return html`<span class="row"><select aria-label=${`How long ${node.name} is paused`} value=${span} onChange=${(event) => setSpan(event.target.value)}>
+      ${SPANS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
+    <button disabled=${busy} title="Take nothing new, move its requests and give its memory back to its owner" onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Pause</button></span>`;
 }
 
-function Node({ node }) {
+function videoOf({ video }) {
+  if (!video.allowed) return "not allowed";
+  const cause = video.cause || video.ray_cause;
+  return video.ready ? "allowed, ready" : `allowed, not ready${cause ? `: ${cause}` : ""}`;
+}
+
+function Actions({ node }) {
   const [act, { busy, error }] = useAction((verb, body) => ask("POST", `/api/v1/nodes/${node.id}/${verb}`, body));
-  const armed = node.gate_armed;
+  const [remove, removing] = useAction(async () => {
+    if (confirm(`Remove ${node.name} from the pool? Its certificate ends at once; to come back it joins again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
+  });
+  const here = PRESENT.includes(node.state);
+  return html`<p class="row">
+    ${here ? html`<button disabled=${busy} title="Send no new requests to this Mac" onClick=${() => act(node.cordoned ? "uncordon" : "cordon")}>${node.cordoned ? "Uncordon" : "Cordon"}</button>
+      <button disabled=${busy} title="Cordon it and move its requests to other Macs" onClick=${() => act("drain", { wait_seconds: 30 })}>Drain</button>` : null}
+    ${(here || node.state === "paused") && node.sharing.when ? html`<${Pause} node=${node} act=${act} busy=${busy} />` : null}
+    <button disabled=${busy} onClick=${() => act(node.video.allowed ? "deny-video" : "allow-video")}>${node.video.allowed ? "Deny video" : "Allow video"}</button>
+    ${["lost", "asleep"].includes(node.state) ? html`<button disabled=${removing.busy} onClick=${remove}>Remove</button>` : null}</p>
+    <${Wrong} text=${error || removing.error} />`;
+}
+
+// What is said of a Mac that is not here: never a number of the past.
+function Away({ node }) {
+  const ago = node.heard_seconds === null ? "" : `, last report ${seconds(node.heard_seconds)} ago`;
+  if (node.state === "paused") return html`<p class="sentence">${node.sharing.why || "paused"}${node.sharing.until ? `, until ${moment(node.sharing.until)}` : ""}. Its memory is with its owner.</p>`;
+  if (node.state === "joining") return html`<p>Joining: it gets requests after its first reports.</p>`;
+  return html`<p class=${node.state === "lost" ? "bad" : ""}>${node.state === "lost" ? "Lost" : node.state === "asleep" ? "Asleep" : node.state}${ago}.${node.state === "lost" ? " Look at its power and network." : ""}</p>`;
+}
+
+function Present({ node }) {
   const loaded = node.models.filter((model) => model.loaded);
+  return html`<${Bar} node=${node} />
+    <dl class="facts">
+      <dt>requests</dt><dd>${node.in_flight} in flight, ${node.running} running, ${node.waiting} waiting</dd>
+      <dt>models</dt><dd>${loaded.length ? loaded.map((model) => model.name).join(", ") : "none loaded"}</dd>
+      <dt>gate</dt><dd>${count(node.engine.counts.checks)} checks, ${count(node.engine.counts.refusals)} refusals</dd>
+      ${isFailing(node) ? html`<dt>failing</dt><dd class="bad">gets no requests ${node.breaker.state === "open" ? `until ${new Date(node.breaker.until * 1000).toLocaleTimeString()}` : "but one that is tried"}: ${node.breaker.why}</dd>` : null}
+      ${node.heard_seconds ? html`<dt>last report</dt><dd class="warn">${seconds(node.heard_seconds)} ago</dd>` : null}
+      ${node.remedy && isOver(node) ? html`<dt>more room</dt><dd>${node.remedy}</dd>` : null}
+    </dl>`;
+}
+
+function Node({ node, own, history, open }) {
+  const here = PRESENT.includes(node.state);
+  const armed = node.gate_armed;
+  const past = history?.nodes[node.id]?.memory_bytes.some((value) => value !== null) ? history.nodes[node.id] : null;
   return html`<section class="card" aria-label=${node.name}>
     <div class="row spread"><h3>${node.name}</h3><span class="row">
-      <span class=${`badge ${node.state === "ready" ? "good" : "warn"}`}>${node.cordoned ? "cordoned" : node.state}</span>
-      <span class=${`badge ${armed ? "good" : "bad"}`}>${armed ? "gate armed" : node.guard ? "gate not armed" : "guard off"}</span></span></div>
-    <${Bar} node=${node} />
-    <dl class="facts">
-      <dt>requests</dt><dd>${node.in_flight} here, ${node.running} running, ${node.waiting} waiting</dd>
-      <dt>models</dt><dd>${loaded.length ? loaded.map((model) => model.name).join(", ") : "none loaded"}</dd>
-      <dt>gate</dt><dd>${node.engine.counts.checks} checks, ${node.engine.counts.refusals} refusals</dd>
-      <dt>machine</dt><dd>${node.chip || "unknown"}, ${size(node.memory)}</dd>
-      ${node.state === "paused" ? html`<dt>paused</dt><dd class="warn">${node.sharing.why}${node.sharing.until ? `, until ${new Date(node.sharing.until * 1000).toLocaleString()}` : ""}</dd>` : null}
-      ${node.breaker && node.breaker.state !== "closed" ? html`<dt>failing</dt><dd class="bad">gets no requests ${node.breaker.state === "open" ? `until ${new Date(node.breaker.until * 1000).toLocaleTimeString()}` : "but one that is tried"}: ${node.breaker.why}</dd>` : null}
-      ${node.heard_seconds ? html`<dt>heard</dt><dd class="warn">${seconds(node.heard_seconds)} ago</dd>` : null}
-      ${node.remedy && over(node) ? html`<dt>more room</dt><dd>${node.remedy}</dd>` : null}
-    </dl>
-    <p class="row"><button disabled=${busy} onClick=${() => act(node.cordoned ? "uncordon" : "cordon")}>${node.cordoned ? "Send requests again" : "Send nothing new"}</button>
-      <button disabled=${busy} onClick=${() => act("drain", { wait_seconds: 30 })}>Move its requests away</button>
-      ${node.sharing.when ? html`<${Pause} node=${node} act=${act} busy=${busy} />` : null}</p>
-    <${Wrong} text=${error} />
+      <span class=${`badge ${node.cordoned ? "quiet" : BADGES[node.state] ?? "quiet"}`}>${node.state}${node.cordoned ? ", cordoned" : ""}</span>
+      ${here ? html`<span class=${`badge ${armed ? "good" : "bad"}`}>${armed ? "gate armed" : node.guard ? "gate not armed" : "guard off"}</span>` : null}</span></div>
+    ${here ? html`<${Present} node=${node} />` : html`<${Away} node=${node} />`}
+    <dl class="facts"><dt>machine</dt><dd>${node.chip || "unknown"}, ${size(node.memory)}${node.version ? `, version ${node.version}` : ""}</dd>
+      <dt>video</dt><dd>${videoOf(node)}</dd></dl>
+    ${past ? html`<details open=${open}><summary class="small">Last hour</summary><${Charts} load=${past} at=${history.at} interval=${history.interval_seconds} node=${true} /></details>` : null}
+    ${own.admin ? html`<${Actions} node=${node} />` : null}
   </section>`;
 }
 
-export function Pool({ pool }) {
-  const { status, nodes = [], conditions = [] } = pool;
+export function Pool({ pool, own }) {
+  const { status, conditions = [] } = pool;
+  const nodes = (pool.nodes ?? []).filter((node) => node.state !== "left");
+  const history = useHistory(pool.load);
   if (!status) return html`<${Nothing}>Asking the coordinator …<//>`;
-  const notes = [...conditions.map((one) => [one.severity === "critical" ? "bad" : "warn", `${one.summary} – ${one.remedy}`]), ...status.dangers.map((text) => ["bad", text]), ...status.warnings.map((text) => ["warn", text])];
   return html`
-    <p>Requests: ${status.in_flight} under way, ${status.queued} in line. Models: ${status.models.length}.</p>
-    ${notes.length ? html`<ul role="status">${notes.map(([kind, text]) => html`<li class=${kind}>${text}</li>`)}</ul>` : html`<p class="good" role="status">Nothing needs you.</p>`}
-    <p class="small row">${PARTS.map(([name, label]) => html`<span><span class=${`key ${name}`}></span>${label}</span>`)}<span><span class="key free"></span>free</span><span>│ highest of late</span></p>
-    ${nodes.length ? html`<div class="cards">${nodes.map((node) => html`<${Node} key=${node.id} node=${node} />`)}</div>`
-      : html`<${Nothing}>No Mac is here yet: <a href="#/join">let one join</a>.<//>`}`;
+    <${Health} status=${status} nodes=${nodes} conditions=${conditions} />
+    ${history && nodes.length ? html`<section class="card" aria-label="The pool in the last hour"><${Charts} load=${history.pool} at=${history.at} interval=${history.interval_seconds} /></section>` : null}
+    <p class="small row">${PARTS.map(([name, label]) => html`<span><span class=${`key ${name}`}></span>${label}</span>`)}<span><span class="key free"></span>free</span><span>│ recent peak</span></p>
+    ${nodes.length ? html`<div class="cards">${nodes.map((node) => html`<${Node} key=${node.id} node=${node} own=${own} history=${history} open=${nodes.length <= MAX_OPEN} />`)}</div>`
+      : html`<${Nothing}>No Mac has joined yet${own.admin ? html`: <a href="#/join">add one</a>` : null}.<//>`}`;
 }

@@ -1,28 +1,62 @@
-// What is under way and what has ended; one of them explained: every decision with every node's arithmetic.
-import { html } from "/ui/vendor/preact.js";
-import { Nothing, Table, Wrong, count, seconds, size, useAsked } from "/ui/pool.js";
+// Requests in flight and ended, with a filter; one of them explained: every decision with every node's arithmetic.
+import { html, useState } from "/ui/vendor/preact.js";
+import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/pool.js";
+
+const CANCELLED = ["cancelled", "slow_client"];
+const FAILED = ["answer_too_long", "engine_crashed", "engine_lost", "failed", "link_lost", "memory_pressure", "node_lost", "node_stopping", "shutting_down"];
+const MAX_UNBROKEN = 28;
+const KINDS = { "": "all", ok: "ok", refused: "refused", failed: "failed", cancelled: "cancelled" };
+
+const kindOf = (outcome) => outcome === "ok" ? "ok" : CANCELLED.includes(outcome) ? "cancelled" : FAILED.includes(outcome) ? "failed" : "refused";
+const colour = (outcome) => ({ ok: "good", cancelled: "quiet" })[kindOf(outcome)] ?? "bad";
+const link = (id) => html`<a href=${`#/requests/${encodeURIComponent(id)}`}>${id}</a>`;
+const short = (name) => html`<span class=${name.length > MAX_UNBROKEN ? "" : "nowrap"}>${name}</span>`;
+const steps = (rows) => !rows.length ? null : html`<${Table} caption="Steps" head=${["#after", "what", "Mac"]} rows=${rows.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} />`;
 
 function One({ id }) {
-  const [told, error] = useAsked(`/api/v1/requests/${encodeURIComponent(id)}`);
-  if (!told) return html`<${Wrong} text=${error} />`;
-  return html`<p><a href="#/requests">All requests</a></p>
-    ${told.under_way.map((one) => html`<div class="card"><h3>${one.request_id}</h3><p>${one.model}: ${one.phase}, for ${seconds(one.seconds)}.</p>
-      <${Table} caption="Steps" head=${["#after", "what", "node"]} rows=${one.steps.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} /></div>`)}
-    ${told.requests.map((story) => html`<div class="card"><h3>${story.request_id}</h3>
-      <p>${story.model}: <b class=${story.outcome === "ok" ? "good" : "bad"}>${story.outcome}</b> after ${seconds(story.seconds)}; ${count(story.prompt_tokens)} tokens read, ${count(story.cached_tokens)} of them known, ${count(story.completion_tokens)} written. ${story.message}</p>
-      <${Table} caption="Steps" head=${["#after", "what", "node"]} rows=${story.steps.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} /></div>`)}
-    ${told.decisions.map((one) => html`<div class="card"><h3>Decision ${seconds(one.seconds_ago)} ago, among ${one.nodes} nodes</h3>
+  const [found, error] = useAsked(`/api/v1/requests/${encodeURIComponent(id)}`);
+  const back = html`<p><a href="#/requests">All requests</a></p>`;
+  if (!found) return html`${back}<${Wrong} text=${error} />`;
+  return html`${back}
+    ${found.under_way.map((one) => html`<div class="card"><h3>${one.request_id}</h3><p>${one.model}: ${one.phase}, for ${seconds(one.seconds)}.</p>${steps(one.steps)}</div>`)}
+    ${found.requests.map((one) => html`<div class="card"><h3>${one.request_id}</h3>
+      <p>${one.model}: <b class=${colour(one.outcome)}>${one.outcome}</b> after ${seconds(one.seconds)}. ${one.message}</p>
+      <dl class="facts"><dt>arrived</dt><dd>${clock(one.at)}</dd><dt>key</dt><dd>${one.key_name}</dd><dt>Mac</dt><dd>${one.node || "none"}</dd>
+        <dt>time to first token</dt><dd>${seconds(one.ttft_seconds)}</dd><dt>decode</dt><dd>${rate(one.tokens_per_second)} tokens/s</dd>
+        <dt>tokens</dt><dd>${count(one.prompt_tokens)} prompt, ${count(one.cached_tokens)} of them cached, ${count(one.completion_tokens)} generated</dd></dl>
+      ${steps(one.steps)}</div>`)}
+    ${found.decisions.map((one) => html`<div class="card"><h3>Decision ${seconds(one.seconds_ago)} ago, among ${one.nodes} Macs</h3>
       ${one.refused ? html`<p class="bad">${one.refused}</p>` : null}
-      <${Table} caption="Nodes" head=${["node", "#needs", "#headroom", "#first token in", "verdict"]} rows=${one.candidates.map((row) => ({ key: row.node,
-        cells: [row.name, row.need ? size(row.need) : "–", row.need ? size(row.headroom) : "–", seconds(row.expected_ttft), row.chosen ? html`<b class="good">chosen</b>` : row.why_not || "fits"] }))} /></div>`)}`;
+      <${Table} caption="Macs" head=${["Mac", "#needs", "#headroom", "#first token in", "#answer in", "verdict"]} rows=${one.candidates.map((row) => ({ key: row.node,
+        cells: [row.name, ...(row.need && PRESENT.includes(row.state) ? [size(row.need), size(row.headroom), seconds(row.expected_ttft_seconds), seconds(row.expected_answer_seconds)] : ["–", "–", "–", "–"]),
+          html`<div class="reason">${row.chosen ? html`<b class="good">chosen</b>` : row.why_not || "fits"}</div>`] }))} /></div>`)}`;
+}
+
+function Ended({ ended }) {
+  const [text, setText] = useState("");
+  const [kind, setKind] = useState("");
+  const [all, setAll] = useState(false);
+  const [older, error] = useAsked(all ? "/api/v1/requests?last=1000" : "");
+  const newest = new Set(ended.map((one) => one.request_id));
+  const rows = [...(older?.requests ?? []).filter((one) => !newest.has(one.request_id)).map((one) => ({ ...one, key: one.key_name })), ...ended];
+  const wanted = text.trim().toLowerCase();
+  const fits = (one) => (!kind || kindOf(one.outcome) === kind) && (!wanted || [one.request_id, one.key, one.model, one.node, one.outcome, one.message].some((value) => value.toLowerCase().includes(wanted)));
+  const shown = rows.filter(fits).toReversed();
+  return html`<section class="card"><h3>Ended</h3>
+    <p class="row"><label>Filter <input type="search" value=${text} placeholder="id, key, model, Mac, reason" onInput=${(event) => setText(event.target.value)} /></label>
+      <select aria-label="Outcome" value=${kind} onChange=${(event) => setKind(event.target.value)}>${Object.entries(KINDS).map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
+      <span class="small quiet">${count(shown.length)} of ${count(rows.length)}</span>
+      ${all ? null : html`<button onClick=${() => setAll(true)}>Load the newest 1,000</button>`}</p><${Wrong} text=${error} />
+    ${shown.length ? html`<${Table} caption="Requests that ended" head=${["time", "request", "key", "model", "Mac", "outcome", "#TTFT", "#tok/s", "#took", "#prompt", "#cached", "#generated"]}
+      rows=${shown.map((one) => ({ key: one.request_id + one.at, cells: [html`<span class="nowrap">${clock(one.at)}</span>`, link(one.request_id), one.key, short(one.model), one.node || "–", html`<span class=${colour(one.outcome)}>${one.outcome}</span>${one.message ? html`<div class="small reason">${one.message}</div>` : null}`,
+        seconds(one.ttft_seconds), rate(one.tokens_per_second), seconds(one.seconds), count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens)] }))} />`
+      : html`<${Nothing}>${rows.length ? "None fits the filter." : "None yet."}<//>`}</section>`;
 }
 
 export function Requests({ pool, rest }) {
   if (rest[0]) return html`<${One} id=${decodeURIComponent(rest[0])} />`;
   const { requests = [], ended = [] } = pool;
-  const link = (id) => html`<a href=${`#/requests/${encodeURIComponent(id)}`}>${id}</a>`;
-  return html`<section class="card"><h3>Under way</h3>${requests.length ? html`<${Table} caption="Requests under way" head=${["request", "key", "model", "node", "phase", "#read", "#written", "#attempts"]}
-      rows=${requests.map((one) => ({ key: one.id, cells: [link(one.id), one.key, one.model, one.node || "in line", one.phase, count(one.prompt_tokens), count(one.completion_tokens), one.attempts] }))} />` : html`<${Nothing}>Nobody asks anything now.<//>`}</section>
-    <section class="card"><h3>Ended</h3>${ended.length ? html`<${Table} caption="Requests that ended" head=${["request", "key", "model", "end", "#took", "#read", "#written", "why"]}
-      rows=${ended.toReversed().map((one, at) => ({ key: one.request_id + at, cells: [link(one.request_id), one.key, one.model, html`<span class=${one.outcome === "ok" ? "good" : "bad"}>${one.outcome}</span>`, seconds(one.seconds), count(one.prompt_tokens), count(one.completion_tokens), one.message] }))} />` : html`<${Nothing}>Nothing has ended since the coordinator started.<//>`}</section>`;
+  return html`<section class="card"><h3>In flight</h3>${requests.length ? html`<${Table} caption="Requests in flight" head=${["time", "request", "key", "model", "Mac", "state", "#prompt", "#cached", "#generated", "#attempts"]}
+      rows=${requests.map((one) => ({ key: one.id, cells: [html`<span class="nowrap">${clock(one.at)}</span>`, link(one.id), one.key, short(one.model), one.node || "–", one.phase, count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens), one.attempts] }))} />` : html`<${Nothing}>None.<//>`}</section>
+    <${Ended} ended=${ended} />`;
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.conditions.expressions import History, Labels, Metric, Rise, Sample, walk
-from coordinator.conditions.rules import OUTSIDE, RULES, WATCHED, Rule, rules_file, told
+from coordinator.conditions.rules import OUTSIDE, PAGE, RULES, WATCHED, Rule, rules_file, runbook_url, told
 from coordinator.conditions.watch import Condition, Conditions, sample_of
 from coordinator.metrics.families import Kind
 from coordinator.metrics.node import NODE
@@ -67,7 +67,7 @@ def series(story: Series, seconds: int) -> list[dict[str, str]]:
 
 def alerts(rule: Rule, labels: dict[str, str]) -> list[dict[str, Any]]:
     annotations = {"summary": told(rule.summary, frozenset(labels.items())), "description": rule.remedy,
-                   "runbook": rule.runbook}  # fmt: skip
+                   "runbook_url": runbook_url(PAGE, rule.name)}  # fmt: skip
     return [{"exp_labels": {**labels, "severity": rule.severity.value}, "exp_annotations": annotations}]
 
 

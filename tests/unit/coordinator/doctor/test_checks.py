@@ -14,6 +14,7 @@ import pytest
 from coordinator.doctor.examination import CHECKS, Check, examine
 from coordinator.doctor.finding import exit_code, fail, not_here, ok, warn
 from coordinator.doctor.pool_checks import _link
+from machine.power import Power
 from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
 from wire.units import GIB
 
@@ -28,6 +29,22 @@ PMSET = "/usr/bin/pmset -g"
 def test_ids_are_unique_and_plain():
     assert len(BY_ID) == len(CHECKS) >= 25
     assert all(one.replace("-", "").isalpha() and one.islower() for one in BY_ID)
+
+
+def test_every_id_runs_the_check_of_its_name():
+    names = {check.id: check.run.__name__.replace("_", "-") for check in CHECKS}
+    assert names == {name: "log-errors" if name == "errors" else name for name in BY_ID}
+
+
+def test_a_row_has_every_field_of_its_finding(tmp_path: Path):
+    finding = warn("it is slow", "mend it", seconds=1.5, size=None)
+    (one,) = examine(pretended(tmp_path), [Check("slow", "How fast it is", lambda _: finding)])
+    row = one.row()
+    assert 0 <= row.pop("seconds") < 5
+    assert row == {
+        "id": "slow", "title": "How fast it is", "result": "warn", "text": "it is slow", "fix": "mend it",
+        "numbers": {"seconds": 1.5, "size": None},
+    }  # fmt: skip
 
 
 def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -45,8 +62,6 @@ def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: p
         ("wired-limit", {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": "126000\n"}, "fail", "wired_limit_mb=122880"),
         ("wired-limit", {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": None}, "warn", "sysctl -a"),
         ("sleep", {PMSET: " sleep 10\n womp 0\n"}, "warn", "sudo pmset -a sleep 0 womp 1"),
-        ("power", {"/usr/bin/pmset -g batt": "Now drawing from 'Battery Power'\n -I (id=1)\t20%; discharging\n"},
-         "warn", "charged 20 %"),
         ("filevault", {"/usr/bin/fdesetup status": "FileVault is On.\n"}, "warn", "authrestart"),
         ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)", f"{FIREWALL} --getblockall": "Block all ENABLED!"},
          "fail", "--unblockapp"),
@@ -57,6 +72,26 @@ def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, 
     found = BY_ID[check].run(pretended(tmp_path, tools))
     assert (found.result, says in f"{found.text} {found.fix}") == (result, True), found
     assert found.fix or result in ("ok", "not here")
+
+
+@pytest.mark.parametrize(
+    ("platform", "power", "result", "says"),
+    [
+        ("darwin", Power(False, 20.0), "warn", "on battery, 20 %"),
+        ("darwin", Power(True, 80.0), "ok", "on mains, 80 %"),
+        ("darwin", Power(), "warn", "pmset -g batt"),
+        ("linux", Power(True), "ok", "on mains"),
+        ("linux", Power(), "not here", "does not tell"),
+    ],
+)
+def test_the_power_supply(tmp_path: Path, platform: str, power: Power, result: str, says: str):
+    found = BY_ID["power"].run(pretended(tmp_path, platform=platform, power=power))
+    assert (found.result, says in f"{found.text} {found.fix}") == (result, True), found
+
+
+def test_a_laptop_may_sleep(tmp_path: Path):
+    found = BY_ID["sleep"].run(pretended(tmp_path, {PMSET: " sleep 10\n womp 0\n"}, power=Power(True, 80.0)))
+    assert (found.result, "a laptop may sleep" in found.text) == ("ok", True)
 
 
 def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Path):

@@ -11,6 +11,8 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,12 @@ from coordinator.keeping.restore import PassphraseNeeded, RestoreError, look, re
 from coordinator.keeping.sealed import PIECE, Opener, Sealer, SealError
 from coordinator.keeping.swap import RESTORING
 from coordinator.store import MIGRATIONS, KeyRow, MemberRow, StateLockedError, Store, TokenRow, open_database
+from coordinator.video.jobs import Job, Wanted
 from coordinator.video.predictor import Profile, ProfileKey
+from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from coordinator.video.store import VideoStore
+from router.quotas import KeyLimits
+from router.usage import Used
 from wire.identity import NodeId
 from wire.report import Hardware
 
@@ -479,3 +485,184 @@ def test_a_backup_of_an_older_schema_comes_back_in_ours(tmp_path: Path) -> None:
     found, generation, members, _ = shows(tmp_path / "new")
     assert (found, members) == (name, {"n1"})
     assert generation == int(NOW), "a restore counts one in a schema that had none"
+
+
+# -- everything that a cluster is -----------------------------------------------------------------------------------
+
+
+def full_cluster(folder: Path) -> str:
+    """Make a cluster in which every table has rows, among them revoked, removed and spent ones; give its id."""
+    ident = cluster(folder)
+    store = Store(folder)
+    store.put_member(MemberRow(NodeId("n2"), "mini", "m2", Hardware("M2", 1 << 34), "cd34", 6.0, cordoned=True,
+                               labels=("lab", "fast"), video=True))  # fmt: skip
+    store.put_member(MemberRow(NodeId("n3"), "gone", "m3", Hardware(), "ef56", 7.0, removed=8.0))
+    store.put_token(TokenRow("spent", b"s" * 32, 1.0, 2.0, 0, "spent", revoked=True))
+    store.put_key(KeyRow("k2", "bounded", ("infer", "admin"), b"e" * 32, 2.0, 3.0, KeyLimits(concurrency=2)))
+    store.put_key(KeyRow("k3", "revoked", ("infer",), b"f" * 32, 2.0))
+    store.revoke_key("k3", 9.0)
+    store.deny_node(NodeId("n3"), 8.0, "removed")
+    store.deny_serial("ef56", 8.0, "removed")
+    store.count("k1", "tiny", "2026-01-01", Used(1, 2, 3, 4, 5))
+    store.note(7.0, "k1", "cordon", "n2", "10.0.0.5")
+    store.close()
+    videos = VideoStore(folder)
+    videos.put_job(Job("video_abc", 1, "k1", 100.0, Wanted("m", "p", 64, 48, 16, 8, 4, 12), 36))
+    videos.put_job(Job("video_def", 2, "k1", 101.0, Wanted("m", "q", 64, 48, 16, 8, 4, 12), 36))
+    videos.close()
+    return ident
+
+
+def tables(file: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Read every table of a database, with its schema's version."""
+    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+        found = {name: connection.execute(f"SELECT * FROM {name} ORDER BY 1, 2").fetchall() for (name,) in names}
+        return found | {"user_version": connection.execute("PRAGMA user_version").fetchall()}
+
+
+def test_backup_restores_every_row_of_every_table(tmp_path: Path) -> None:
+    full_cluster(tmp_path / "home")
+    before = {name: tables(tmp_path / "home" / name) for name in ("cluster.db", "videos.db")}
+    empty = [(file, name) for file, found in before.items() for name, rows in found.items() if not rows]
+    assert empty == [], "a table without rows shows nothing: add some in full_cluster"
+    done = restore(back_up(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
+    after = {name: tables(tmp_path / "other" / name) for name in before}
+    ((one, ident, name, epoch, generation),) = before["cluster.db"].pop("meta")
+    assert after["cluster.db"].pop("meta") == [(one, ident, name, epoch + 1000, int(NOW))]
+    assert generation == 0
+    assert after == before
+    assert (done.counts.members, done.counts.keys, done.counts.tokens, done.counts.jobs) == (2, 2, 1, 2)
+
+
+def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
+    full_cluster(tmp_path / "home")
+    restore(back_up(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
+    store = Store(tmp_path / "other")
+    member = store.members[NodeId("n2")]
+    assert (member.cordoned, member.labels, member.video, member.hardware) == (
+        True, ("lab", "fast"), True, Hardware("M2", 1 << 34),
+    )  # fmt: skip
+    assert set(store.keys) == {"k1", "k2"}, "a revoked key stays revoked"
+    assert store.keys["k2"].limits == KeyLimits(concurrency=2)
+    assert store.denied(NodeId("n3"), "")
+    assert store.denied(NodeId("other"), "ef56")
+    assert [(row.key, row.used) for row in store.usage] == [("k1", Used(1, 2, 3, 4, 5))]
+    assert [(row.action, row.address) for row in store.audit] == [("cordon", "10.0.0.5")]
+    store.close()
+    jobs = jobs_of(tmp_path / "other")
+    assert [job.id for job in jobs.jobs] == ["video_abc", "video_def"]
+    assert jobs.profiles == {ProfileKey("wan", "e", 8): Profile(2**30, 1.0)}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Read every file but databases, locks and half-made ones."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: data for name, data in found.items() if ".db" not in name and not name.endswith((".part", "lock"))}
+
+
+@pytest.mark.parametrize("artifacts", [True, False])
+def test_backup_restores_every_file_byte_by_byte(home: tuple[Path, str], tmp_path: Path, artifacts: bool) -> None:
+    for name in ("endpoint", "endpoint-authority"):
+        (home[0] / "authority" / f"{name}.pem").write_bytes(name.encode())
+    poster = home[0] / "videos" / "video_abc" / "poster.webp"
+    poster.write_bytes(b"picture")
+    before = files_of(home[0])
+    assert {"pepper", "config.toml", "authority/authority.pem", "authority/coordinator.pem"} <= set(before)
+    made = back_up(home[0], tmp_path / "b", artifacts=artifacts)
+    restore(made.file, tmp_path / "other", NOW)
+    if not artifacts:
+        before = {name: data for name, data in before.items() if not name.startswith("videos/")}
+    assert files_of(tmp_path / "other") == before
+    assert made.manifest.artifacts is artifacts
+    assert {one.name for one in made.manifest.members} == {"cluster.db", "videos.db", *before}
+
+
+def test_a_manifest_says_what_the_backup_is_of(home: tuple[Path, str], tmp_path: Path) -> None:
+    (home[0] / "config.toml").write_text('[http]\ncertificate = "/etc/cert.pem"\nkey = "/etc/key.pem"\n')
+    began = time.time()
+    made = back_up(home[0], tmp_path / "b")
+    manifest = made.manifest
+    assert (manifest.cluster, manifest.name, manifest.epoch, manifest.generation) == (home[1], "home", 1, 0)
+    assert (manifest.format, manifest.macpool) == (1, version("macpool"))
+    assert manifest.schemas == {"cluster.db": len(MIGRATIONS), "videos.db": len(VIDEO_MIGRATIONS)}
+    assert manifest.outside == ("/etc/cert.pem", "/etc/key.pem")
+    assert began - 1 <= manifest.made <= time.time()
+    assert (made.size, made.encrypted) == (made.file.stat().st_size, False)
+    assert back_up(home[0], tmp_path / "c", passphrase=b"p").encrypted
+    for member in manifest.members:
+        assert member.size > 0
+    second = back_up_of_restored(made.file, tmp_path / "two")
+    assert (second.epoch, second.generation) == (1001, int(NOW)), "a backup of a restored cluster"
+
+
+def back_up_of_restored(file: Path, folder: Path) -> Manifest:
+    restore(file, folder, NOW)
+    return back_up(folder, folder.parent / "again").manifest
+
+
+def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tuple[Path, str], tmp_path: Path) -> None:
+    saved, other = back_up(home[0], tmp_path / "b").file, tmp_path / "other"
+    cluster(other, "lab")
+    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK):
+        (other / name).write_bytes(b"of the former state")
+    done = restore(saved, other, NOW, replace=True)
+    assert done.aside is not None
+    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK):
+        assert not (other / name).exists()
+        assert (done.aside / name).exists()
+    assert not (other / "videos").exists(), "files of another cluster's videos do not stay"
+    assert shows(other)[0] == home[1]
+    assert done.aside.name == f"replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(NOW))}"
+    again = restore(saved, other, NOW, replace=True)
+    assert again.aside == done.aside.with_name(done.aside.name + "-1"), "an older one is never written over"
+
+
+def test_a_backup_without_videos_takes_those_of_the_former_state_away(tmp_path: Path) -> None:
+    cluster(tmp_path / "plain", video=False)
+    saved = back_up(tmp_path / "plain", tmp_path / "b").file
+    assert look(saved).schemas == {"cluster.db": len(MIGRATIONS)}
+    cluster(tmp_path / "other", "lab")
+    restore(saved, tmp_path / "other", NOW, replace=True)
+    assert not (tmp_path / "other" / "videos.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("present", "config"), [(None, "config.toml"), ("same", "config.toml"), ("other", "config.toml.restored")]
+)
+def test_settings_of_this_machine_stay_and_others_are_put_beside(
+    home: tuple[Path, str], saved: Path, tmp_path: Path, present: str | None, config: str
+) -> None:
+    ours, theirs = tmp_path / "two" / "config.toml", (home[0] / "config.toml").read_bytes()
+    ours.parent.mkdir()
+    if present is not None:
+        ours.write_bytes(theirs if present == "same" else b"# mine\n")
+    assert restore(saved, tmp_path / "two", NOW).config == config
+    assert (ours.parent / config).read_bytes() == theirs
+    assert ours.read_bytes() == (b"# mine\n" if present == "other" else theirs)
+
+
+def test_videos_of_a_newer_schema_are_refused(home: tuple[Path, str], tmp_path: Path) -> None:
+    newer = len(VIDEO_MIGRATIONS) + 1
+    file = forged(home[0], lambda tree: tree["schemas"].update({"videos.db": newer}))
+    for read in (lambda: look(file), lambda: restore(file, tmp_path / "other", NOW)):
+        with pytest.raises(RestoreError, match=rf"videos\.db was written by a newer macpool \(schema {newer}"):
+            read()
+
+
+def test_a_broken_off_restore_is_finished_before_a_backup_is_made(home: tuple[Path, str], tmp_path: Path) -> None:
+    staged = home[0] / RESTORING
+    staged.mkdir()
+    (staged / "commit.json").write_text("{}")
+    with pytest.raises(BackupError, match="`cluster up` there finishes it, then back up"):
+        back_up(home[0], tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("name", ["authority/evil.PEM.pem", "videos/video_abc/.hidden.mp4"])
+def test_a_file_that_is_not_ours_is_named_and_not_taken(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
+    (home[0] / name).write_bytes(b"x")
+    with pytest.raises(BackupError, match="is not a file of ours: move it away, then back up"):
+        back_up(home[0], tmp_path / "b", artifacts=True)
+    assert not (tmp_path / "b").exists()
+    assert not list(home[0].glob(".backup-*"))

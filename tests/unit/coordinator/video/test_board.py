@@ -115,6 +115,34 @@ def test_a_job_from_the_line_to_its_files():
     assert told["expires_at"] == int(story.now + 86400)
 
 
+def test_progress_and_peak_of_a_job_never_fall_and_its_phase_and_step_are_the_newest():
+    story = Story()
+    job = story.running()
+    story.report("a", state_of(job, "denoising", progress=40, step=8, peak=77))
+    story.report("a", state_of(job, "decoding", progress=30, step=9, peak=50))
+    now = story.job(1)
+    assert (now.progress, now.peak, now.phase, now.step) == (40, 77, "decoding", 9)
+    story.report("a", state_of(job, "saving", progress=100))
+    assert story.job(1).progress < 100, "its files are not here yet"
+    story.report("a", state_of(job, "saving", progress=-5))
+    assert story.job(1).progress > 40
+
+
+@pytest.mark.parametrize("finalizing", [False, True])
+def test_only_reports_in_a_row_without_a_lease_lose_a_job(finalizing: bool):
+    story = Story()
+    job = story.running()
+    if finalizing:
+        story.end(job)
+    for told in (False, True, False, True):
+        story.report("a", *([state_of(job, "ended" if finalizing else "denoising")] if told else []))
+        assert story.job(1).state == (State.FINALIZING if finalizing else State.IN_PROGRESS), "one may be late"
+    story.report("a")
+    story.report("a")
+    assert story.job(1).state == State.FAILED
+    assert (story.job(1).fault or Fault("", "")).code == ("artifact_lost" if finalizing else "worker_lost")
+
+
 def test_first_come_first_served_and_one_question_at_a_time():
     story = Story()
     story.submit(3, 1, 2)
@@ -165,6 +193,25 @@ def test_a_node_that_stays_away_ends_its_job_as_the_settings_say(rule: Any, stat
     assert (story.job(1).fault or Fault("node_lost", "")).code == "node_lost"
 
 
+@pytest.mark.parametrize("how", ["worker", "away"])
+def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_fails(how: str):
+    story = Story(on_node_loss="requeue", attempts=2)
+    story.submit(1)
+    for attempt in range(3):
+        job = story.place()
+        story.grant(job)
+        if how == "worker":
+            story.end(job, "worker_lost")
+        else:
+            story.tell(NodeAway("a"))
+            story.now += 61
+            story.tell(Tick())
+        assert story.board.holds == {}
+        assert story.job(1).state == (State.FAILED if attempt == 2 else State.QUEUED), attempt
+    assert (story.job(1).fault or Fault("", "")).code == ("worker_lost" if how == "worker" else "node_lost")
+    assert story.job(1).attempts == 2
+
+
 def test_a_node_that_comes_back_in_time_goes_on():
     story = Story()
     job = story.running()
@@ -196,7 +243,10 @@ def test_this_process_began_again():
     asked = story.place("b")
     story.tell(Restarted())
     assert [story.job(n).state for n in (1, 2, 3)] == [State.IN_PROGRESS, State.QUEUED, State.QUEUED]
-    assert story.board.held("a") is not None
+    hold = story.board.held("a")
+    assert hold is not None
+    assert (hold.granted, hold.job, hold.size, hold.since) == (True, "video_1", 36, story.job(1).started)
+    assert story.board.held("b") is None
     assert story.report("b", state_of(asked, "granted"))[-1].cause == "superseded"  # pyright: ignore
     story.report("a", state_of(running, progress=60))
     assert story.job(1).progress == 60
@@ -221,6 +271,7 @@ def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so(
     actions = story.tell(Cancelled("video_1"))
     assert GiveBack("a", job.lease, job.generation, "cancelled") in actions
     assert (story.job(1).fault or Fault("", "")).code == "cancelled"
+    assert story.job(1).generation == job.generation + 1, "what its worker still says is late"
     story.submit(2)
     with pytest.raises(ValueError, match="not to be placed"):
         story.tell(Placed("video_2", "a", "lease_x"))

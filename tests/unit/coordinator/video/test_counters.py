@@ -54,3 +54,26 @@ def test_a_picture_says_how_the_jobs_stand():
 
 def test_a_pool_without_videos_shows_none():
     assert not picture(VideoCounters(), [], 0.0, offered=False).used
+
+
+def test_the_oldest_wait_is_that_of_the_queued_job_that_came_first():
+    jobs = [replace(JOB, id=str(created), created=created) for created in (130.0, 100.0, 120.0)]
+    leasing = replace(JOB, id="leasing", state=State.LEASING, created=10.0)
+    seen = picture(VideoCounters(), [*jobs, leasing], 160.0, offered=True)
+    assert (seen.oldest, seen.states["queued"], seen.states["leasing"]) == (60.0, 3, 1)
+    assert picture(VideoCounters(), [leasing], 160.0, offered=True).oldest == 0.0
+
+
+def test_a_lease_is_counted_by_its_confirmation_and_the_wait_by_the_begin():
+    counters = VideoCounters()
+    counters.granted(0.25)
+    counters.granted(-1.0)
+    assert (sum(counters.confirmed.counts), counters.confirmed.total) == (2, 0.25)
+    assert sum(counters.waited.counts) == sum(counters.took.counts) == 0
+
+
+def test_files_of_all_jobs_are_kept_bytes_and_a_finalizing_job_shows_its_progress():
+    kept = [ended(files=(Kept("a.mp4", 1000, "00"), Kept("b.webp", 24, "00"))), ended("worker_lost")]
+    finalizing = replace(JOB, id="f", state=State.FINALIZING, node="n2", progress=99)
+    seen = picture(VideoCounters(), [*kept, finalizing], 160.0, offered=False)
+    assert (seen.kept, seen.progress, seen.used, seen.states["finalizing"]) == (1024, {"n2": 0.99}, True, 1)

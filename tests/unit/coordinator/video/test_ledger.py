@@ -81,7 +81,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
         ({"video": VideoState(False, "no environment", "", (WAN,))}, "no environment"),
         ({"video": VideoState(True, "", "", (WAN,), ray_cause="Ray is missing")}, "Ray is missing"),
         ({"video": VideoState(True, "", "", (WAN,))}, "Ray is starting"),
-        ({"video_allowed": False}, "`cluster nodes allow-video a`"),
+        ({"video_allowed": False}, "`cluster node allow-video a`"),
         ({"package": VideoPackage("wan", engine="0.38.0", bits=8, expert=26 * GIB)}, "its engine needs"),
     ],
 )

@@ -1,4 +1,4 @@
-"""One node: its memory as a sum, its gate, its engine, its models."""
+"""Memory: the sum of each Mac, its gate, its engine, its models and its prefix cache."""
 
 from dashboards.panels import (
     BYTES,
@@ -40,12 +40,21 @@ GLANCE = (
            f"sum(increase(macpool_node_memory_over_cap_total{N}[1h]))", bad=1),
     figure("Age of the reading", "Since the agent last read the machine, where it is most.", SECONDS,
            f"max(time() - macpool_node_memory_reading_timestamp_seconds{N})", bad=15),
-)  # fmt: skip
-MEMORY = (
     lines("The sum that the gate makes", "Nothing is started that would lift current, reserved and margin above the "
           "ceiling.", BYTES, _size("cap"), _size("ceiling"), _size("current"), _size("reserved"), _size("margin")),
     lines("Headroom", "What is left of the ceiling; what is reusable is given back before anything is refused.", BYTES,
           _size("headroom"), _size("reusable")),
+    lines("Refusals by reason", "What the gate said no to, and why.", PER_SECOND,
+          (f"sum by (node, reason) ({_rate('gate_refusals')})", "{{node}} {{reason}}")),
+    heat("Predicted peaks", "Share of the ceiling that each check predicted; above 1 it was refused.", SHARE,
+         f"macpool_gate_predicted_peak_ratio_bucket{N}"),
+    lines("Size", "What each prefix cache holds; all of it is given back before a request is refused.", BYTES,
+          (f"macpool_prefix_cache_bytes{N}", "{{node}} kept"),
+          (f"macpool_node_memory_reusable_bytes{N}", "{{node}} reusable")),
+    lines("Tokens from the cache", "Prompt tokens that were not prefilled, per second.", PER_SECOND,
+          (_rate("prefix_cache_hit_tokens"), "{{node}}")),
+)  # fmt: skip
+MEMORY = (
     lines("The terms of current", "The highest of them is what the gate compares.", BYTES, _size("phys"),
           _size("active"), _size("recent")),
     lines("MLX and the engine", "Free buffers, the highest ever, the engine before any model, and the last reserve.",
@@ -67,13 +76,9 @@ GATE = (
           (f"sum by (node) ({_rate('gate_checks')})", "{{node}} checks")),
     lines("Checks by site", "Where the gate is asked.", PER_SECOND,
           (f"sum by (node, site) ({_rate('gate_checks')})", "{{node}} {{site}}")),
-    lines("Refusals by reason", "What the gate said no to, and why.", PER_SECOND,
-          (f"sum by (node, reason) ({_rate('gate_refusals')})", "{{node}} {{reason}}")),
     lines("What was done instead of refusing", "Smaller pieces, requests that gave way, and requests that were ended.",
           PER_SECOND, (_rate("gate_shrinks"), "{{node}} shrinks"),
           (_rate("engine_preemptions"), "{{node}} preemptions"), (_rate("engine_sheds"), "{{node}} sheds")),
-    heat("Predicted peaks", "Share of the ceiling that each check predicted; above 1 it was refused.", SHARE,
-         f"macpool_gate_predicted_peak_ratio_bucket{N}"),
     quantiles("Transients", "How far MLX rose in prefills and joins: the margin must hold what no estimate has.", BYTES,
               f"macpool_gate_transient_bytes_bucket{N}", "node"),
     lines("Over the cap", "Forwards that ended over the cap, findings of the enforcer, engines that it ended.",
@@ -108,8 +113,18 @@ MODELS = (
     listing("The machines", "Chip, system, version, engine and tier.", f"macpool_node_info{N}"),
     listing("Sources", "Where the footprint is read.", f"macpool_node_memory_reading_source{N}"),
 )  # fmt: skip
+CACHE = (
+    lines("Prompts", "Kept prompts.", COUNT, (f"macpool_prefix_cache_entries{N}", "{{node}}")),
+    lines("Hits", "Requests that found a part of their prompt, per second.", PER_SECOND,
+          (_rate("prefix_cache_hits"), "{{node}}")),
+    lines("Stored and evicted", "Prompts per second.", PER_SECOND,
+          (_rate("prefix_cache_stores"), "{{node}} stored"), (_rate("prefix_cache_evictions"), "{{node}} evicted")),
+    lines("Models that made room", "Evicted for another, or unused for long.", PER_SECOND,
+          (_rate("model_evictions"), "{{node}} evicted"), (_rate("model_departures"), "{{node}} left")),
+)  # fmt: skip
 BOARD = Board(
-    "macpool-node", "Macpool: node", "One node, or several beside each other: memory, gate, engine, models.",
-    (("At a glance", GLANCE), ("Memory", MEMORY), ("Gate", GATE), ("Engine", ENGINE), ("Models and machine", MODELS)),
-    (("node", "Node", "label_values(macpool_gate_armed, node)"),),
+    "macpool-memory", "Macpool: memory", "One Mac, or several beside each other: memory, gate, engine, models, cache.",
+    (("Memory now", GLANCE), ("Memory in detail", MEMORY), ("Gate", GATE), ("Engine", ENGINE),
+     ("Models and machine", MODELS), ("Prefix cache", CACHE)),
+    (("node", "Mac", "label_values(macpool_gate_armed, node)"),),
 )  # fmt: skip

@@ -1,0 +1,93 @@
+"""The shape of the command line: groups that suggest, errors in one form, and old spellings with their new lines."""
+
+import difflib
+import shlex
+import sys
+from collections.abc import Sequence
+
+import click
+
+SYNONYMS = {
+    "ls": "list", "get": "show", "inspect": "show", "describe": "show", "info": "show", "add": "create",
+    "new": "create", "rm": "remove", "delete": "remove", "del": "remove", "stop": "cancel", "download": "get",
+}  # fmt: skip
+"""Verbs of other commands → ours; `remove` stands for `revoke` where a group has that."""
+MOVED: dict[tuple[str, ...], tuple[str, str]] = {
+    **{("nodes", verb): ("node", verb) for verb in (
+        "allow-video", "cordon", "deny-video", "drain", "label", "logs", "remove", "uncordon")},
+    ("nodes", "inspect"): ("node", "show"),
+    ("load",): ("model", "load"),
+    ("unload",): ("model", "unload"),
+    ("profile",): ("model", "profile"),
+    **{("videos", verb): ("video", verb) for verb in ("list", "show", "create", "wait", "get", "cancel")},
+    ("videos",): ("video", "list"),
+    ("lease", "list"): ("video", "leases"),
+    ("lease",): ("video", "leases"),
+}  # fmt: skip
+"""Old spelling → new. An old one is refused with the whole line to type: an alias would live as long as the scripts."""
+
+
+class Group(click.Group):
+    """A group whose error for an unknown verb names the nearest one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a verb; a usage error with the nearest one, or with the new line for an old spelling."""
+        word = args[0] if args else ""
+        if word and not word.startswith("-") and self.get_command(ctx, word) is None:
+            if ctx.parent is None:
+                _refuse_moved(ctx, args)
+            path, near = ctx.command_path, nearest(word, self.list_commands(ctx))
+            ctx.fail(f"there is no `{path} {word}`" + (f"; did you mean `{path} {near}`?" if near else ""))
+        if ctx.parent is None and tuple(args[:2]) in MOVED:
+            _refuse_moved(ctx, args)
+        return super().resolve_command(ctx, args)
+
+
+def nearest(word: str, verbs: Sequence[str]) -> str | None:
+    """Return the verb that was probably meant, None where none is near."""
+    meant = SYNONYMS.get(word)
+    if meant == "remove" and "revoke" in verbs:
+        meant = "revoke"
+    if meant in verbs:
+        return meant
+    near = difflib.get_close_matches(word, verbs, 1)
+    return near[0] if near else None
+
+
+def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
+    for length in (2, 1):
+        new = MOVED.get(tuple(args[:length]))
+        if new is not None:
+            old, rest = " ".join(args[:length]), args[length:]
+            line = shlex.join([ctx.command_path, *new, *rest])
+            raise click.UsageError(f"`{ctx.command_path} {old}` is `{ctx.command_path} {' '.join(new)}` now; type:\n"
+                                   f"  {line}")  # fmt: skip
+
+
+def print_error(error: click.ClickException) -> None:
+    """Print an error: what happened and the next step, then for a usage error the usage line and where the help is."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return
+    click.echo(f"Error: {error.format_message()}", err=True)
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        if not isinstance(error.ctx.command, click.Group):
+            click.echo(error.ctx.get_usage(), err=True)
+        click.echo(f"Help:  {error.ctx.command_path} --help", err=True)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something that cannot be taken back; UsageError where there is no terminal to ask on."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} Nothing was done: there is no terminal to ask on, add --yes")
+    if not click.confirm(question, err=True):
+        raise click.ClickException("nothing was done")
+
+
+def yes_option(command: click.decorators.FC) -> click.decorators.FC:
+    """Add --yes to a command that asks."""
+    return click.option("-y", "--yes", is_flag=True, help="Do not ask.")(command)

@@ -1,0 +1,93 @@
+"""Nodes as rows of a table: seven columns that fit 80 letters, all of them with `-o wide`, and the live view's bars."""
+
+from typing import Any
+
+from coordinator.cli.arithmetic import NO_MARGIN, OFF, UNARMED, ago, breaker_of, guard_of
+from coordinator.cli.models import standing
+from wire.units import GIB, show_size
+
+NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")
+WIDE = (
+    "NAME", "STATE", "CHIP", "CAP", "LIMITED BY", "PHYS", "MARGIN", "HEADROOM", "GUARD", "IN FLIGHT", "MODELS", "VIDEO",
+    "HEARD", "VERSION",
+)  # fmt: skip
+SILENT = frozenset({"lost", "suspect", "left", "asleep"})
+"""States of a node that does not report: its numbers are of the past."""
+
+
+def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
+    """Return a node's cells for `NARROW`; MEMORY is current of ceiling, MODELS loaded of known. VIDEO comes last and is
+    left out where no node has a package for videos."""
+    video = video_of(node.get("video")).partition(",")[0]
+    return (
+        node["name"], state_of(node), memory_of(node), headroom_of(node), str(node["in_flight"]),
+        models_of(node), video,
+    )  # fmt: skip
+
+
+def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
+    """Return a node's cells for `WIDE`."""
+    cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
+    models = ", ".join(standing(one["name"], one) for one in node["models"]) or "-"
+    return (
+        node["name"], state_of(node), node["chip"], cap, node["bound_by"] or "-", phys, margin, headroom_of(node),
+        guard_of(node), str(node["in_flight"]), models, video_of(node.get("video")), ago(node["heard_seconds"]),
+        node["version"],
+    )  # fmt: skip
+
+
+def state_of(node: dict[str, Any]) -> str:
+    """Return a node's state with everything about it that needs a person."""
+    words = [node["state"]]
+    if node["state"] in ("lost", "suspect") and node["heard_seconds"] is not None:
+        words[0] += f" {ago(node['heard_seconds'])}"
+    engine = node["engine"]["state"]
+    if node["state"] == "ready" and engine not in ("", "ready"):
+        words[0] = engine
+    words += ["cordoned"] if node["cordoned"] else []
+    words += ["failing"] if breaker_of(node) else []
+    guard = guard_of(node)
+    if guard in (OFF, NO_MARGIN) or (guard == UNARMED and words == ["ready"]):
+        words.append({OFF: "guard OFF", NO_MARGIN: NO_MARGIN, UNARMED: UNARMED}[guard])
+    return ", ".join(words)
+
+
+def memory_of(node: dict[str, Any]) -> str:
+    """Return current of ceiling in GiB; `-` where nothing is known, or what is known is of the past."""
+    if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
+        return "-"
+    return f"{node['current'] / GIB:.1f}/{show_size(node['ceiling'])}"
+
+
+def models_of(node: dict[str, Any]) -> str:
+    """Return how many models are loaded, of how many."""
+    known = node["models"]
+    return f"{sum(one['model'] == 'loaded' for one in known)} of {len(known)}" if known else "-"
+
+
+def video_of(video: dict[str, Any] | None) -> str:
+    """Return a node's part in videos: none, could, or how much memory it lends."""
+    if not video or not video["packages"]:
+        return "-"
+    lent = [lease for lease in video["leases"] if lease["size"]]
+    if lent:
+        return ", ".join(f"lends {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
+    if not video["allowed"]:
+        return "not allowed"
+    return "ready" if video["ready"] and video["ray"] else "not ready"
+
+
+def headroom_of(node: dict[str, Any]) -> str:
+    """Return a node's headroom; `-` where what is known is of the past."""
+    return "-" if node["state"] in SILENT else show_size(node["headroom"])
+
+
+def bar(node: dict[str, Any], width: int) -> str:
+    """Draw a node's ceiling as a bar of so many letters: current, reserved, margin, and free."""
+    ceiling = node["ceiling"] or 0
+    if not ceiling or node["current"] is None or node["state"] in SILENT:
+        return "?" * width
+    drawn = ""
+    for letter, size in (("█", node["current"]), ("▒", node["reserved"]), ("░", node["margin"])):
+        drawn += letter * round(max(0, size) / ceiling * width)
+    return drawn[:width].ljust(width, "·")

@@ -1,0 +1,171 @@
+"""The load of the pool and of each Mac over the last hour, in a ring of fixed size.
+
+Rules
+- A reading holds totals and gauges of one moment. Totals are kept as rates of the time between two readings.
+- What is unknown is a gap, never zero and never the last value: memory of a Mac that is lost or paused, the time to
+  the first token where none came, everything while the coordinator slept.
+- The size is fixed: POINTS points of the pool and of at most MAX_NODES Macs. The pool's points count every Mac.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wire.identity import NodeId
+
+INTERVAL_SECONDS = 10.0
+"""Seconds between two readings."""
+POINTS = 360
+"""Points that are kept: one hour."""
+MAX_NODES = 64
+"""Macs with points of their own; 17 KB each."""
+UNKNOWN = math.nan
+NODE_SERIES = (
+    "prompt_tokens_per_second",
+    "generated_tokens_per_second",
+    "in_flight",
+    "memory_bytes",
+    "cap_bytes",
+    "ttft_seconds",
+)
+POOL_SERIES = (*NODE_SERIES, "requests_per_second", "queued")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """One Mac at one moment: totals since the coordinator started, then gauges. `memory` and `cap` are bytes, None
+    while the Mac is not linked or its memory is not in use by the pool."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+    in_flight: int = 0
+    memory: int | None = None
+    cap: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The pool at one moment, `at` in Unix seconds. `requests` is the total of ended requests."""
+
+    at: float
+    nodes: Mapping[NodeId, NodeLoad]
+    requests: int = 0
+    queued: int = 0
+
+
+class _Ring:
+    """The newest POINTS values of several series."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._series = {name: array("d", [UNKNOWN]) * POINTS for name in names}
+
+    def put(self, number: int, values: Mapping[str, float]) -> None:
+        for name, series in self._series.items():
+            series[number % POINTS] = values.get(name, UNKNOWN)
+
+    def to_row(self, number: int, count: int) -> dict[str, list[float | None]]:
+        """Return the `count` values up to the one of this `number`, the oldest first."""
+        at = [one % POINTS for one in range(number - count + 1, number + 1)]
+        return {name: [_known(series[one]) for one in at] for name, series in self._series.items()}
+
+
+class LoadHistory:
+    """The ring. `take` adds a reading; `to_row` and `latest` return what is kept."""
+
+    def __init__(self) -> None:
+        self._last: Reading | None = None
+        self._number = -1
+        self._pool = _Ring(POOL_SERIES)
+        self._nodes: dict[NodeId, _Ring] = {}
+
+    def take(self, reading: Reading) -> None:
+        """Add a reading; the first one only begins the first interval."""
+        last, self._last = self._last, reading
+        for gone in self._nodes.keys() - reading.nodes.keys():
+            del self._nodes[gone]
+        if last is None:
+            return
+        elapsed = reading.at - last.at
+        if elapsed <= 0:  # the clock was set back
+            elapsed = INTERVAL_SECONDS
+        for _ in range(min(POINTS, round(elapsed / INTERVAL_SECONDS) - 1)):
+            self._put({}, {})
+        nodes = {
+            node: _node_point(last.nodes.get(node, NodeLoad()), load, elapsed) for node, load in reading.nodes.items()
+        }
+        self._put(_pool_point(last, reading, elapsed), nodes)
+
+    def _put(self, pool: Mapping[str, float], nodes: Mapping[NodeId, Mapping[str, float]]) -> None:
+        self._number += 1
+        self._pool.put(self._number, pool)
+        for node in nodes:
+            if node not in self._nodes and len(self._nodes) < MAX_NODES:
+                self._nodes[node] = _Ring(NODE_SERIES)
+        for node, ring in self._nodes.items():
+            ring.put(self._number, nodes.get(node, {}))
+
+    def to_row(self, points: int = POINTS) -> dict[str, object]:
+        """Return the newest `points` as the API shows them: None is a gap, `number` counts up by one a point."""
+        count = min(points, POINTS, self._number + 1)
+        return {
+            "interval_seconds": INTERVAL_SECONDS,
+            "number": self._number,
+            "at": None if self._last is None else self._last.at,
+            "pool": self._pool.to_row(self._number, count),
+            "nodes": {node: ring.to_row(self._number, count) for node, ring in self._nodes.items()},
+        }
+
+
+def _pool_point(last: Reading, now: Reading, seconds: float) -> dict[str, float]:
+    before = [last.nodes.get(node, NodeLoad()) for node in now.nodes]
+    pairs = list(zip(before, now.nodes.values(), strict=True))
+    loads = now.nodes.values()
+    return {
+        "prompt_tokens_per_second": sum(_rise(a.prompt_tokens, b.prompt_tokens) for a, b in pairs) / seconds,
+        "generated_tokens_per_second": sum(_rise(a.generated_tokens, b.generated_tokens) for a, b in pairs) / seconds,
+        "in_flight": sum(load.in_flight for load in loads),
+        "memory_bytes": _sum([load.memory for load in loads]),
+        "cap_bytes": _sum([load.cap for load in loads if load.memory is not None]),
+        "ttft_seconds": _mean(
+            sum(_rise(a.first_token_seconds, b.first_token_seconds) for a, b in pairs),
+            sum(_rise(a.first_tokens, b.first_tokens) for a, b in pairs),
+        ),
+        "requests_per_second": _rise(last.requests, now.requests) / seconds,
+        "queued": now.queued,
+    }
+
+
+def _node_point(last: NodeLoad, now: NodeLoad, seconds: float) -> dict[str, float]:
+    if now.memory is None:
+        return {}
+    return {
+        "prompt_tokens_per_second": _rise(last.prompt_tokens, now.prompt_tokens) / seconds,
+        "generated_tokens_per_second": _rise(last.generated_tokens, now.generated_tokens) / seconds,
+        "in_flight": now.in_flight,
+        "memory_bytes": now.memory,
+        "cap_bytes": UNKNOWN if now.cap is None else now.cap,
+        "ttft_seconds": _mean(
+            _rise(last.first_token_seconds, now.first_token_seconds), _rise(last.first_tokens, now.first_tokens)
+        ),
+    }
+
+
+def _rise(before: float, now: float) -> float:
+    """Return how far a total rose; one that fell began again at zero."""
+    return now - before if now >= before else now
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else UNKNOWN
+
+
+def _sum(values: list[int | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else UNKNOWN
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 3)

@@ -1,0 +1,14 @@
+// What a condition means and what to do: its entry of the runbook, where alerts link to.
+import { html } from "/ui/vendor/preact.js";
+import { markdown } from "/ui/markdown.js";
+import { Nothing } from "/ui/pool.js";
+import { RUNBOOK } from "/ui/runbook.js";
+
+export function Runbook({ pool, rest }) {
+  const name = decodeURIComponent(rest[0] ?? "");
+  const now = (pool.conditions ?? []).filter((one) => one.name === name);
+  const names = Object.keys(RUNBOOK);
+  if (!names.includes(name)) return html`<section class="card"><ul>${names.map((one) => html`<li><a href=${`#/runbook/${one}`}>${one}</a></li>`)}</ul></section>`;
+  return html`<p><a href="#/runbook">All conditions</a></p><section class="card answer"><h3>${name}</h3>${markdown(RUNBOOK[name])}
+    ${now.length ? html`<h4>It holds now</h4><ul>${now.map((one) => html`<li class="bad">${one.summary}</li>`)}</ul>` : html`<${Nothing}>It does not hold now.<//>`}</section>`;
+}

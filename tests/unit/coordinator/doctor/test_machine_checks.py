@@ -1,0 +1,369 @@
+"""Checks of the machine: the text, the numbers and the next step of each finding, on both sides of each limit."""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.doctor import machine_checks as checks
+from coordinator.doctor.finding import Finding, Result
+from coordinator.doctor.here import Here, Said
+from machine.power import Power
+from tests.support.pretended_mac import DEVICE, EXAMINED, FIREWALL, pretended
+from wire.units import GIB, MIB
+
+PROGRAM = os.path.realpath(sys.executable)
+SOCKETS_ON = {f"{FIREWALL} --getglobalstate": "Firewall is enabled. (State = 1)\n"}
+
+
+def seen(found: Finding) -> tuple[Result, str, str]:
+    return found.result, found.text, found.fix
+
+
+def silent(here: Here) -> Here:
+    """Return a machine whose own modules do not answer."""
+
+    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+        return None if command[0] == sys.executable else here.ask(command, seconds)
+
+    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+
+
+def with_device(state: Path, platform: str = "darwin", **changes: Any) -> Here:
+    """Return a machine on which MLX says something else."""
+    here = pretended(state, platform=platform)
+
+    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+        if "node.engine.device" in command:
+            return Said(0, json.dumps({**DEVICE, **changes}))
+        return here.ask(command, seconds)
+
+    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+
+
+def joined(state: Path) -> None:
+    (state / "node" / "identity").mkdir(parents=True)
+    (state / "node" / "identity" / "identity.json").write_text("{}")
+    (state / "node" / "identity" / "identity.json").chmod(0o600)
+
+
+# system, Python, MLX
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("14.0", ("ok", "macOS 14.0 (X)", "")),
+        ("13.7", ("fail", "macOS 13.7 (X)", "nodes need macOS 14 or newer: update it")),
+        ("26.1", ("ok", "macOS 26.1 (X)", "")),
+    ],
+)
+def test_the_system_is_macos_14_or_newer(tmp_path: Path, version: str, expected: tuple[str, str, str]):
+    listing = f"ProductName: macOS\nProductVersion: {version}\nBuildVersion: X\n"
+    found = checks.system(pretended(tmp_path, {"/usr/bin/sw_vers": listing}))
+    assert seen(found) == expected
+    assert found.numbers == {"version": version}
+
+
+@pytest.mark.parametrize(
+    ("version", "result"), [((3, 10, 9), "fail"), ((3, 11, 0), "ok"), ((3, 14, 9), "ok"), ((3, 15, 0), "fail")]
+)
+def test_python_is_3_11_to_3_14(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], result: str
+):
+    monkeypatch.setattr("sys.version_info", version)
+    found = checks.python(pretended(tmp_path, platform="linux"))
+    assert found.result == result
+    assert ("macpool runs on Python 3.11 to 3.14" in found.fix) is (result == "fail")
+
+
+@pytest.mark.parametrize(("translated", "said"), [("1\n", ", translated by Rosetta"), ("0\n", "")])
+def test_python_on_a_mac_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, translated: str, said: str):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    found = checks.python(pretended(tmp_path, {"/usr/sbin/sysctl -n sysctl.proc_translated": translated}))
+    assert (found.result, found.text.endswith(f"x86_64{said}")) == ("fail", True), found
+    assert "MLX needs an arm64 Python" in found.fix
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert checks.python(pretended(tmp_path)).result == "ok"
+
+
+def test_the_systems_own_python_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr("sys.executable", "/usr/bin/python3-of-xcode")
+    found = checks.python(pretended(tmp_path))
+    assert (found.result, "the system's own" in found.text) == ("warn", True)
+    assert "uv tool install" in found.fix
+
+
+def test_mlx_is_installed_loads_and_has_metal(tmp_path: Path):
+    found = checks.mlx(with_device(tmp_path))
+    assert seen(found) == ("ok", "MLX 0.32.4 on Apple M3 Ultra", "")
+    assert found.numbers == {"most": 96 * GIB}
+    found = checks.mlx(with_device(tmp_path, metal=False))
+    assert seen(found)[:2] == ("fail", "MLX 0.32.4 on Apple M3 Ultra: no Metal")
+    assert "log in once" in found.fix
+    assert checks.mlx(with_device(tmp_path, "linux", metal=False)).result == "ok"
+    found = checks.mlx(with_device(tmp_path, error="dlopen: no such symbol"))
+    assert seen(found)[:2] == ("fail", "MLX cannot be loaded: dlopen: no such symbol")
+    assert "uv tool install --reinstall macpool" in found.fix
+    assert checks.mlx(with_device(tmp_path, installed=False)).result == "not here"
+    joined(tmp_path)
+    found = checks.mlx(with_device(tmp_path, installed=False))
+    assert seen(found) == ("fail", "MLX is not installed", "install the extra: `uv tool install 'macpool[node]'`")
+
+
+def test_a_machine_whose_modules_do_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
+    here = silent(pretended(tmp_path))
+    for check, module in (
+        (checks.mlx, "node.engine.device"), (checks.memory, "node.examine"), (checks.wired_limit, "node.examine"),
+    ):  # fmt: skip
+        found = check(here)
+        assert (found.result, f"python -m {module}" in found.fix) == ("warn", True), found
+
+
+# memory
+
+
+def memory(**changes: Any) -> dict[str, Any]:
+    return {**EXAMINED["memory"], **changes}
+
+
+def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
+    found = checks.memory(pretended(tmp_path))
+    assert seen(found) == ("ok", "RAM 128.0 GiB, cap 96.0 GiB (static decides), margin 10.0 GiB", "")
+    assert found.numbers == {"total": 128 * GIB, "cap": 96 * GIB, "margin": 10 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"guard": "off"}, ("warn", "; the guard is off", 'no request is refused for memory: set memory.guard = "on"')),
+        ({"warning": "the cap is tight", "remedy": "lower it"}, ("warn", "; the cap is tight", "lower it")),
+        ({"error": "memory.cap is no size"},
+         ("fail", "memory.cap is no size", "change it in config.toml; `cluster config check` names the line")),
+        ({"margin_measured": True}, ("ok", ", another one for a model that was measured", "")),
+    ],
+)  # fmt: skip
+def test_memory_that_is_not_as_it_should_be(tmp_path: Path, changes: dict[str, Any], expected: tuple[str, str, str]):
+    found = checks.memory(pretended(tmp_path, memory=memory(**changes)))
+    assert (found.result, found.text.endswith(expected[1]), found.fix) == (expected[0], True, expected[2]), found
+
+
+@pytest.mark.parametrize(("megabytes", "result"), [(0, "ok"), (122880, "ok"), (122881, "fail")])
+def test_the_wired_limit_is_at_most_the_safe_one(tmp_path: Path, megabytes: int, result: str):
+    found = checks.wired_limit(pretended(tmp_path, {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": f"{megabytes}\n"}))
+    assert found.result == result
+    assert found.numbers == {"now": megabytes * MIB, "safe": 120 * GIB}
+    if result == "fail":
+        assert found.text == "iogpu.wired_limit_mb is 122881, above the 122880 that leave the system room"
+        assert "sudo sysctl iogpu.wired_limit_mb=122880, then restart the node" in found.fix
+    else:
+        assert found.text.endswith("highest safe figure 122880 MB")
+        assert ("set to 122880 MB" in found.text) is (megabytes > 0)
+
+
+# disk, files, descriptors
+
+
+class Disk:
+    """Free bytes by folder, as statvfs tells them."""
+
+    def __init__(self, free: dict[str, int]) -> None:
+        self.free = free
+
+    def __call__(self, place: Path) -> os.statvfs_result:
+        if str(place) not in self.free:
+            raise FileNotFoundError(str(place))
+        blocks = self.free[str(place)] // 4096
+        return os.statvfs_result((4096, 4096, 10 * blocks, 5 * blocks, blocks, 0, 0, 0, 0, 255))
+
+
+@pytest.mark.parametrize(
+    ("models", "state", "result", "least"),
+    [
+        (20 * GIB, GIB, "ok", GIB),
+        (20 * GIB - 4096, GIB, "warn", GIB),
+        (20 * GIB, GIB - 4096, "fail", GIB - 4096),
+        (500 * GIB, 30 * GIB, "ok", 30 * GIB),
+    ],
+)
+def test_disks_have_room_for_models_and_for_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: int, state: int, result: str, least: int
+):
+    monkeypatch.setattr("os.statvfs", Disk({"/models": models, str(tmp_path): state}))
+    found = checks.disk(pretended(tmp_path, folders=["/models/not-made-yet"]))
+    assert (found.result, found.numbers) == (result, {"free": least})
+    assert "free for /models/not-made-yet" in found.text
+    short = "/models/not-made-yet" if result == "warn" else str(tmp_path)
+    assert found.fix == (
+        "" if result == "ok" else f"make room on the disk of {short}, or name another folder in models.folders"
+    )
+
+
+def test_room_is_what_others_than_root_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.statvfs", Disk({str(tmp_path): 2 * GIB}))
+    assert "2.0 GiB free" in checks.disk(pretended(tmp_path)).text, "f_bavail, not f_bfree"
+
+
+@pytest.mark.parametrize("name", ["pepper", "run.json", "cluster.db", "token", "identity.json", "a.pem", "a.key"])
+@pytest.mark.parametrize(("mode", "result"), [(0o600, "ok"), (0o640, "fail"), (0o602, "fail")])
+def test_every_secret_is_its_owners_alone(tmp_path: Path, name: str, mode: int, result: str):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / name).touch(mode=0o600)
+    (tmp_path / "deep" / name).chmod(mode)
+    found = checks.files(pretended(tmp_path))
+    assert found.result == result
+    if result == "ok":
+        assert (found.text, found.numbers) == ("1 files with secrets, none that others could read", {"secrets": 1})
+    else:
+        assert (name in found.text, found.fix) == (True, f"chmod -R go-rwx '{tmp_path}'")
+
+
+def test_what_is_no_secret_may_be_read(tmp_path: Path):
+    for path in ("notes.txt", "logs/coordinator.log", "environments/x/a.pem", "trusted/b.pem"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+        (tmp_path / path).chmod(0o644)
+    (tmp_path / "link.pem").symlink_to(tmp_path / "notes.txt")
+    assert checks.files(pretended(tmp_path)).numbers == {"secrets": 0}
+    gone = pretended(tmp_path / "gone")
+    assert seen(checks.files(gone))[:2] == ("not here", f"there is no state folder {tmp_path / 'gone'}")
+
+
+def test_more_than_three_open_secrets_are_counted(tmp_path: Path):
+    for number in range(5):
+        (tmp_path / f"{number}.key").touch()
+        (tmp_path / f"{number}.key").chmod(0o644)
+    found = checks.files(pretended(tmp_path))
+    assert (found.text.endswith(" and 2 more"), found.numbers) == (True, {"open": 5})
+
+
+@pytest.mark.parametrize(
+    ("hard", "result", "most"), [(1024, "ok", 1024), (1023, "warn", 1023), (resource.RLIM_INFINITY, "ok", 1 << 20)]
+)
+def test_open_files_are_at_least_1024(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int, result: str, most: int
+):
+
+    def limits(_: int) -> tuple[int, int]:
+        return 256, hard
+
+    monkeypatch.setattr("resource.getrlimit", limits)
+    found = checks.open_files(pretended(tmp_path))
+    assert (found.result, found.numbers) == (result, {"most": most})
+    assert ("ulimit -Hn" in found.fix) is (result == "warn")
+
+
+# firewall, sleep, power, FileVault, where it was started
+
+
+@pytest.mark.parametrize(
+    ("listing", "all_blocked", "coordinator", "result", "says"),
+    [
+        ("(Block incoming connections)", False, True, "fail", f"the application firewall blocks {PROGRAM}"),
+        ("(Block incoming connections)", False, False, "fail", f"the application firewall blocks {PROGRAM}"),
+        ("(Allow incoming connections)", False, True, "ok", "the application firewall is on and lets us listen"),
+        ("(Allow incoming connections)", True, True, "fail", "the application firewall lets nothing in"),
+        (None, False, True, "warn", "the application firewall is on and does not know this Python"),
+        (None, False, False, "ok", "the application firewall is on; a node only dials"),
+    ],
+)
+def test_the_firewall_lets_a_coordinator_listen(
+    tmp_path: Path, listing: str | None, all_blocked: bool, coordinator: bool, result: str, says: str
+):
+    if coordinator:
+        (tmp_path / "cluster.db").touch(mode=0o600)
+    listed = "" if listing is None else f"1 :  {PROGRAM}\n         {listing}\n"
+    block = "Firewall has block all state set to enabled." if all_blocked else "Block all DISABLED!"
+    tools = {**SOCKETS_ON, f"{FIREWALL} --listapps": listed, f"{FIREWALL} --getblockall": block}
+    found = checks.firewall(pretended(tmp_path, tools))
+    assert (found.result, says in found.text) == (result, True), found
+    if result != "ok":
+        assert f"--add '{PROGRAM}' --unblockapp '{PROGRAM}'" in found.fix
+    assert ("--setblockall off" in found.fix) is all_blocked
+
+
+def test_a_firewall_that_is_off_or_cannot_be_read(tmp_path: Path):
+    assert seen(checks.firewall(pretended(tmp_path))) == ("ok", "the application firewall is off", "")
+    found = checks.firewall(pretended(tmp_path, {f"{FIREWALL} --getglobalstate": None}))
+    assert (found.result, FIREWALL in found.fix) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("listing", "result", "steps"),
+    [
+        (" sleep 0\n womp 1\n autorestart 1\n", "ok", ""),
+        (" sleep 1\n womp 1\n autorestart 1\n", "warn", "sleep 0"),
+        (" sleep 0\n womp 0\n autorestart 1\n", "warn", "womp 1"),
+        (" sleep 0\n womp 1\n autorestart 0\n", "warn", "autorestart 1"),
+        (" sleep 5\n womp 0\n autorestart 0\n", "warn", "sleep 0 womp 1 autorestart 1"),
+        ("", "warn", None),
+    ],
+)
+def test_a_desktop_never_sleeps_wakes_by_network_and_restarts(
+    tmp_path: Path, listing: str, result: str, steps: str | None
+):
+    found = checks.sleep(pretended(tmp_path, {"/usr/bin/pmset -g": listing}))
+    assert found.result == result
+    if steps is None:
+        assert (found.text, found.fix) == ("the sleep settings cannot be read", "look at `pmset -g`")
+    elif steps:
+        assert found.fix == f"for a Mac that serves alone: sudo pmset -a {steps}"
+    else:
+        assert (found.text, found.fix) == ("sleep 0, womp 1, autorestart 1", "")
+
+
+def test_a_closed_lid_is_a_warning(tmp_path: Path):
+    tool = "/usr/sbin/ioreg -r -k AppleClamshellState -d 4"
+    power = Power(plugged=True, battery=80.0)
+    closed = pretended(tmp_path, {tool: '"AppleClamshellState" = Yes'}, power=power)
+    found = checks.power(closed)
+    assert seen(found)[:2] == ("warn", "on mains, 80 %, lid closed")
+    assert (found.fix[:10], found.numbers) == ("plug it in", {"battery": 80.0})
+    opened = checks.power(pretended(tmp_path, {tool: '"AppleClamshellState" = No'}, power=power))
+    assert seen(opened) == ("ok", "on mains, 80 %", "")
+
+
+def test_filevault_off_on_and_unreadable(tmp_path: Path):
+    tool = "/usr/bin/fdesetup status"
+    found = [checks.filevault(pretended(tmp_path, {tool: text})) for text in ("FileVault is Off.", "FileVault is On.")]
+    assert [one.result for one in found] == ["ok", "warn"]
+    assert found[0].text == "FileVault is off: services start without a person"
+    assert "fdesetup authrestart" in found[1].fix
+    found = [checks.filevault(pretended(tmp_path, {tool: None}))]
+    assert seen(found[0]) == ("warn", "FileVault cannot be read", "look at `fdesetup status`")
+
+
+@pytest.mark.parametrize(
+    ("environ", "result", "who"),
+    [
+        ({"TERM_PROGRAM": "Apple_Terminal"}, "ok", "Terminal, which needs no permission"),
+        ({"SSH_CONNECTION": "1 2 3 4"}, "ok", "the SSH session, which needs no permission"),
+        ({"TERM_PROGRAM": "vscode"}, "warn", "Visual Studio Code, which needs a permission"),
+    ],
+)
+def test_started_from_names_the_program_and_whether_it_needs_a_permission(
+    tmp_path: Path, environ: dict[str, str], result: str, who: str
+):
+    found = checks.started_from(pretended(tmp_path, environ=environ))
+    assert (found.result, found.text) == (result, f"started from {who} for the local network")
+    assert ("sudo cluster service install" in found.fix) is (result == "warn")
+
+
+@pytest.mark.parametrize(
+    ("environ", "result", "text"),
+    [
+        ({"PATH": "/bin"}, "ok", "no proxy is set"),
+        ({"HTTP_PROXY": "http://p"}, "warn", "HTTP_PROXY is set"),
+        ({"https_proxy": "http://p", "ALL_PROXY": "http://p"}, "warn", "HTTPS_PROXY, ALL_PROXY is set"),
+        ({"HTTP_PROXY": "http://p", "no_proxy": "*"}, "ok", "HTTP_PROXY is set, with NO_PROXY"),
+    ],
+)
+def test_a_proxy_without_exceptions_is_a_warning(tmp_path: Path, environ: dict[str, str], result: str, text: str):
+    found = checks.proxy(pretended(tmp_path, environ=environ))
+    assert (found.result, found.text) == (result, text)
+    assert ("NO_PROXY" in found.fix) is (result == "warn")

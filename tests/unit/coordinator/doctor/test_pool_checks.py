@@ -1,0 +1,329 @@
+"""Checks of a machine's place in a pool: against a coordinator that answers on loopback, real certificates and logs."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.authority import Authority
+from coordinator.doctor import pool_checks as checks
+from coordinator.doctor.finding import Finding
+from tests.support.pretended_mac import pretended
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL
+
+DAY = 86400.0
+PEER = {"address": "192.168.1.20:8081", "errno": 0, "seconds": 0.002, "proven": True, "error": "", "expires": None}
+
+
+def seen(found: Finding) -> tuple[str, str, str]:
+    return found.result, found.text, found.fix
+
+
+def joined(state: Path) -> None:
+    (state / "node" / "identity").mkdir(parents=True)
+    (state / "node" / "identity" / "identity.json").write_text("{}")
+
+
+class Answering:
+    """A coordinator that says what a test wants, by path; 401 for what it was not told."""
+
+    def __init__(self, state: Path) -> None:
+        self.answers: dict[str, dict[str, Any]] = {}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answer = outer.answers.get(self.path)
+                told = {"error": {"message": "the key is not known", "code": "unauthorized"}}
+                body = json.dumps(told if answer is None else answer).encode()
+                self.send_response(401 if answer is None else 200)
+                self.send_header("content-length", str(len(body)))
+                self.send_header("content-type", "application/json")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Print nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+        run = state / "run.json"
+        run.write_text(json.dumps({"url": f"http://127.0.0.1:{self.server.server_port}", "secret": "mp_x_y"}))
+        run.chmod(0o600)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def answering(tmp_path: Path) -> Iterator[Answering]:
+    made = Answering(tmp_path)
+    yield made
+    made.close()
+
+
+# the coordinator
+
+
+def test_a_coordinator_that_answers_is_named_with_its_version(tmp_path: Path, answering: Answering):
+    answering.answers["/api/v1/version"] = {"version": "1.2.3"}
+    found = checks.coordinator(pretended(tmp_path))
+    assert seen(found) == ("ok", "the coordinator answers, version 1.2.3", "")
+    assert 0 <= float(found.numbers["seconds"] or 0) < 5
+
+
+def test_a_key_that_is_refused_is_a_failure_with_the_verb_that_makes_one(tmp_path: Path, answering: Answering):
+    found = checks.coordinator(pretended(tmp_path))
+    assert found.result == "fail"
+    assert "cluster key create NAME --scope admin" in found.fix
+
+
+def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
+    (tmp_path / "cluster.db").touch()
+    found = checks.coordinator(pretended(tmp_path))
+    expected = f"the coordinator of {tmp_path} does not run", "`cluster up`, or `cluster service restart`"
+    assert seen(found) == ("fail", *expected)
+
+
+@pytest.mark.parametrize(
+    ("dialled", "result", "text", "intercepted"),
+    [
+        ([PEER], "ok", "192.168.1.20:8081: 2.0 ms", False),
+        ([{**PEER, "errno": 111, "proven": None}, {**PEER, "address": "b:1"}], "ok",
+         "192.168.1.20:8081: Connection refused; b:1: 2.0 ms", False),
+        ([{**PEER, "errno": 0, "proven": None}], "fail", "192.168.1.20:8081: no TLS", False),
+        ([{**PEER, "proven": False, "error": "self-signed"}], "fail",
+         "192.168.1.20:8081: self-signed; who answers is not the coordinator that this node joined", True),
+        ([], "fail", "no address is remembered", False),
+    ],
+)  # fmt: skip
+def test_a_node_reports_who_answers_at_each_address(
+    tmp_path: Path, dialled: list[dict[str, Any]], result: str, text: str, intercepted: bool
+):
+    joined(tmp_path)
+    found = checks.coordinator(pretended(tmp_path, dialled=dialled))
+    assert (found.result, found.text, found.intercepted) == (result, text, intercepted)
+    assert found.numbers == {one["address"]: 0.002 for one in dialled}
+    assert ("cluster join HOST:8081" in found.fix) is (result == "fail")
+
+
+def test_an_identity_that_cannot_be_used_is_named_by_coordinator_and_identity(tmp_path: Path):
+    joined(tmp_path)
+    here = pretended(tmp_path, identity_error="the identity is of another machine")
+    for check in (checks.coordinator, checks.identity):
+        assert check(here).result == "fail"
+        assert check(here).text == "the identity is of another machine"
+        assert "token" in check(here).fix
+
+
+def test_the_identity_names_node_and_cluster(tmp_path: Path):
+    joined(tmp_path)
+    known = {"name": "studio", "node": "n-1", "cluster": "c-1", "expires": 2e9}
+    found = checks.identity(pretended(tmp_path, identity=known))
+    assert seen(found) == ("ok", "studio (n-1) of cluster c-1", "")
+
+
+# the local network
+
+
+@pytest.mark.parametrize(
+    ("reach", "result", "text"),
+    [
+        ({"192.168.1.20": 0}, "ok", "gateway: answers; 192.168.1.20: answers"),
+        ({"192.168.1.20": 65}, "fail", "gateway: answers; 192.168.1.20: errno 65"),
+        ({"192.168.1.20": -1}, "warn", "gateway: answers; 192.168.1.20: no answer"),
+        ({"192.168.1.20": 65, "192.168.1.1": -1}, "warn", "gateway: no answer; 192.168.1.20: errno 65"),
+    ],
+)
+def test_the_local_network_names_what_answered(tmp_path: Path, reach: dict[str, int], result: str, text: str):
+    found = checks.local_network(pretended(tmp_path, reach=reach))
+    assert (found.result, found.text.endswith(text)) == (result, True), found
+    assert (result == "fail") is found.text.startswith("macOS blocks Terminal from the local network (errno 65)")
+
+
+def test_a_network_without_other_machines_says_so(tmp_path: Path):
+    found = checks.local_network(pretended(tmp_path, {"/usr/sbin/arp -an": ""}))
+    assert seen(found)[:2] == ("not here", "gateway: answers; no other machine of the local network is known")
+
+
+def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "GROUP", ("224.0.0.251", free_port(socket.SOCK_DGRAM)))
+    heard = checks.bonjour(pretended(tmp_path))
+    assert heard.result in ("ok", "warn")
+    if heard.result == "ok":
+        assert heard.text == "a question to Bonjour's group comes back"
+        monkeypatch.setattr(checks, "MULTICAST_SECONDS", -1.0)
+        lost = checks.bonjour(pretended(tmp_path))
+        assert (lost.result, lost.text) == ("warn", "a question to Bonjour's group is lost")
+        assert "cluster join HOST:8081 --token-file FILE" in lost.fix
+    monkeypatch.setattr(checks, "GROUP", ("127.0.0.1", free_port(socket.SOCK_DGRAM)))
+    found = checks.bonjour(pretended(tmp_path))
+    assert (found.result, found.text[:22]) == ("warn", "multicast does not wor")
+
+
+# certificates and clocks
+
+
+def lives(state: Path, coordinator: float) -> Authority:
+    """Make an authority whose coordinator's certificate ends in so many seconds."""
+    (state / "cluster.db").touch()
+    whole = 90 * DAY
+    return Authority(state / "authority", lambda: time.time() - whole + coordinator)
+
+
+@pytest.mark.parametrize(
+    ("days", "result"), [(60.0, "ok"), (14.1, "ok"), (13.9, "warn"), (0.5, "warn"), (-0.5, "fail")]
+)
+def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_failure(
+    tmp_path: Path, days: float, result: str
+):
+    made = lives(tmp_path, days * DAY)
+    end = made.lives()["coordinator"][1]
+    assert abs(end - time.time() - days * DAY) < 2 * DAY / 24, "the test's own arithmetic: lives are 90 days"
+    found = checks.certificates(pretended(tmp_path))
+    assert found.result == result
+    assert abs(float(found.numbers["coordinator"] or 0) - (end - time.time())) < 5
+    assert float(found.numbers["authority"] or 0) > 300 * DAY
+    date = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}"
+    assert f"coordinator {'is over' if result == 'fail' else f'until {date}'}" in found.text
+    assert ("coordinator is over: look at the clock" in found.fix) is (result == "fail")
+    assert ("two thirds of their life" in found.fix) is (result == "warn")
+
+
+def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_path: Path):
+    joined(tmp_path)
+    now = time.time()
+    shown = [{**PEER, "expires": now + 50 * DAY}, {**PEER, "expires": now + 20 * DAY}, PEER]
+    found = checks.certificates(pretended(tmp_path, identity={"expires": now + 30 * DAY}, dialled=shown))
+    assert found.result == "ok"
+    assert {name: round(float(left or 0) / DAY) for name, left in found.numbers.items()} == {
+        "node": 30, "coordinator": 20,
+    }  # fmt: skip
+    found = checks.certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
+    assert (found.result, "node is over" in found.text) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("skew", "result"), [(0.0, "ok"), (4.0, "ok"), (-6.0, "warn"), (590.0, "warn"), (-610.0, "fail"), (610.0, "fail")]
+)
+def test_the_clock_is_compared_with_the_coordinators(tmp_path: Path, answering: Answering, skew: float, result: str):
+    answering.answers["/api/v1/version"] = {"version": "1", "time": time.time() - skew}
+    found = checks.clock(pretended(tmp_path))
+    assert found.result == result
+    assert abs(float(found.numbers["skew"] or 0) - skew) < 1.0
+    assert found.text == f"{float(found.numbers['skew'] or 0):+.1f} s beside the coordinator's endpoint"
+    assert ("Date & Time" in found.fix) is (result != "ok")
+
+
+@pytest.mark.parametrize(("skew", "result"), [(5.0, "ok"), (5.1, "warn"), (-600.0, "warn"), (600.1, "fail")])
+def test_the_clock_of_the_last_link_is_the_newest_in_the_log(tmp_path: Path, skew: float, result: str):
+    (tmp_path / "logs").mkdir()
+    lines = [{"event": "linked", "skew": 9999}, {"event": "linked", "skew": skew}, {"event": "report"}]
+    (tmp_path / "logs" / "node.log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = checks.clock(pretended(tmp_path))
+    assert (found.result, found.numbers) == (result, {"skew": skew})
+    assert found.text == f"{skew:+.1f} s beside the last link"
+
+
+# versions
+
+
+def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
+    ours = version("macpool")
+    nodes = [{"name": "a", "version": ours}, {"name": "b", "version": "0.0.1"}, {"name": "c", "version": ""}]
+    answering.answers |= {"/api/v1/version": {"version": ours}, "/api/v1/nodes": {"nodes": nodes[:1]}}
+    found = checks.protocol(pretended(tmp_path))
+    expected = f"macpool {ours} here, {ours} at the coordinator, protocol {PROTOCOL}"
+    assert (seen(found), found.numbers) == (("ok", expected, ""), {"nodes": 1})
+    answering.answers["/api/v1/nodes"] = {"nodes": nodes}
+    found = checks.protocol(pretended(tmp_path))
+    assert (found.result, found.text, found.numbers) == ("warn", f"{expected}; elsewhere 0.0.1", {"nodes": 2})
+    assert f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work side by side" in found.fix
+    answering.answers |= {"/api/v1/version": {"version": "9.9.9"}, "/api/v1/nodes": {"nodes": []}}
+    found = checks.protocol(pretended(tmp_path))
+    assert (found.result, found.text.endswith("elsewhere 9.9.9")) == ("warn", True)
+
+
+# settings, logs, ports
+
+
+def test_a_setting_that_is_wrong_is_named(tmp_path: Path):
+    (tmp_path / "config.toml").write_text('[router]\nqueue_seconds = "soon"\n')
+    found = checks.settings(pretended(tmp_path))
+    assert (found.result, found.numbers) == ("fail", {"wrong": 1})
+    assert "router.queue_seconds" in found.text
+    assert "cluster config check" in found.fix
+    (tmp_path / "config.toml").unlink()
+    assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "every setting has its default")
+
+
+def event(seconds_ago: float, level: str = "error", name: str = "denied") -> str:
+    at = datetime.fromtimestamp(time.time() - seconds_ago, UTC).isoformat()
+    return json.dumps({"event": name, "level": level, "timestamp": at}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "result", "count"),
+    [
+        (lambda: event(10), "warn", 1),
+        (lambda: event(3500) + event(10, "critical"), "warn", 2),
+        (lambda: event(3700), "ok", 0),
+        (lambda: event(10, "warning") + event(10, "info") + "no json\n[]\n", "ok", 0),
+    ],
+    ids=["one", "two", "older", "no errors"],
+)
+@pytest.mark.parametrize("file", ["coordinator.log", "node.log"])
+def test_errors_of_the_last_hour_in_either_log_are_counted(
+    tmp_path: Path, file: str, lines: Callable[[], str], result: str, count: int
+):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / file).write_text(lines())
+    found = checks.log_errors(pretended(tmp_path))
+    assert (found.result, found.numbers) == (result, {"errors": count})
+    if count:
+        assert found.text == f"{count} errors in the last hour, the last: denied"
+        assert f"'{tmp_path / 'logs'}/'*.log" in found.fix
+
+
+def free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
+    with socket.socket(socket.AF_INET, kind) as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+@pytest.fixture
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a distribution called ray first on the path: only its version is read."""
+    folder = tmp_path / "site" / "ray-9.9.9.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "site"), *sys.path])
+
+
+@pytest.mark.usefixtures("ray")
+def test_taken_ports_of_ray_are_a_failure_unless_our_own_ray_runs(tmp_path: Path):
+    assert checks.video(pretended(tmp_path)).result == "not here"
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        first = int(held.getsockname()[1]) - 59
+        here = pretended(tmp_path, video={"enabled": True, "first_port": first})
+        found = checks.video(here)
+        assert found.result == "fail"
+        assert found.text.startswith(f"Ray 9.9.9, ports {first} to {first + 59}: ")
+        assert int(found.numbers["taken"] or 0) >= 1
+        assert "worker.ray_ports" in found.fix
+        (tmp_path / "node" / "video" / "ray").mkdir(parents=True)
+        assert checks.video(here).result == "ok", "they are our own Ray's"

@@ -1,0 +1,304 @@
+"""What a scrape of a running coordinator counts, over its real cluster port, while nodes join, answer and leave."""
+
+import asyncio
+import os
+import resource
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from coordinator.conditions.rules import WATCHED
+from coordinator.metrics.service import Metrics
+from coordinator.video.counters import VideoPicture
+from router.dispatch import Dispatcher
+from router.keys import KeyRing
+from router.settings import RouterSettings
+from tests.support.cluster_port import Line, Port, a_report, hello, opened
+from tests.support.loopback_cluster import a_memory
+from tests.support.pictures import view
+from wire.certificate import read_certificate
+from wire.frames import Admitted, Answer, Ask, Delta, Deltas, Denied, Finished, Frame, Generate, Refusal
+from wire.measures import GateMeasures, NodeMeasures
+from wire.refusals import Code, Numbers, Refused
+from wire.units import GIB
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+def numbers(text: str) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    return {name.removeprefix("macpool_"): float(value) for name, _, value in lines}
+
+
+async def scrape(port: Port) -> dict[str, float]:
+    async with port.client("metrics") as client:
+        return numbers((await client.get("/metrics")).raise_for_status().text)
+
+
+async def linked(port: Port, name: str, **report: Any) -> Line:
+    member = port.member(name)
+    line = await port.link(member, a_report(**report))
+    await port.until(lambda: port.state(member) == "ready")
+    return line
+
+
+def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | more))
+
+
+async def chosen(port: Port) -> str:
+    """Return the name of the node that has the one request."""
+    dispatcher = port.application.dispatcher
+    await port.until(lambda: [ticket for ticket in dispatcher.under_way() if ticket.node])
+    return dispatcher.under_way()[0].node_name
+
+
+async def admitted(line: Line) -> Generate:
+    asked = await line.until(Generate)
+    line.send(Admitted(asked.request, 7, 3), Deltas((Delta(asked.request, 0, (1, 2), ((0, "hi"),)),)))
+    return asked
+
+
+async def test_a_request_is_counted_once_from_its_arrival_to_its_end(port: Port):
+    line = await linked(port, "a")
+    async with port.client("infer") as client:
+        running = ask(client)
+        asked = await admitted(line)
+        await port.until(lambda: port.application.dispatcher.counters.first_tokens)
+        during = await scrape(port)
+        assert during['router_in_flight_requests{node="a"}'] == 1
+        reserved = during['router_reserved_bytes{node="a"}']
+        assert reserved >= 57 * 64 * 1024, "seven prompt tokens and fifty of an answer, 64 KiB each"
+        assert during['cluster_node_headroom_bytes{node="a"}'] == 8 * GIB - reserved
+        assert during["router_queue_depth"] == 0
+        assert during["router_attempts_total"] == during['router_placements_total{node="a"}'] == 1
+        assert during['time_to_first_token_seconds_count{model="tiny"}'] == 1
+        assert 'router_requests_total{model="tiny",outcome="ok"}' not in during
+        line.send(Finished(asked.request, ("stop",), 7, 2, cached_tokens=3))
+        assert (await running).status_code == 200
+    after = await scrape(port)
+    assert 0 < after["router_placement_seconds_sum"] < 1
+    expected = {
+        'router_in_flight_requests{node="a"}': 0, 'router_reserved_bytes{node="a"}': 0, "router_attempts_total": 1,
+        "router_retries_total": 0, "router_resumes_total": 0, "router_losses_total": 0, "router_queue_depth": 0,
+        'router_requests_total{model="tiny",outcome="ok"}': 1, 'router_answers_total{code="200"}': 1,
+        'e2e_request_latency_seconds_count{model="tiny"}': 1, 'prompt_tokens_total{model="tiny"}': 7,
+        'cached_prompt_tokens_total{model="tiny"}': 3, 'generation_tokens_total{model="tiny"}': 2,
+        'cluster_node_prompt_tokens_total{node="a"}': 7, 'cluster_node_generation_tokens_total{node="a"}': 2,
+        'key_tokens_total{key="test",model="tiny"}': 9, "router_reservation_leaks": 0,
+        "router_placement_seconds_count": 1, "request_queue_time_seconds_count": 0,
+    }  # fmt: skip
+    assert {name: after[name] for name in expected} == expected
+
+
+async def test_a_waiting_request_is_in_the_depth_and_its_wait_in_the_histogram(port: Port):
+    line = await linked(port, "a", memory=a_memory(1024))
+    async with port.client("infer") as client:
+        running = ask(client)
+        await port.until(lambda: port.application.dispatcher.waiting() == 1)
+        began = port.application.dispatcher.now()
+        during = await scrape(port)
+        assert during["router_queue_depth"] == 1
+        assert 0 < during["router_queue_oldest_seconds"] < 10
+        assert during["router_queue_limit"] == port.application.dispatcher.queue.limit(1) > 1
+        assert during["request_queue_time_seconds_count"] == 0
+        line.send(a_report(2))
+        asked = await admitted(line)
+        waited = port.application.dispatcher.now() - began
+        line.send(Finished(asked.request, ("stop",), 7, 2))
+        await running
+    after = await scrape(port)
+    assert (after["router_queue_depth"], after["router_queue_oldest_seconds"]) == (0, 0)
+    assert after["request_queue_time_seconds_count"] == 1
+    assert 0 < after["request_queue_time_seconds_sum"] < waited + 1
+    assert after["router_attempts_total"] == 1
+
+
+async def test_a_refusal_of_a_node_is_counted_by_its_reason_and_the_next_attempt_is_a_retry(port: Port):
+    lines = {name: await linked(port, name) for name in ("a", "b")}
+    async with port.client("infer") as client:
+        running = ask(client)
+        first = await chosen(port)
+        asked = await lines[first].until(Generate)
+        lines[first].send(Refusal(asked.request, Refused(Code.NO_ROOM, "a spike", Numbers(headroom=0)), 7))
+        second = lines["b" if first == "a" else "a"]
+        again = await admitted(second)
+        second.send(Finished(again.request, ("stop",), 7, 2))
+        assert (await running).status_code == 200
+    found = await scrape(port)
+    assert (found["router_attempts_total"], found["router_retries_total"]) == (2, 1)
+    assert [found[f'router_placements_total{{node="{name}"}}'] for name in lines] == [1, 1]
+    refusals = {name: value for name, value in found.items() if name.startswith("router_node_refusals") and value}
+    assert refusals == {'router_node_refusals_total{reason="no_headroom"}': 1}
+    assert found['router_requests_total{model="tiny",outcome="ok"}'] == 1
+
+
+async def test_a_lost_node_is_counted_with_its_requests_and_its_link(port: Port):
+    lines = {name: await linked(port, name) for name in ("a", "b")}
+    assert (await scrape(port))["cluster_links"] == 2
+    async with port.client("infer") as client:
+        running = ask(client, stream=True)
+        first = await chosen(port)
+        await admitted(lines[first])
+        await port.until(lambda: port.application.dispatcher.counters.first_tokens)
+        lines[first].close()
+        second = lines["b" if first == "a" else "a"]
+        again = await admitted(second)
+        second.send(Finished(again.request, ("stop",), 7, 4))
+        assert (await running).status_code == 200
+    found = await scrape(port)
+    assert (found["router_losses_total"], found["router_resumes_total"], found["router_retries_total"]) == (1, 1, 1)
+    assert (found["cluster_links"], found["cluster_links_made_total"]) == (1, 2)
+    assert (found['cluster_nodes{state="ready"}'], found['cluster_nodes{state="lost"}']) == (1, 1)
+    assert f'cluster_node_headroom_bytes{{node="{first}"}}' not in found
+
+
+async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
+    member = port.member("a")
+    await port.link(member)
+    (stranger, denied) = (await port.dial(), await port.dial(member))
+    await port.until(lambda: port.application.registry.links.strangers() == 2)
+    found = await scrape(port)
+    assert (found["cluster_links"], found["cluster_strangers"]) == (1, 2)
+    denied.send(hello(member, protocol=0))
+    await denied.until(Denied)
+    stranger.close()
+    await port.until(lambda: port.application.registry.links.strangers() == 0)
+    found = await scrape(port)
+    counts = [found[f"cluster_{name}"] for name in ("links", "strangers", "links_made_total", "links_denied_total")]
+    assert counts == [1, 0, 1, 1]
+
+
+async def test_certificates_are_shown_with_begin_and_end(port: Port):
+    member = port.member("a")
+    await port.link(member)
+    found = await scrape(port)
+    theirs, ours = read_certificate(member.certificate), port.application.authority.lives()
+    for name, (issued, expires) in {
+        'cluster_node_certificate_{}_timestamp_seconds{{node="a"}}': (theirs.issued, theirs.expires),
+        'tls_{}_timestamp_seconds{{certificate="authority"}}': ours["authority"],
+        'tls_{}_timestamp_seconds{{certificate="coordinator"}}': ours["coordinator"],
+    }.items():
+        assert (found[name.format("issued")], found[name.format("expires")]) == (issued, expires)
+        assert issued < time.time() < expires
+
+
+async def test_the_process_shows_its_own_numbers(port: Port):
+    found = await scrape(port)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert abs(found["process_peak_resident_bytes"] - kilobytes * (1 if os.uname().sysname == "Darwin" else 1024)) < (
+        64 * 2**20
+    )
+    assert found["process_max_fds"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = len(os.listdir("/dev/fd"))
+    assert abs(found["process_open_fds"] - files) <= 5
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    try:
+        assert (await scrape(port))["process_open_fds"] >= found["process_open_fds"] + 15
+    finally:
+        for file in held:
+            os.close(file)
+    assert 0 < found["process_cpu_seconds_total"] <= time.process_time()
+    assert time.time() - 60 < found["process_start_time_seconds"] < time.time()
+
+
+async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port: Port):
+    member = port.member("a")
+    line = await port.link(member)
+    await port.until(lambda: port.state(member) == "ready")
+    measures = NodeMeasures(GateMeasures((("prefill", 5),), (("no_headroom", 2),)), 1.5, 77)
+    async with port.client("metrics") as client:
+        asking = asyncio.create_task(client.get("/prometheus/nodes/a"))
+        asked = await line.until(Ask)
+        assert asked.what == "metrics"
+        line.send(Answer(asked.ask, msgspec.msgpack.encode(measures), last=True))
+        found = numbers((await asking).text)
+        assert found['gate_checks_total{site="prefill"}'] == 5
+        assert found['gate_refusals_total{reason="no_headroom"}'] == 2
+        assert (found["node_agent_cpu_seconds_total"], found["node_agent_phys_bytes"]) == (1.5, 77)
+        assert found['node_info{chip="M4 Max",engine="other",system="macOS 26",tier="other",version="0.1.0"}'] == 1
+        (target,) = (await client.get("/prometheus/sd")).json()
+        assert target["labels"] == {
+            "__metrics_path__": f"/prometheus/nodes/{member.node}", "__scheme__": "http", "node": "a", "instance": "a",
+        }  # fmt: skip
+        assert target["targets"] == ["127.0.0.1"]
+        line.close()
+        await port.until(lambda: port.state(member) == "lost")
+        gone = await client.get("/prometheus/nodes/a")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "node_unreachable")
+        assert len((await client.get("/prometheus/sd")).json()) == 1, "a lost member stays a target: `up` is 0"
+
+
+async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
+    await linked(port, "a")
+    dispatcher = port.application.dispatcher
+    (node,) = port.application.registry.pool.members
+    now = dispatcher.now()
+    assert (await scrape(port))['router_breaker_open{node="a"}'] == 0
+    for at in range(3):
+        dispatcher.breakers.fault(node, at, now - 4.0 + 2.0 * at)
+    found = await scrape(port)
+    assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 1)
+    dispatcher.breakers.forget(node)
+    found = await scrape(port)
+    assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 0)
+
+
+async def test_keys_that_open_nothing_are_counted(port: Port):
+    before = (await scrape(port))["auth_refused_keys_total"]
+    async with port.client_of("mp_abcdefgh_" + "Q" * 43) as client:
+        for _ in range(2):
+            assert (await client.get("/v1/models")).status_code == 401
+    assert (await scrape(port))["auth_refused_keys_total"] == before + 2
+
+
+async def test_every_condition_has_a_series(port: Port):
+    found = {name: value for name, value in (await scrape(port)).items() if name.startswith("condition_active")}
+    assert found == {f'condition_active{{condition="{rule.name}"}}': 0 for rule in WATCHED}
+
+
+async def test_half_of_the_nodes_falling_silent_at_once_is_shown(port: Port):
+    lines = [await linked(port, name) for name in ("a", "b", "c", "d")]
+    assert (await scrape(port))["cluster_self_suspect"] == 0
+    for line in lines[:2]:
+        line.close()
+    await port.until(lambda: port.application.registry.states()["lost"] == 2)
+    found = await scrape(port)
+    assert (found["cluster_self_suspect"], found['cluster_nodes{state="lost"}']) == (1, 2)
+
+
+async def test_the_limit_of_the_queue_grows_with_the_members(port: Port):
+    for number in range(40):
+        port.member(f"n{number}")
+    await port.until(lambda: len(port.application.dispatcher.view.nodes) == 40)
+    assert (await scrape(port))["router_queue_limit"] == 4 * 40
+
+
+async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back_to_a_report(port: Port):
+    now, lives = [100.0], {"endpoint": (1.0, 2.0)}
+    made = port.application
+    sent = list[Frame]()
+    dispatcher = Dispatcher(lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1),
+                            clock=lambda: now[0])  # fmt: skip
+    metrics = Metrics(made.registry, dispatcher, KeyRing(b"pepper"), "0", lambda: dict(lives))
+    metrics.video = lambda: VideoPicture(used=True, kept=7)
+    picture = metrics.node_picture(view(port.member("a").node, heard_at=70.0), None)
+    assert (round(picture.wall - picture.heard, 6), time.time() - picture.wall < 60) == (30.0, True)
+    assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.picture().video.kept == 7
+    lives["endpoint"] = (3.0, 4.0)
+    now[0] += 59.0
+    assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
+    now[0] += 2.0
+    assert metrics.picture().certificates == {"endpoint": (3.0, 4.0)}

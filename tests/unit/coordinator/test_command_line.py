@@ -1,0 +1,250 @@
+"""The shape of the command line: groups, suggestions, old spellings, one form of errors, names for ids, questions."""
+
+import json
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import coordinator.cli as command
+import coordinator.cli.group as shape
+from coordinator.cli import COMMANDS, NAMES, cluster
+from docs.generate import contexts
+from tests.support.whole_pool import Served, served
+
+CLEAN = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Served]:
+    with served() as made:
+        yield made
+
+
+@pytest.fixture
+def run(pool: Served, tmp_path: Path) -> Callable[..., Result]:
+    """Return what runs a verb with the admin key of the pool."""
+    (tmp_path / "key").write_text(pool.keys["admin"])
+    where = ["--state", str(tmp_path), "--url", pool.url, "--key-file", str(tmp_path / "key")]
+    return lambda *words: CliRunner(env=CLEAN).invoke(cluster, [*words, *where])
+
+
+def alone(*words: str, **more: Any) -> Result:
+    return CliRunner(env=CLEAN).invoke(cluster, list(words), **more)
+
+
+# spelling
+
+
+@pytest.mark.parametrize("old", shape.MOVED)
+def test_an_old_spelling_is_refused_with_the_line_to_type(old: tuple[str, ...]):
+    done = alone(*old, "a", "-o", "json")
+    assert done.exit_code == 2
+    line = done.output.splitlines()[1].split()
+    assert line == ["cluster", *shape.MOVED[old], "a", "-o", "json"]
+    known = {path for path, _ in contexts()}
+    assert ("cluster", *shape.MOVED[old]) in known
+    assert ("cluster", *old) not in known
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["nods"], "cluster nodes"),
+        (["keys"], "cluster key"),
+        (["key", "ls"], "cluster key list"),
+        (["key", "rm"], "cluster key revoke"),
+        (["node", "rm"], "cluster node remove"),
+        (["node", "describe"], "cluster node show"),
+        (["token", "new"], "cluster token create"),
+        (["help", "key", "limits"], "cluster key limit"),
+    ],
+)
+def test_an_unknown_verb_names_the_nearest(words: list[str], meant: str):
+    done = alone(*words)
+    assert done.exit_code == 2
+    assert f"did you mean `{meant}`?" in done.output
+
+
+def test_every_group_lists_and_shows():
+    verbs = {path for path, _ in contexts()}
+    for group in ("node", "model", "key", "video"):
+        assert {("cluster", group, "list"), ("cluster", group, "show")} <= verbs
+    groups = [context.command for _, context in contexts() if isinstance(context.command, click.Group)]
+    assert all(isinstance(group, shape.Group) for group in groups)
+
+
+def test_help_and_version_are_where_people_look():
+    assert alone("help").output == alone("--help").output
+    assert alone("help", "key", "limit").output == alone("key", "limit", "--help").output
+    assert alone("--version").output.startswith("macpool ")
+    assert all(line in alone("--help").output for line in COMMANDS)
+
+
+def test_the_command_has_a_second_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/macpool", "nods"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert "`macpool nodes`" in capsys.readouterr().err
+    assert "macpool" in NAMES
+    assert "_MACPOOL_COMPLETE" in alone("completion", "bash", prog_name="macpool").output
+
+
+# errors and Ctrl-C
+
+
+@pytest.mark.parametrize(
+    "words", [["nods"], ["key", "create"], ["nodes", "--nope"], ["nodes", "--state", "/nowhere"], ["pause", "2x"]]
+)
+def test_every_error_has_one_form(words: list[str]):
+    done = alone(*words)
+    assert done.stderr.startswith("Error: ")
+    assert done.stdout == ""
+    assert done.exit_code in (2, 3, 5)
+
+
+def test_an_interrupted_command_says_stopped(monkeypatch: pytest.MonkeyPatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "long", (f"{__name__}:long", ""))
+    monkeypatch.setattr(sys.modules[__name__], "long", click.Command("long", callback=interrupt), raising=False)
+    done = alone("long")
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-1] == "stopped"
+
+
+# names and questions
+
+
+def test_a_name_is_as_good_as_an_id(run: Callable[..., Result]):
+    key = json.loads(run("key", "create", "laptop", "-o", "json").output)
+    assert run("key", "limit", "laptop", "--concurrency", "3").exit_code == 0
+    shown = run("key", "show", "laptop").output
+    assert key["id"] in shown
+    assert "concurrency=3" in shown
+    assert run("key", "usage", "laptop").exit_code == 0
+    assert run("token", "create", "--name", "lab").exit_code == 0
+    assert "uses left 1" in run("token", "show", "lab").output
+    assert run("token", "revoke", "lab", "--yes").exit_code == 0
+    assert run("key", "revoke", key["id"], "--yes").output == f"key laptop ({key['id']}) revoked\n"
+    gone = run("key", "show", "laptop")
+    assert (gone.exit_code, "`cluster key list`" in gone.output) == (5, True)
+
+
+def test_a_key_is_renamed_expires_and_gets_a_new_secret(run: Callable[..., Result]):
+    """Without a running coordinator, as with one (tests/contract and the page)."""
+    made = json.loads(run("key", "create", "laptop", "-o", "json").output)
+    run("key", "create", "other")
+    assert run("key", "rename", "laptop", "desk").output == f"laptop ({made['id']}) is now desk\n"
+    taken = run("key", "rename", "desk", "other")
+    assert (taken.exit_code, "take another name" in taken.output) == (6, True)
+    assert "expires" in run("key", "expire", "desk", "30d").output
+    assert "never" not in run("key", "show", "desk").output
+    run("key", "expire", "desk", "--never")
+    assert "never" in run("key", "show", "desk").output
+    text = run("key", "rotate", "desk", "--yes").output.strip()
+    assert text.startswith(f"mp_{made['id']}_")
+    assert text != made["key"]
+
+
+def test_a_name_of_two_is_refused_with_their_ids(run: Callable[..., Result]):
+    for _ in range(2):
+        run("token", "create", "--name", "twin")
+    done = run("token", "revoke", "twin", "--yes")
+    assert done.exit_code == 2
+    assert "2 tokens are named twin" in done.output
+
+
+def test_a_limit_changes_only_what_is_named(run: Callable[..., Result]):
+    run("key", "create", "bot", "--model", "qwen*", "--tokens-per-minute", "1000", "--priority", "high")
+    changed = run("key", "limit", "bot", "--concurrency", "2")
+    before, after = changed.output.splitlines()[1:]
+    assert before.split() == ["before", "models=qwen*", "tokens_per_minute=1000", "priority=high"]
+    assert after.split() == ["after", "models=qwen*", "tokens_per_minute=1000", "priority=high", "concurrency=2"]
+    cleared = run("key", "limit", "bot", "--clear", "priority", "--clear", "models")
+    assert cleared.output.splitlines()[2].split() == ["after", "tokens_per_minute=1000", "concurrency=2"]
+    listed = json.loads(run("key", "show", "bot", "-o", "json").output)["key"]["limits"]
+    assert listed == {"tokens_per_minute": 1000, "concurrency": 2}
+    assert run("key", "limit", "bot", "--clear", "all").output.splitlines()[2].split() == ["after", "none"]
+
+
+@pytest.mark.parametrize("words", [[], ["--concurrency", "2", "--clear", "concurrency"]])
+def test_a_limit_that_changes_nothing_is_a_mistake(run: Callable[..., Result], words: list[str]):
+    run("key", "create", "still")
+    done = run("key", "limit", "still", *words)
+    assert done.exit_code == 2
+    assert "Error: " in done.output
+
+
+@pytest.mark.parametrize("words", [["key", "revoke", "kept"], ["token", "revoke", "kept"]])
+def test_what_cannot_be_taken_back_asks_first(run: Callable[..., Result], words: list[str]):
+    run(words[0], "create", *(["--name"] if words[0] == "token" else []), "kept")
+    done = run(*words)
+    assert done.exit_code == 2
+    assert "--yes" in done.output
+    listed = run(words[0], "list").output
+    assert words[2] in listed
+
+
+@pytest.mark.parametrize(("answer", "done"), [("y\n", True), ("n\n", False)])
+def test_a_question_takes_yes_or_no(monkeypatch: pytest.MonkeyPatch, answer: str, *, done: bool):
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(shape.sys, "stdin", Terminal())
+    monkeypatch.setattr(click, "confirm", lambda *_, **__: answer == "y\n")
+    if done:
+        shape.confirm("Sure?", yes=False)
+    else:
+        with pytest.raises(click.ClickException, match="nothing was done"):
+            shape.confirm("Sure?", yes=False)
+
+
+# login
+
+
+def test_login_keeps_url_and_key_for_later_commands(pool: Served, tmp_path: Path):
+    state = ["--state", str(tmp_path)]
+    done = alone("login", pool.url, "--key-file", "-", *state, input=pool.keys["admin"] + "\n")
+    assert done.exit_code == 0, done.output
+    kept = tmp_path / "login.json"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert pool.keys["admin"] not in done.output
+    assert alone("nodes", *state).exit_code == 0
+    assert alone("key", "list", *state).exit_code == 0
+    assert alone("logout", *state).output == "logged out\n"
+    assert not kept.exists()
+    left = alone("nodes", *state)
+    assert left.exit_code == 3
+    assert "cluster login URL" in left.output
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "code", "words"),
+    [
+        ("macpool://a:8081", "mp_a_b", 2, "`endpoint`"),
+        ("ftp://a", "mp_a_b", 2, "http://HOST:PORT"),
+        ("http://127.0.0.1:1", "mp_a_b", 3, "cannot be reached"),
+        ("", "mp_abcdefgh_" + "x" * 43, 4, "refuses this key"),
+        ("", "sk-other", 4, "mp_"),
+    ],
+)
+def test_a_login_that_does_not_work_is_not_kept(
+    pool: Served, tmp_path: Path, url: str, key: str, code: int, words: str
+):
+    done = alone("login", url or pool.url, "--key-file", "-", "--state", str(tmp_path), input=key)
+    assert (done.exit_code, words in done.output) == (code, True), done.output
+    assert not (tmp_path / "login.json").exists()
+
+
+def test_a_login_beside_a_running_coordinator_is_refused(tmp_path: Path):
+    (tmp_path / "run.json").write_text("{}")
+    done = alone("login", "http://127.0.0.1:1", "--key-file", "-", "--state", str(tmp_path), input="mp_a_b")
+    assert done.exit_code == 6

@@ -1,0 +1,180 @@
+"""What the page and `cluster status` are told, value by value, while a pool answers, waits, refuses and loses a Mac."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster_port import Line, Port, a_report, opened
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.frames import Admitted, Delta, Deltas, Finished, Generate
+from wire.report import EngineState
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+async def sections(port: Port) -> dict[str, Any]:
+    """Read what an open page is told now."""
+    async with port.client("admin") as client:
+        text = (await client.get("/api/v1/live")).raise_for_status().text
+    found: dict[str, Any] = {}
+    for event in filter(None, text.split("\n\n")):
+        name, data = event.split("\n")
+        found[name.removeprefix("event: ")] = json.loads(data.removeprefix("data: "))
+    return found
+
+
+def ask(client: httpx.AsyncClient, name: str, **more: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | more, headers={"x-request-id": name}))
+
+
+async def linked(port: Port, name: str, **report: Any) -> Line:
+    who = port.member(name)
+    line = await port.link(who, a_report(**report))
+    await port.until(lambda: port.state(who) == "ready")
+    return line
+
+
+async def test_a_request_under_way_and_its_end_are_told_with_their_numbers(port: Port):
+    line = await linked(port, "one")
+    key = port.application.admin.create_key("laptop", ["infer"], None)
+    async with port.client_of(key["key"]) as client:
+        running = ask(client, "r1")
+        asked = await line.until(Generate)
+        line.send(Admitted(asked.request, 7, 3), Deltas((Delta(asked.request, 0, (1, 2), ((0, "hi"),)),)))
+        await port.until(lambda: port.application.dispatcher.counters.first_tokens)
+        told = await sections(port)
+        (row,) = told["requests"]
+        assert abs(row.pop("at") - time.time()) < 60
+        assert row.pop("phase")
+        assert row == {
+            "id": "r1", "key": "laptop", "model": "tiny", "node": "one", "prompt_tokens": 7, "cached_tokens": 3,
+            "completion_tokens": 2, "attempts": 1, "stream": False,
+        }  # fmt: skip
+        assert (told["status"]["in_flight"], told["status"]["queued"], told["ended"]) == (1, 0, [])
+        assert told["nodes"][0]["in_flight"] == 1
+        line.send(Finished(asked.request, ("stop",), 7, 2, cached_tokens=3))
+        assert (await running).status_code == 200
+    told = await sections(port)
+    (row,) = told["ended"]
+    assert abs(row.pop("at") - time.time()) < 60
+    assert 0 <= row.pop("ttft_seconds") <= row.pop("seconds") < 30
+    assert row == {
+        "request_id": "r1", "key": "laptop", "model": "tiny", "node": "one", "outcome": "ok", "message": "",
+        "prompt_tokens": 7, "cached_tokens": 3, "completion_tokens": 2, "tokens_per_second": None,
+    }  # fmt: skip
+    assert (told["status"]["in_flight"], told["requests"], told["nodes"][0]["in_flight"]) == (0, [], 0)
+    port.application.admin.revoke_key(key["id"])
+    assert (await sections(port))["ended"][0]["key"] == f"{key['id']} (ended)"
+
+
+async def test_a_request_that_waits_and_is_refused_is_told_with_why(port: Port):
+    line = await linked(port, "one", memory=a_memory(1024))
+    async with port.client("infer") as client:
+        running = ask(client, "r1")
+        await port.until(lambda: port.application.dispatcher.waiting() == 1)
+        told = await sections(port)
+        assert [(row["id"], row["phase"], row["node"], row["attempts"]) for row in told["requests"]] == [
+            ("r1", "queued", "", 0),
+        ]  # fmt: skip
+        assert (told["status"]["in_flight"], told["status"]["queued"]) == (0, 1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await port.until(lambda: port.application.dispatcher.waiting() == 0)
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "nothing"})
+    assert answer.status_code == 404
+    told = await sections(port)
+    assert [(row["model"], row["outcome"]) for row in told["ended"]] == [
+        ("tiny", "cancelled"), ("nothing", "model_not_found"),
+    ]  # fmt: skip
+    assert "nothing" in told["ended"][1]["message"]
+    line.close()
+
+
+async def test_status_counts_nodes_models_warnings_and_names_the_pool(port: Port):
+    await linked(port, "one", models=(a_model("qwen"), a_model("broken", loaded=False, cause="no such file")))
+    two = port.member("two")
+    port.member("never")
+    second = await port.link(two, a_report(models=(a_model("tiny", loaded=False), a_model("qwen"))))
+    await port.until(lambda: port.state(two) == "ready")
+    second.send(a_report(2, engine=EngineState("mlx", "hung", "no step")))
+    await port.until(port.application.registry.warnings)
+    told = (await sections(port))["status"]
+    assert {state: count for state, count in told["nodes"].items() if count} == {"ready": 2, "joining": 1}
+    assert told["models"] == ["qwen", "tiny"], "what can be loaded counts, what failed does not"
+    assert (told["warnings"], told["dangers"]) == (["two: its engine is hung: no step"], [])
+    assert told["cluster"] == {"id": port.application.authority.cluster, "name": "home"}
+    facts = ("version", "epoch", "base_url", "cluster_url", "self_suspect", "conditions")
+    assert [told[name] for name in facts] == [
+        "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", False, [],
+    ]  # fmt: skip
+    assert "uptime_seconds" not in told, "it would change at every look"
+    whole = await port.get("/api/v1/status")
+    assert whole["uptime_seconds"] > 0
+
+
+async def test_models_say_where_they_are_and_how_each_mac_stands_to_them(port: Port):
+    models = (a_model("qwen", weights=17, context=99, prefill_speed=1234.5, decode_speed=67.8, fingerprint="f1"),
+              a_model("llama", loaded=False, loading=True, progress=0.25))  # fmt: skip
+    await linked(port, "one", models=models)
+    await linked(port, "two", models=(a_model("qwen", loaded=False, fingerprint="f2"),))
+    told = {row["name"]: row for row in (await sections(port))["models"]}
+    assert list(told) == ["llama", "qwen"]
+    qwen = told["qwen"]
+    assert (qwen["weights"], qwen["context"], qwen["fingerprint"], qwen["conflict"]) == (17, 99, "f1", True)
+    first, second = qwen["nodes"]
+    assert (first["name"], first["state"], first["model"], first["fingerprint"]) == ("one", "ready", "loaded", "f1")
+    assert (first["prefill_speed"], first["decode_speed"]) == (1234.5, 67.8)
+    assert (second["name"], second["model"], second["fingerprint"]) == ("two", "known", "f2")
+    assert (told["llama"]["nodes"][0]["model"], told["llama"]["nodes"][0]["progress"]) == ("loading", 0.25)
+    assert not told["llama"]["conflict"]
+
+
+async def test_an_open_breaker_is_told_with_why_and_until_when(port: Port):
+    await linked(port, "one")
+    made = port.application
+    (node,), now = made.registry.pool.members, made.dispatcher.now()
+    closed = {"state": "closed", "why": "", "until": None, "opened": 0}
+    assert (await sections(port))["nodes"][0]["breaker"] == closed
+    for at in range(3):
+        made.dispatcher.breakers.fault(node, at, now - 4.0 + 2.0 * at, f"signal {at}")
+    found = (await sections(port))["nodes"][0]["breaker"]
+    assert abs(found.pop("until") - (time.time() + 5.0)) <= 2
+    assert found == {"state": "open", "why": "signal 2", "opened": 1}
+
+
+async def test_verbs_of_a_node_change_it_and_are_on_the_disk_when_they_answer(port: Port):
+    line = await linked(port, "one")
+    (node,) = port.application.registry.pool.members
+    store = port.application.store
+    async with port.client("admin") as client:
+        for verb, name, value in (
+            ("cordon", "cordoned", True), ("uncordon", "cordoned", False), ("allow-video", "video", True),
+            ("deny-video", "video", False), ("drain", "cordoned", True),
+        ):  # fmt: skip
+            body = {"wait_seconds": 0} if verb == "drain" else None
+            answer = await client.post(f"/api/v1/nodes/one/{verb}", json=body)
+            assert answer.status_code == 200, answer.text
+            assert getattr(store.members[node], name) is value, verb
+        assert answer.json() == {"schema": 1, "node": node, "cordoned": True, "left": 0}
+        answer = await client.put("/api/v1/nodes/one/labels", json={"labels": ["lab", "fast", "lab"]})
+        assert store.members[node].labels == ("lab", "fast")
+        answer = await client.delete("/api/v1/nodes/one")
+        assert answer.json() == {"schema": 1, "node": node}
+        assert store.members[node].removed is not None
+        assert (await client.get("/api/v1/nodes/one")).json()["node"]["state"] == "left"
+        assert (await client.post("/api/v1/nodes/nothing/cordon")).status_code == 404
+    assert await line.ended()
+    verbs = ["cordon", "uncordon", "allow_video", "deny_video", "drain", "label", "remove"]
+    assert [act.action for act in store.audit] == verbs
