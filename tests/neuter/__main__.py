@@ -1,133 +1,242 @@
-"""`make neuter`: break each safety property in a copy of the repository and demand that its tests turn red.
+"""`make neuter`: break each guarded property in a copy of the repository and demand that its tests fail.
 
-Each entry of entries.toml names a property, the text to replace in one file, and tests. The tests must pass as the code
-stands and fail once it is broken; an entry whose text is no longer there exactly once is itself a failure.
-`python -m tests.neuter NAME…` runs only the entries with these names.
+The tests of a guard must pass as the code stands and fail once it is changed. A guard that no longer applies is an
+error, too. See tests/neuter/guards.py for the guards, and CONTRIBUTING.md.
 """
 
+import argparse
 import os
-import shutil
+import random
 import signal
 import subprocess
 import sys
 import tempfile
-import tomllib
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-CACHE = ROOT / ".cache"
-"""What tests have made once: a copy need not make it again."""
+from tests.neuter.guards import ROOT, Guard, load
+from tests.neuter.pool import Copy, Outcome, tracked
+from tests.neuter.syntax import NotApplicable
+
+WORKERS = 2
 RED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT})
-"""pytest's exit code for red tests, and native code that died of what was let through; any other code means that the
-tests did not run."""
-PRECHECK_SECONDS = 3600
-"""For all tests of all entries, before anything is broken."""
-ENTRY_SECONDS = 600
-TIMED_OUT = 124
-"""In the place of an exit code, as coreutils' timeout says it."""
+"""pytest's exit code for failed tests, and native code that crashed; after any other code the tests did not run."""
+GREEN_LIMIT_SECONDS = 900
+"""For the tests of one file before anything is changed."""
+START_SECONDS = 30
+"""To start, collect and tear down, on a busy machine."""
+SLOWDOWN = 3
+"""The tests of a changed file may take so many times what they took before."""
+BUDGET_SECONDS = 120
+"""For the guards of changed files in `make test`."""
+VERIFIED = ROOT / "tests/neuter/verified"
+"""Commit and date of the last complete run that was right in all guards; that run writes it."""
+REPORT = ROOT / ".neuter/report.md"
+SLOWEST = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One property and how to break it."""
+class Result:
+    """How one guard ended."""
 
-    name: str
-    property: str
-    file: str
-    find: str
-    replace: str
-    tests: list[str]
-
-
-def load() -> list[Entry]:
-    """Read entries.toml."""
-    entries = tomllib.loads((ROOT / "tests/neuter/entries.toml").read_text())["entry"]
-    return [Entry(**entry) for entry in entries]
+    guard: Guard
+    wrong: str
+    """What is wrong with it; empty when its tests failed as they must."""
+    took: float
+    timed_out: bool = False
 
 
-def tracked() -> list[str]:
-    """List the files that git tracks or would."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
+class Run:
+    """One run of guards: a queue that several workers empty."""
+
+    def __init__(self, guards: list[Guard], budget: float | None = None) -> None:
+        self._waiting = list(guards)
+        self._tests = sorted({test for guard in guards for test in guard.tests})
+        self._green: dict[str, Future[Outcome]] = {}
+        self._lock = threading.Lock()
+        self._ends = None if budget is None else time.monotonic() + budget
+        self.results: list[Result] = []
+
+    @property
+    def left_out(self) -> int:
+        """How many guards were not run because the budget was spent."""
+        return len(self._waiting)
+
+    def work(self, copy: Copy) -> None:
+        """Take guards until there are none, or the budget is spent."""
+        for guard in self._take():
+            began = time.monotonic()
+            wrong, timed_out = self._check(copy, guard)
+            result = Result(guard, wrong, time.monotonic() - began, timed_out)
+            with self._lock:
+                self.results.append(result)
+            verdict = f"WRONG: {wrong}" if wrong else "red by its limit" if timed_out else "red"
+            print(f"{verdict}  {guard.name} ({result.took:.1f} s): {guard.property}", flush=True)
+
+    def _take(self) -> Iterator[Guard]:
+        while self._ends is None or time.monotonic() < self._ends:
+            with self._lock:
+                if not self._waiting:
+                    return
+                guard = self._waiting.pop(0)
+            yield guard
+
+    def _check(self, copy: Copy, guard: Guard) -> tuple[str, bool]:
+        """Return what is wrong with a guard, and whether the limit ended its tests."""
+        try:
+            text = guard.broken()
+        except NotApplicable as error:
+            return f"{error} (tests/**/guards/*.toml)", False
+        seconds = 0.0
+        for file in guard.test_files():
+            green = self._as_it_stands(copy, file)
+            if green.code not in (0, 1):
+                return f"the tests of {file} do not run as the code stands: {green.last}", False
+            if already := [one for one in green.failed if any(_is_part(one, test) for test in guard.tests)]:
+                return f"its tests fail as the code stands: {', '.join(already)}", False
+            seconds += sum(s for one, s in green.seconds.items() if any(_is_part(one, test) for test in guard.tests))
+        limit = SLOWDOWN * seconds + START_SECONDS
+        outcome = copy.run_changed(guard.path(), text, guard.tests, limit)
+        if outcome.code in RED or outcome.timed_out:
+            return "", outcome.timed_out
+        if outcome.code == 0:
+            return "its tests pass although the code is changed: make them check the property", False
+        return f"its tests did not run (exit code {outcome.code}): {outcome.last}", False
+
+    def _as_it_stands(self, copy: Copy, file: str) -> Outcome:
+        """Run the tests of a file that guards name before anything is changed, once; what fails is tried again."""
+        with self._lock:
+            known = self._green.get(file)
+            mine: Future[Outcome] = Future()
+            if known is None:
+                self._green[file] = mine
+        if known is not None:
+            return known.result()
+        try:
+            named = [test for test in self._tests if test.partition("::")[0] == file]
+            outcome = copy.run([file] if file in named else named, GREEN_LIMIT_SECONDS, stop=False)
+            if outcome.code == 1 and outcome.failed:
+                again = copy.run(outcome.failed, GREEN_LIMIT_SECONDS, stop=False)
+                outcome = Outcome(again.code, outcome.took, outcome.seconds | again.seconds, again.failed, again.last)
+            mine.set_result(outcome)
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        return outcome
 
 
-def run(folder: Path, tests: list[str], seconds: float = ENTRY_SECONDS) -> tuple[int, str]:
-    """Run tests in a copy; give pytest's exit code, and what failed with its last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return TIMED_OUT, f"no end within {seconds:.0f} s"
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return done.returncode, "\n".join([*(line for line in lines if line.startswith(("FAILED", "ERROR"))), *lines[-1:]])
+def _is_part(one: str, test: str) -> bool:
+    """Return whether a test is meant by what a guard names: a file, a function or one of its cases."""
+    return one == test or one.startswith((f"{test}::", f"{test}["))
 
 
-def check(entry: Entry, files: list[str]) -> str | None:
-    """Break one property; give what is wrong, or None when its tests noticed."""
-    path = ROOT / entry.file
-    text = path.read_text() if path.is_file() else ""
-    if text.count(entry.find) != 1:
-        return f"its text stands {text.count(entry.find)} times in {entry.file}: the entry no longer applies"
-    with tempfile.TemporaryDirectory(prefix="neuter-") as name:
-        folder = Path(name)
-        for file in files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / file, folder / file)
-        if CACHE.is_dir():
-            (folder / CACHE.name).symlink_to(CACHE.resolve())
-        (folder / entry.file).write_text(text.replace(entry.find, entry.replace))
-        code, last = run(folder, entry.tests)
-    if code in RED:
-        return None
-    return f"its tests stay green: {last}" if code == 0 else f"its tests did not run (exit {code}): {last}"
+def git(*arguments: str) -> str | None:
+    """Return git's output, or None where it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
-def red_already(tests: list[str]) -> tuple[set[str], str | None]:
-    """Run all tests as the code stands; give those that fail, by themselves once more, and why none could run."""
-    code, last = run(ROOT, ["-n", "2", "--maxfail=20", *tests], PRECHECK_SECONDS)
-    failed = [line.split()[1] for line in last.splitlines() if line.startswith("FAILED ")]
-    if code != 0 and not 0 < len(failed) < 20:
-        return set(), last
-    return {test for test in failed if run(ROOT, [test])[0] != 0}, None
+def changed(guards: list[Guard]) -> list[Guard]:
+    """Return the guards whose file or test files changed since the verified commit; all where it is unknown here."""
+    commit = VERIFIED.read_text().split()[0] if VERIFIED.is_file() else ""
+    listing = git("diff", "--name-only", commit) if commit else None
+    if listing is None:
+        return guards
+    untracked = git("ls-files", "--others", "--exclude-standard") or ""
+    files = {*listing.splitlines(), *untracked.splitlines()}
+    return [guard for guard in guards if files & {guard.path(), *guard.test_files()}]
 
 
-def verdict(entry: Entry, files: list[str], failing: set[str]) -> str | None:
-    """Say at once how one entry ended; give what is wrong with it."""
-    already = [test for test in entry.tests if any(one.startswith(test) for one in failing)]
-    wrong = f"its tests fail as the code stands: {already}" if already else check(entry, files)
-    word = "RED as it must be" if wrong is None else f"WRONG: {wrong}"
-    print(f"{word}  {entry.name}: {entry.property}", flush=True)
-    return wrong
+def in_order(guards: list[Guard]) -> list[Guard]:
+    """Sort by test file; those that start processes come first, because they take longest."""
+    return sorted(guards, key=lambda guard: (guard.tests[0].startswith("tests/unit"), guard.tests[0]))
+
+
+def report(run: Run, seconds: float, what: str) -> str:
+    """Render the report."""
+    results = sorted(run.results, key=lambda result: result.guard.name)
+    wrong = [result for result in results if result.wrong]
+    limited = [result.guard.name for result in results if result.timed_out]
+    lines = [
+        "# Guards",
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {git('rev-parse', '--short', 'HEAD') or 'unknown'}"
+        f"{' with changes' if git('status', '--porcelain') else ''}, {what}, {WORKERS} workers, "
+        f"{seconds / 60:.1f} minutes.",
+        "",
+        f"{len(results) - len(wrong)} of {len(results)} guards: the tests fail without the property.",
+    ]
+    if run.left_out:
+        lines.append(f"{run.left_out} guards were left out: the budget of {BUDGET_SECONDS} s was spent.")
+    if limited:
+        lines.append(f"Ended by their limit: {', '.join(limited)}.")
+    if wrong:
+        lines += ["", "## Wrong", *(f"- {result.guard.name}: {result.wrong}" for result in wrong)]
+    slowest = sorted(results, key=lambda result: -result.took)[:SLOWEST]
+    lines += ["", "## Slowest", *(f"- {result.took:.1f} s {result.guard.name}" for result in slowest)]
+    return "\n".join(lines) + "\n"
+
+
+def selected(arguments: argparse.Namespace) -> list[Guard]:
+    """Return the guards that the command line asks for, in the order in which they run."""
+    guards = load()
+    if unknown := set(arguments.names) - {guard.name for guard in guards}:
+        sys.exit(f"no guard has the name {', '.join(sorted(unknown))}")
+    if arguments.names:
+        guards = [guard for guard in guards if guard.name in arguments.names]
+    if arguments.changed:
+        guards = changed(guards)
+        random.Random(f"{datetime.now(UTC):%Y%m%d}").shuffle(guards)
+        return guards
+    guards = in_order(guards)
+    if arguments.shard:
+        number, count = (int(part) for part in arguments.shard.split("/"))
+        guards = [guard for index, guard in enumerate(guards) if index % count == number - 1]
+    return guards
 
 
 def main() -> int:
-    """Check all entries, or those named on the command line."""
-    wanted = set(sys.argv[1:])
-    entries = [entry for entry in load() if not wanted or entry.name in wanted]
-    if unknown := wanted - {entry.name for entry in entries}:
-        print(f"no entry has the name {', '.join(sorted(unknown))}")
-        return 2
-    failing, why = red_already(sorted({test for entry in entries for test in entry.tests}))
-    if why is not None:
-        print(f"the tests must be green before anything is broken: {why}")
-        return 1
+    """Check the guards that are asked for."""
+    parser = argparse.ArgumentParser("python -m tests.neuter", description="Break guarded properties; tests must fail.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only the guards with these names")
+    parser.add_argument(
+        "--changed", action="store_true", help=f"only guards of changed files, as many as fit {BUDGET_SECONDS} s"
+    )
+    parser.add_argument("--shard", metavar="K/N", help="only the K-th of N parts")
+    arguments = parser.parse_args()
+    guards = selected(arguments)
+    if not guards:
+        print("no guard is concerned")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    began = time.monotonic()
+    run = Run(guards, BUDGET_SECONDS if arguments.changed else None)
     files = tracked()
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(verdict, entry, files, failing) for entry in entries]
-        results = [one.result() for one in asked]
-    bad = sum(wrong is not None for wrong in results)
-    print(f"{len(entries) - bad} of {len(entries)} properties are guarded by tests that fail without them")
-    return 1 if bad or not entries else 0
+    with tempfile.TemporaryDirectory(prefix="neuter-") as folder, ThreadPoolExecutor(WORKERS) as pool:
+        copies = [Copy(Path(folder) / str(number), files) for number in range(min(WORKERS, len(guards)))]
+        try:
+            for one in [pool.submit(run.work, copy) for copy in copies]:
+                one.result()
+        finally:
+            for copy in copies:
+                copy.close()
+    complete = not (arguments.names or arguments.changed or arguments.shard)
+    what = "all guards" if complete else "guards of changed files" if arguments.changed else "some guards"
+    text = report(run, time.monotonic() - began, what)
+    print(text, end="")
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(text)
+    if any(result.wrong for result in run.results):
+        return 1
+    if complete and not git("status", "--porcelain"):
+        VERIFIED.write_text(f"{git('rev-parse', 'HEAD')} {datetime.now(UTC):%Y-%m-%d}\n")
+    return 0
 
 
 if __name__ == "__main__":
+    os.chdir(ROOT)
     sys.exit(main())
