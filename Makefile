@@ -7,18 +7,36 @@ BIN := .venv/bin
 BLAS := $(firstword $(wildcard /usr/lib/*/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 FAST = $(if $(BLAS),LD_PRELOAD=$(BLAS)) OPENBLAS_NUM_THREADS=1
 PYTEST = $(FAST) $(BIN)/python -m pytest
+SUITE := $(FAST) $(BIN)/python -m tests.suite
 READY := .venv/.ready
+# A process that may not keep its bytecode compiles all that it imports: an engine then takes 2.2 s of CPU to start, not 1.1.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test quick lint types models unit bench neuter fuzz docs screenshots clients manual lock clean mac-check
+.PHONY: demo test nightly other quick lint types models unit bench neuter mutants fuzz docs screenshots clients walks manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
-# A machine that is busy with something else can make a test of time fail that is sound. What fails is tried once more by
-# itself, and named; what fails twice is wrong.
-AGAIN = { [ $$? -eq 1 ] && echo "failed at first, once more by themselves:" && $(PYTEST) --last-failed --last-failed-no-failures none
+# Three workers on two cores: many tests wait for processes.
 test: $(READY) lint types models
-	$(PYTEST) -n 2 --dist worksteal --durations 25 --durations-min 5 tests || $(AGAIN) tests; }
+	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
+
+# The suite as a scheduler may start it: no terminal, SIGINT ignored, both cores busy with something else.
+nightly: $(READY) lint types models
+	for core in 1 2; do timeout 5400 sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
+	trap "kill $$busy" EXIT; trap '' INT; nohup $(SUITE) -n 2 --dist worksteal tests </dev/null
+
+# Another Python than the one of .venv/, 3.11 to 3.14: unit and contract tests run with it, too.
+OTHER ?= $(shell own=$$($(BIN)/python -c 'import sys; print(sys.version_info[1])'); \
+	for p in python3.14 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[34].*/bin/python3) python3.12 python3.11; do \
+	$$p -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) or sys.version_info[1] == $$own)" 2>/dev/null \
+	&& echo $$p && break; done)
+other: $(READY) models
+	@test -n "$(OTHER)" || { echo "no other Python was found: name one: make other OTHER=/path/to/python3.13" >&2; exit 1; }
+	$(UV) venv --quiet --allow-existing --python $(OTHER) .venv/other
+	$(UV) pip sync --quiet --python .venv/other/bin/python requirements/dev.txt
+	$(UV) pip install --quiet --python .venv/other/bin/python --no-build-isolation --no-deps --editable .
+	$(FAST) .venv/other/bin/python -m tests.suite -n 2 --dist worksteal -m "not hosts and not slow" tests/unit tests/contract
 
 quick: $(READY) lint types unit
 
@@ -35,7 +53,7 @@ types: $(READY)
 	$(BIN)/basedpyright --level error
 
 unit: $(READY) models
-	$(PYTEST) -n 2 -m "not hosts and not slow" tests
+	$(SUITE) -n 2 --dist worksteal -m "not hosts and not slow" tests
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench
@@ -45,6 +63,9 @@ fuzz: $(READY)
 
 neuter: $(READY)
 	$(FAST) $(BIN)/python -m tests.neuter
+
+mutants: $(READY)
+	$(FAST) $(BIN)/python -m tests.neuter.mutants
 
 mac-check: $(READY)
 	$(BIN)/python -m deploy.mac_check
@@ -60,8 +81,12 @@ clients: $(READY)
 	$(FAST) $(BIN)/python -m tests.clients.drive
 	$(FAST) $(BIN)/python -m tests.clients.agent
 
+walks: $(READY)
+	$(FAST) $(BIN)/python -m pytest -q -v -s -p no:randomly tests/e2e/test_walks.py
+
 manual: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the manual: .site/index.html"
 
 lock: $(READY)
 	UV=$(UV) sh requirements/compile.sh

@@ -1,12 +1,20 @@
-"""Every test runs with a hostile environment: junk where a developer may have settings, keys and proxies."""
+"""Every test runs with a hostile environment: junk where a developer may have settings, keys and proxies.
+
+Property tests draw other examples each day: their seed is the date, or `HYPOTHESIS_SEED`, and is printed at the end.
+What failed once is kept in .hypothesis/ and tried first.
+"""
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests import models
 from tests.support.processes import Pool, pool
@@ -25,9 +33,17 @@ JUNK = {
 }
 os.environ.update(JUNK)
 # How long an example takes is no property of the code: the machine may be busy. pytest's own limit ends what hangs.
-settings.register_profile("macpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "macpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False, print_blob=True,
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
+)  # fmt: skip
 settings.load_profile("macpool")
+SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup: children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 TRAINING_SECONDS = 900
+UNLISTED_SKIP = 10
+"""Exit code of pytest when a skip is not listed in CI: none of its own, so that no second try of a test hides it."""
 
 
 @pytest.fixture
@@ -46,6 +62,9 @@ def tiny_model() -> Callable[..., Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give time to whoever may be first to need a trained model, which takes minutes without OpenBLAS; then order."""
     for item in items:
+        function = getattr(item, "obj", None)
+        if getattr(function, "is_hypothesis_test", False):
+            hypothesis.seed(SEED)(getattr(function, "__func__", function))
         if "tiny_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(TRAINING_SECONDS))
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -70,6 +89,7 @@ def _longest_first(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """Print what tests want seen (`record_property("seen", …)`); print every skip's reason, and fail CI for one that
     tests/skips.txt does not list."""
+    terminalreporter.write_line(f"seed of property tests: {SEED} (HYPOTHESIS_SEED={SEED} repeats it)")
     for report in terminalreporter.stats.get("passed", []):
         for name, text in report.user_properties:
             if name == "seen":
@@ -83,4 +103,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         if not any(entry in reason for entry in listed):
             terminalreporter.write_line(f"UNLISTED SKIP {report.nodeid}: {reason}", red=True)
-            terminalreporter._session.exitstatus = 1
+            terminalreporter._session.exitstatus = UNLISTED_SKIP

@@ -17,6 +17,7 @@ from coordinator.conditions.watch import Conditions
 from coordinator.enrolment import Cluster, Enrolment
 from coordinator.events import Events
 from coordinator.guard import Guard, Private
+from coordinator.load_history import LoadHistory
 from coordinator.loads import Loads
 from coordinator.metrics.service import Metrics
 from coordinator.ratelimit import RateLimit
@@ -49,6 +50,7 @@ class Application:
     registry: Registry
     dispatcher: Dispatcher
     conductor: Conductor
+    load: LoadHistory
 
     def document(self) -> dict[str, Any]:
         """Give the OpenAPI document."""
@@ -93,15 +95,15 @@ async def application(
         loads = Loads(dispatcher, time.monotonic)
         metrics, conditions = Metrics(registry, dispatcher, ring, "0", authority.lives), Conditions()
         metrics.conditions = conditions.flags
-        visitors = Visitors(ring, pepper, time.time)
+        visitors, load = Visitors(ring, pepper, time.time), LoadHistory()
         api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(), visitors,
-                  Seen(metrics, conditions, Events(), folder / "coordinator.log"))  # fmt: skip
+                  Seen(metrics, conditions, load, Events(), folder / "coordinator.log"))  # fmt: skip
         used = over.settings if over else settings.router
         videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(Private(api.app)))
         door = FrontDoor(dispatcher, ring, used, control=videos)
         if over is not None:
             over.app = Guard(door)
         try:
-            yield Application(door, api, admin, authority, store, registry, dispatcher, conductor)
+            yield Application(door, api, admin, authority, store, registry, dispatcher, conductor, load)
         finally:
             await conductor.close()

@@ -263,7 +263,7 @@ def until_ray(pool: Pool, node: str, seconds: float = 120.0) -> None:
     """Allow a node to make videos and wait for its Ray; AssertionError with what both sides say of it."""
     until(lambda: pool.node(node).get("video"), seconds, f"a report of {node}")
     if not pool.node(node)["video"]["allowed"]:
-        pool.cli("nodes", "allow-video", node)
+        pool.cli("node", "allow-video", node)
     try:
         until(lambda: pool.node(node).get("video", {}).get("ray"), seconds, f"Ray on {node}")
     except AssertionError as error:

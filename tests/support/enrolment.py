@@ -16,7 +16,7 @@ from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
 from wire.codec import Splitter, decode, encode
 from wire.frames import Frame
-from wire.identity import Peer
+from wire.identity import NodeId, Peer
 from wire.report import Hardware
 
 HARDWARE = Hardware("M4 Max", 128 << 30, 16, "macOS 26", "3.13")
@@ -44,6 +44,8 @@ class Door:
     enrolment: Enrolment
     address: str = ""
     joined: list[MemberRow] = field(default_factory=list)
+    linked: dict[NodeId, str] = field(default_factory=dict)
+    """Members that are linked now, and from where."""
     peers: list[Peer] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -65,9 +67,10 @@ async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None
     authority = Authority(folder, wall)
     tokens, approvals = Tokens(store, authority.ca, wall), Approvals()
     joined: list[MemberRow] = []
-    cluster = Cluster("lab", authority, tokens, store, approvals, wall, joined.append)
+    linked: dict[NodeId, str] = {}
+    cluster = Cluster("lab", authority, tokens, store, approvals, wall, joined.append, lambda one: linked.get(one, ""))
     enrolment = Enrolment(cluster, limit or RateLimit(6000, 1000))
-    door = Door(authority, store, tokens, approvals, wall, enrolment, joined=joined)
+    door = Door(authority, store, tokens, approvals, wall, enrolment, joined=joined, linked=linked)
     server = await asyncio.start_server(
         lambda reader, writer: _serve(door, reader, writer), "127.0.0.1", 0, ssl=authority.server_context()
     )

@@ -1,7 +1,6 @@
 /* A stand-in for the calls of libSystem that node/memory/darwin.py makes, with Apple's signatures and layouts as in
- * <sys/resource.h>, <libproc.h>, <sys/sysctl.h> and <mach/vm_statistics.h>. The footprint of a process is its resident
- * set, so that a test can compare it with another reading; the machine has 128 GiB and 16 KiB pages. */
-#include <dirent.h>
+ * <sys/resource.h>, <libproc.h> and <sys/sysctl.h>. The footprint of a process is its resident
+ * set, so that a test can compare it with another reading. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -20,17 +19,7 @@ struct rusage_info_v4 {
     uint64_t ri_interval_max_phys_footprint, ri_runnable_time;
 };
 
-struct vm_statistics64 {
-    uint32_t free_count, active_count, inactive_count, wire_count;
-    uint64_t zero_fill_count, reactivations, pageins, pageouts, faults, cow_faults, lookups, hits, purges;
-    uint32_t purgeable_count, speculative_count;
-    uint64_t decompressions, compressions, swapins, swapouts;
-    uint32_t compressor_page_count, throttled_count, external_page_count, internal_page_count;
-    uint64_t total_uncompressed_pages_in_compressor;
-};
-
 _Static_assert(sizeof(struct rusage_info_v4) == 296, "rusage_info_v4");
-_Static_assert(sizeof(struct vm_statistics64) == 152, "vm_statistics64");
 
 _Static_assert(offsetof(struct rusage_info_v4, ri_phys_footprint) == 72, "phys_footprint");
 _Static_assert(offsetof(struct rusage_info_v4, ri_lifetime_max_phys_footprint) == 240, "lifetime_max_phys_footprint");
@@ -97,21 +86,6 @@ int proc_pidinfo(int pid, int flavor, uint64_t argument, void *buffer, int size)
     return size;
 }
 
-int proc_listpgrppids(int wanted, void *buffer, int size) {
-    int count = 0, group, *found = buffer;
-    char state;
-    unsigned long long start;
-    DIR *folder = opendir("/proc");
-    if (folder == NULL) return -1;
-    for (struct dirent *entry; (entry = readdir(folder)) != NULL;) {
-        int pid = atoi(entry->d_name);
-        if (pid > 0 && stat_of(pid, &state, &group, &start) && group == wanted && (count + 1) * (int)sizeof *found <= size)
-            found[count++] = pid;
-    }
-    closedir(folder);
-    return count;
-}
-
 #ifndef WITHOUT_RESET
 int proc_reset_footprint_interval(int pid) {
     if (pid <= 0) return -1;
@@ -130,10 +104,6 @@ static int give(const void *value, size_t size, void *old, size_t *oldlen) {
 int sysctlbyname(const char *name, void *old, size_t *oldlen, void *new_value, size_t new_size) {
     (void)new_value, (void)new_size;
     const char *wired = getenv("STANDIN_WIRED_MB");
-    if (strcmp(name, "hw.memsize") == 0) {
-        uint64_t memory = 128ull << 30;
-        return give(&memory, sizeof memory, old, oldlen);
-    }
     if (strcmp(name, "iogpu.wired_limit_mb") == 0 && !getenv("STANDIN_WIRED_FAIL")) {
         int32_t limit = wired ? atoi(wired) : 0;
         return give(&limit, sizeof limit, old, oldlen);
@@ -144,22 +114,4 @@ int sysctlbyname(const char *name, void *old, size_t *oldlen, void *new_value, s
     }
     if (strcmp(name, "machdep.cpu.brand_string") == 0) return give("Apple M5 Max", 13, old, oldlen);
     return -1;
-}
-
-uint32_t mach_host_self(void) { return 7; }
-
-int host_page_size(uint32_t host, size_t *size) {
-    *size = 16384;
-    return host == 7 ? 0 : 4;
-}
-
-int host_statistics64(uint32_t host, int flavor, void *out, uint32_t *count) {
-    if (host != 7 || flavor != 4 || *count < 38 || getenv("STANDIN_STATISTICS_FAIL")) return 4;
-    struct vm_statistics64 *pages = out;
-    memset(pages, 0x5a, sizeof *pages);
-    pages->free_count = 1000;
-    pages->inactive_count = 500;
-    pages->active_count = 200;
-    pages->wire_count = 300;
-    return 0;
 }

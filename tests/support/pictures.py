@@ -15,7 +15,7 @@ from tests.support.loopback_cluster import a_memory, a_model
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
-from wire.report import CacheState, Counts, Enforcement, EngineState, Level, Model, System
+from wire.report import CacheState, Counts, Enforcement, EngineState, Level, Memory, Model, System
 from wire.units import GIB
 
 NOW = 1000.0
@@ -28,6 +28,35 @@ MEASURES = NodeMeasures(
     ),
     1.5, 50_000_000,
 )  # fmt: skip
+
+DISTINCT = Report(
+    1,
+    Memory(
+        cap=1001, ceiling=1002, margin=1003, phys=1004, active=1005, recent=1006, current=1007, reserved=1008,
+        headroom=-1009, leases=1010, bound_by="dynamic", armed=True, source="phys_footprint", age=0.25, total=1011,
+        base=1012, reusable=1000, cache=1013, peak=1014, canary=1015,
+    ),
+    EngineState(
+        "mlx", "hung", "stuck", restarts=2001, running=2002, waiting=2003, queued_tokens=2004,
+        counts=Counts(
+            checks=2005, refusals=2006, forwards=2007, steps=2008, failures=2009, sheds=2010, evictions=2011,
+            shrinks=2012, preemptions=2013, overs=2014, departures=2015,
+        ),
+        cache=CacheState(2016, 2017, 2018, 2019, 2020, 2021), recycles=2022, rows=2023, wired=2024, leaked=2025,
+    ),
+    (
+        a_model("read", loaded=True, weights=3001),
+        a_model("reading", loaded=False, loading=True, progress=0.375, weights=3002),
+        a_model("broken", loaded=False, cause="no such file", weights=3003),
+        a_model("first", loaded=False, weights=3004),
+        a_model("second", loaded=False, weights=3005),
+    ),
+    system=System(4001, "warn", "meminfo", 0.75, 4002),
+    enforcement=Enforcement(
+        Level.OVER_SOFT, phys=5001, highest=5002, interval=5003, tier="safe", polls=5004, over_caps=5005, kills=5006
+    ),
+)  # fmt: skip
+"""A report of which every field is another number, so that a swap of two is seen."""
 
 
 def view(name: str = "a", models: int = 1, report: Report | None = None, **changes: Any) -> NodeView:
@@ -66,11 +95,13 @@ def busy_counters(models: int, nodes: int) -> Counters:
         name = f"model-{number}"
         for outcome in ("ok", "cancelled", "no_headroom", "node_lost"):
             counters.ended(outcome, name, 1.0)
-        counters.first(name, 0.2)
+        counters.first(NodeId("n0"), name, 10, 0.2)
+        counters.used_by("k1", name, 20)
         for at in (1.0, 1.02):
             counters.stepped(NodeId("n0"), name, 1, 2, at)
     for number in range(nodes):
         counters.placed(NodeId(f"n{number}"))
+        counters.node(NodeId(f"n{number}")).generated_tokens += 10
     for status in (200, 400, 401, 404, 429, 499, 503):
         counters.answered(status)
     counters.left_line(0.5)
@@ -94,7 +125,7 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture
     lives = dict.fromkeys(("authority", "coordinator", "endpoint"), (WALL - 86400.0, WALL + 86400.0 * 89))
     picture = PoolPicture(
         version="0.1.0", python="3.11.7", wall=WALL, now=NOW, view=seen, states={"ready": nodes}, self_suspect=False,
-        counters=busy_counters(models, nodes), in_flight=dict.fromkeys(members, 2),
+        counters=busy_counters(models, nodes), keys={"k1": "laptop"}, in_flight=dict.fromkeys(members, 2),
         unacknowledged=dict.fromkeys(members, GIB), leaks=0, barred=frozenset(), opened_breakers=0, waiting=1,
         queue_limit=64, oldest=0.5, keys_refused=0, certificates=lives,
         node_certificates=dict.fromkeys(members, (WALL - 86400.0, WALL + 86400.0 * 89)),

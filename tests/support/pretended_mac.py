@@ -8,6 +8,7 @@ from typing import Any
 
 from coordinator.cli.session import Session
 from coordinator.doctor.here import Here, Said
+from machine.power import Power
 from wire.units import GIB
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
@@ -17,7 +18,6 @@ TOOLS: dict[str, str] = {
     "/usr/bin/pmset -g": "System-wide power settings:\nCurrently in use:\n standby 0\n Sleep On Power Button 1\n"
     " womp                 1\n autorestart          1\n sleep                0 (sleep prevented by powerd)\n"
     " displaysleep         10\n",
-    "/usr/bin/pmset -g batt": "Now drawing from 'AC Power'\n",
     "/usr/sbin/ioreg -r -k AppleClamshellState -d 4": "",
     "/usr/bin/fdesetup status": "FileVault is Off.\n",
     f"{FIREWALL} --getglobalstate": "Firewall is disabled. (State = 0)\n",
@@ -37,6 +37,7 @@ EXAMINED: dict[str, Any] = {
                "cap": 96 * GIB, "bound_by": "static", "remedy": "", "warning": "", "margin": 10 * GIB, "guard": "on"},
     "identity": None, "identity_error": "", "dialled": [],
 }  # fmt: skip
+PLUGGED = Power(plugged=True)
 DEVICE = {"installed": True, "error": "", "version": "0.32.4", "models": "0.32.2", "device": "Apple M3 Ultra",
           "metal": True, "most": 96 * GIB}  # fmt: skip
 
@@ -48,6 +49,7 @@ def pretended(
     reach: Mapping[str, int] | None = None,
     environ: Mapping[str, str] | None = None,
     platform: str = "darwin",
+    power: Power = PLUGGED,
     **examined: Any,
 ) -> Here:
     """Give a Mac where some tools print something else (None: the tool fails), and hosts answer with these errnos."""
@@ -64,7 +66,13 @@ def pretended(
         return (reach or {}).get(host, 61)
 
     here = Here(
-        Session(state, None, None, "text"), platform, environ or {"TERM_PROGRAM": "Apple_Terminal"}, ask, dial, state
+        Session(state, None, None, "text"),
+        platform,
+        environ or {"TERM_PROGRAM": "Apple_Terminal"},
+        ask,
+        dial,
+        state,
+        power=lambda: power,
     )
     if state.is_dir():
         state.chmod(0o700)

@@ -266,6 +266,11 @@ class Pool:
         """The local admin key."""
         return json.loads((self.state / "run.json").read_text())["secret"]
 
+    @property
+    def trust(self) -> ssl.SSLContext:
+        """Trust in the endpoint's own authority and the system's."""
+        return ssl.create_default_context(cadata=json.loads((self.state / "run.json").read_text())["ca"] or None)
+
     def get(self, path: str) -> dict[str, Any]:
         """GET with the admin key."""
         run = json.loads((self.state / "run.json").read_text())

@@ -64,14 +64,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def prometheus(folder: Path, configuration: str, rules: Path | None = None) -> Iterator[Prometheus]:
-    """Run it until left."""
+def prometheus(folder: Path, configuration: str, *beside: Path) -> Iterator[Prometheus]:
+    """Run it until left, with copies of other files `beside` its configuration."""
     needs("prometheus")
     folder.mkdir()
     file, port, log = folder / "prometheus.yml", free_port(), folder / "prometheus.log"
     file.write_text(configuration)
-    if rules is not None:
-        shutil.copy(rules, folder / "rules.yml")
+    for other in beside:
+        shutil.copy(other, folder)
     command = [
         "prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.retention.time=1h", "--log.level=warn",

@@ -105,7 +105,9 @@ def words(**settings: object) -> tuple[str, ...]:
 class Node:
     """What the composition root makes of a node, without a link. `attends`: a granted lease is attended by itself."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object], *, attends: bool = True) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object], *, attends: bool = True, model: str = "tiny-wan"
+    ) -> None:
         folder.mkdir(exist_ok=True)
         resolved = resolve([("test", settings)])
         self.settings: NodeSettings = resolved.value
@@ -116,6 +118,7 @@ class Node:
         self.engine_frames: list[tuple[Frame, int]] = []
         self.attendants: list[subprocess.Popen[bytes]] = []
         self._attends = attends
+        self._model = model
         self._changed = asyncio.Event()
         self.supervisor = Supervisor(
             self.settings, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
@@ -181,9 +184,14 @@ class Node:
 
     # leases
 
-    def ask(self, size: int = LEASE, job: Mapping[str, object] = JOB, lease: str = "l-1", generation: int = 1) -> None:
+    def ask(
+        self, size: int = LEASE, job: Mapping[str, object] = JOB, lease: str = "l-1", generation: int = 1,
+        model: str = "",
+    ) -> None:  # fmt: skip
         """Ask for a lease; its job has the lease's name."""
-        self.lender.ask(Lease(lease, generation, f"video_{lease}", "tiny-wan", size, msgspec.json.encode(job)))
+        self.lender.ask(
+            Lease(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
+        )
 
     def release(self, cause: str, lease: str = "l-1", generation: int = 1) -> None:
         """End a lease."""

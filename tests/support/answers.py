@@ -1,0 +1,71 @@
+"""One answer as a node tells it, whole and as deltas, for the tests of every dialect that writes it."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.dialects.dialect import Asked, Dialect
+from router.placement import Demand
+from router.problems import Problem
+from router.ticket import Answer, Job
+from wire.frames import Channel, Delta, Finished, Timings
+from wire.refusals import Numbers
+
+CREATED = 1_700_000_000
+CALL = '{"index":0,"id":"call_1","name":"weather","arguments":"{\\"city\\":\\"Ulm\\"}"}'
+FINISHED = Finished(7, ("stop",), 20, 9, 12, Timings(0.5, 1.25, 2.0), thought=4)
+"""20 prompt tokens, 12 of them cached, 9 generated, 4 of these reasoning; 0.5 s queued, 1.25 s prefill, 2 s decode."""
+CUT = msgspec.structs.replace(FINISHED, reasons=("length",))
+SAID = ((Channel.REASONING, "let me"), (Channel.CONTENT, "I look."), (Channel.TOOL_CALL, CALL))
+WHOLE = Answer({(0, Channel.REASONING): "let me", (0, Channel.CONTENT): "I look."}, {0: (CALL,)}, {}, "tiny-1")
+TEXT_ONLY = Answer({(0, Channel.CONTENT): "I look."}, {}, {}, "tiny-1")
+CROWDED = Problem(503, "no_headroom", "no room", None, Numbers(9, 8, 7, 6, 5, 4, 3, 2, "dynamic"), 2.0)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of a request once a node has counted its prompt."""
+
+    job: Job
+    demand: Demand
+    fingerprint: str = "tiny-1"
+
+
+def asked(dialect: Dialect, **body: object) -> tuple[Asked, Job]:
+    """Read a body of the model `tiny`; give it with its only job."""
+    found = dialect.parse(json.dumps({"model": "tiny", **body}).encode(), "k1")
+    assert not isinstance(found, Problem), found
+    (job,) = found.jobs("k1", "r1", CREATED)
+    return found, job
+
+
+def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHED, **body: object) -> dict[str, Any]:
+    """Give the JSON of an answer that is not streamed."""
+    request, job = asked(dialect, **body)
+    return json.loads(request.whole(job, answer, finished))
+
+
+def streamed(
+    dialect: Dialect, *said: tuple[int, str], finished: Finished = FINISHED, broken: Problem | None = None,
+    **body: object,
+) -> str:  # fmt: skip
+    """Give all that a stream writes: its opening, one delta for each piece, and its end."""
+    request, job = asked(dialect, stream=True, **body)
+    demand = msgspec.structs.replace(job.demand, prompt_tokens=finished.prompt_tokens)
+    chunks = request.chunks(Reading(job, demand))
+    raw = chunks.opening()
+    for channel, text in said:
+        raw += chunks.deltas([Delta(7, 0, (1,), ((int(channel), text),))])
+    return (raw + (chunks.closing(finished) if broken is None else chunks.failing(broken))).decode()
+
+
+def events(raw: str) -> list[tuple[str, Any]]:
+    """Give the names and the data of server-sent events; a name is empty where there is none, `[DONE]` is left out."""
+    found: list[tuple[str, Any]] = []
+    for block in raw.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        if lines["data"] != "[DONE]":
+            found.append((lines.get("event", ""), json.loads(lines["data"])))
+    return found

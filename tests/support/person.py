@@ -1,0 +1,134 @@
+"""A person at a Mac of the lab: types commands into a terminal of 80 columns, with a home folder of one's own."""
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import termios
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.support.hosts import Host
+from tests.support.processes import CLI, Process, environment, until
+
+TRUSTED = ("/etc/ssl", "/usr/local/share", "/etc/ca-certificates")
+"""What `cluster trust-ca` changes: each host gets a copy of its own."""
+MACHINE_ID = "/etc/machine-id"
+SECONDS = 60
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Person:
+    """Types on one host. `seen` is all that was printed."""
+
+    def __init__(self, host: Host, stack: ExitStack) -> None:
+        self.host = host
+        self.home = host.folder / "home"
+        self.home.mkdir()
+        self.variables: dict[str, str] = {}
+        self.seen: list[str] = []
+        self._stack = stack
+        bin_folder = host.folder / "bin"
+        bin_folder.mkdir()
+        for name in ("cluster", "macpool"):
+            shim = bin_folder / name
+            shim.write_text(f'#!/bin/sh\nexec {shlex.join(CLI)} "$@"\n')
+            shim.chmod(0o755)
+        self._path = bin_folder
+        for place in (*TRUSTED, MACHINE_ID):
+            if Path(place).exists():
+                copy = host.folder / place.strip("/").replace("/", "-")
+                subprocess.run(["cp", "-a", place, str(copy)], check=True)
+                if place == MACHINE_ID:
+                    copy.write_text(f"{host.number:032x}\n")
+                subprocess.run([*host.enter(), "mount", "--bind", str(copy), place], check=True)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of this person's shell."""
+        known = environment(HOME=str(self.home), COLUMNS="80", LINES="24", **self.variables)
+        return known | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+
+    def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
+        """Run a line of shell; return what it printed. AssertionError for another exit code or a traceback."""
+        done = subprocess.run(
+            [*self.host.enter(), "sh", "-c", line], capture_output=True, text=True, input=answer,
+            env=self.environment(), timeout=SECONDS,
+        )  # fmt: skip
+        said = f"{self.host.name}$ {line}\n{done.stdout}{done.stderr}"
+        self.seen.append(said)
+        assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{said}"
+        assert "Traceback" not in said, said
+        return done.stdout + done.stderr
+
+    def look(self, line: str) -> Sequence[str]:
+        """Run a line in a terminal of 80 columns; return the lines that are seen. AssertionError when one is wider."""
+        leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        process = subprocess.Popen(
+            [*self.host.enter(), "sh", "-c", line], stdin=follower, stdout=follower, stderr=follower,
+            env=self.environment() | {"TERM": "xterm-256color"}, start_new_session=True,
+        )  # fmt: skip
+        os.close(follower)
+        printed = b""
+        try:
+            while piece := os.read(leader, 65536):
+                printed += piece
+        except OSError:  # Linux ends a terminal that nobody writes to any more so
+            pass
+        finally:
+            os.close(leader)
+        code = process.wait(SECONDS)
+        text = ESCAPES.sub("", printed.decode()).replace("\r\n", "\n")
+        self.seen.append(f"{self.host.name}$ {line}\n{text}")
+        assert (code, "Traceback" in text) == (0, False), text
+        lines = [one.rstrip() for one in text.splitlines()]
+        wide = [one for one in lines if len(one) > 80]
+        assert not wide, "wider than 80 columns:\n" + text
+        return lines
+
+    def start(self, line: str) -> "Started":
+        """Run a line that stays, as in a terminal window of its own."""
+        number = len(list(self.host.folder.glob("*.err")))
+        process = Process(
+            ["sh", "-c", f"exec {line}"] if "|" not in line else ["sh", "-c", line],
+            self.host.folder / f"{number}.err", wrap=self.host.enter(), env=self.environment(),
+        )  # fmt: skip
+        self._stack.callback(process.close)
+        return Started(line, process)
+
+
+class Started:
+    """A command that runs until Ctrl-C."""
+
+    def __init__(self, line: str, process: Process) -> None:
+        self._line = line
+        self.process = process
+
+    def said(self) -> str:
+        """Return everything that it has printed."""
+        return "".join(self.process.output) + self.process.log.read_text()
+
+    def until(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
+        """Wait for a line; AssertionError with what was printed instead."""
+
+        def found() -> re.Match[str] | None:
+            ended = self.process.popen.poll() is not None
+            match = re.search(pattern, self.said(), re.MULTILINE)
+            assert match or not ended, f"ended with {self.process.popen.returncode} before {pattern!r}"
+            return match
+
+        try:
+            return until(found, seconds, pattern)
+        except AssertionError as error:
+            raise AssertionError(f"$ {self._line}\n{self.said()}\n{error}") from None
+
+    def interrupt(self, seconds: float = 40) -> str:
+        """Press Ctrl-C; return what it printed."""
+        self.process.signal(signal.SIGINT)
+        self.process.popen.wait(seconds)
+        return self.said()
