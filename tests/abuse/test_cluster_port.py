@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import registry
 from coordinator.authority import Authority
 from coordinator.cli import nodes as verbs
 from coordinator.keeping.fence import Mark
@@ -212,6 +213,30 @@ async def test_a_copied_identity_on_another_machine_is_refused(port: Port) -> No
     await port.until(lambda: port.state(who) == "ready")
 
 
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every older link count as broken, as after three seconds without a report."""
+    monkeypatch.setattr(registry, "LINKED_SECONDS", 0.0)
+
+
+async def test_a_second_process_with_a_nodes_identity_expels_nobody(port: Port) -> None:
+    who = port.member("studio")
+    first = await port.link(who)
+    await port.until(lambda: port.state(who) == "ready")
+    for takeover in (False, True):
+        clone = await port.dial(who)
+        clone.send(hello(who, instance="a copy of the disk", takeover=takeover))
+        refused = await clone.until(Denied)
+        assert (refused.reason, refused.final) == ("linked_elsewhere", False)
+        assert "linked now by another process, from 127.0.0.1" in refused.message
+        assert refused.retry_after > 0
+    first.send(a_report(2))
+    await asyncio.sleep(0.05)
+    assert port.state(who) == "ready"
+    assert not first.reader.at_eof()
+
+
+@pytest.mark.usefixtures("silent")
 async def test_the_newest_link_wins_and_the_old_ones_requests_move(port: Port) -> None:
     two, one = port.member("two"), port.member("one")
     old = await port.link(one)
@@ -231,6 +256,7 @@ async def test_the_newest_link_wins_and_the_old_ones_requests_move(port: Port) -
     assert port.said("replaced")
 
 
+@pytest.mark.usefixtures("silent")
 async def test_only_the_same_instance_takes_over(port: Port) -> None:
     who = port.member("studio")
     first = await port.link(who)
@@ -341,7 +367,7 @@ PATHS = ("/api/v1/status", "/api/v1/nodes", "/api/v1/nodes/liar", "/api/v1/model
 
 
 def _printed(answers: dict[str, object], capsys: pytest.CaptureFixture[str]) -> str:
-    """Give what `cluster nodes` and `cluster nodes inspect` print of these answers."""
+    """Give what `cluster nodes` and `cluster node show` print of these answers."""
     verbs._print_status(answers["/api/v1/status"])
     verbs._print_nodes(answers["/api/v1/nodes"])
     verbs._print_node(answers["/api/v1/nodes/liar"]["node"])

@@ -71,7 +71,8 @@ WITH_BODY = [
     "POST /api/v1/nodes/{node}/pause",
     "PUT /api/v1/nodes/{node}/labels", "POST /api/v1/models/load", "POST /api/v1/models/unload",
     "POST /api/v1/models/profile", "POST /api/v1/place", "POST /api/v1/tokens", "POST /api/v1/keys",
-    "PUT /api/v1/keys/{key}/limits", "POST /api/v1/page/visits", "POST /v1/videos",
+    "PUT /api/v1/keys/{key}/limits", "PUT /api/v1/keys/{key}/name", "PUT /api/v1/keys/{key}/expiry",
+    "POST /api/v1/page/visits", "POST /v1/videos",
 ]  # fmt: skip
 HELLO = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, dict[str, Any]] = {
@@ -340,6 +341,9 @@ def test_bodies_that_nobody_should_send(served: Served, operation: str):
         ("POST /api/v1/keys", b'{"name":"a","scopes":["\\ud800"]}'),
         ("POST /api/v1/keys", b'{"name":"a","scopes":["infer"],"scopes":["admin"]}'),
         ("POST /api/v1/keys", b'{"name":"local","scopes":["admin"]}'),
+        ("PUT /api/v1/keys/{key}/name", b'{"name":"local"}'),
+        ("PUT /api/v1/keys/{key}/name", b'{"name":"a\\u001b[2J"}'),
+        ("PUT /api/v1/keys/{key}/expiry", b'{"ttl_seconds":1e300}'),
         ("POST /api/v1/keys", b'{"name":"a\\u001b[2J"}'),
         ("POST /api/v1/keys", b'{"name":"a","limits":{"concurrency":1e400}}'),
         ("POST /api/v1/tokens", b'{"name":"a\\nb"}'),
@@ -436,7 +440,7 @@ def test_values_that_would_hurt(served: Served, operation: str):
         node.heard.clear()
         began = time.monotonic()
         answer = only(served, request(served, operation, body=body))
-        assert time.monotonic() - began < 2, fields.keys()
+        assert time.monotonic() - began < 5, fields.keys()
         assert status(answer) in (200, 400, 403, 404, 413), (str(fields)[:100], answer[:300])
         for asked in (frame for frame in list(node.heard) if isinstance(frame, Generate)):
             assert asked.model == "tiny"

@@ -20,7 +20,7 @@ from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opene
 from tests.support.loop_watch import MAX_HELD_SECONDS, watch_loop
 from tests.support.loopback_cluster import a_model
 from wire.codec import encode, fragments
-from wire.frames import Deltas, Denied, Finished, Frame, LeaseGranted, Renew, Welcome
+from wire.frames import Deltas, Denied, Finished, Frame, Goodbye, LeaseGranted, Renew, Welcome
 
 
 @pytest.fixture
@@ -98,6 +98,17 @@ async def _greeted(line: Line) -> list[Denied]:
     except Ended:
         return []
     return []
+
+
+async def test_what_a_node_sent_before_it_left_is_taken(port: Port) -> None:
+    """A link that rests until the next turn of the loop still has frames when its peer closes the connection."""
+    who = port.member("leaver")
+    line = await port.link(who)
+    await port.until(lambda: port.state(who) == "ready")
+    large = a_report(2, models=tuple(a_model(f"m{number}") for number in range(500)))
+    line.send(*(large for _ in range(12)), Goodbye("shutdown"))
+    line.writer.close()
+    await port.until(lambda: any(entry["event"] == "node said goodbye" for entry in port.logs))
 
 
 def test_a_budget_fills_again() -> None:

@@ -53,6 +53,7 @@ TABLE: dict[str, dict[str, str]] = {
     "GET /v1/responses/{response}": OWNED, "DELETE /v1/responses/{response}": OWNED,
     "GET /v1/videos": OWNED, "GET /v1/videos/{video}": OWNED, "DELETE /v1/videos/{video}": OWNED,
     "GET /v1/videos/{video}/content": OWNED, "POST /v1/videos/{video}/cancel": OWNED, "GET /api/v1/usage": OWNED,
+    "GET /api/v1/key": OWNED,
     "POST /v1/videos/edits": FIXED, "POST /v1/videos/extensions": FIXED, "POST /v1/videos/characters": FIXED,
     "GET /v1/videos/characters/{character}": FIXED, "POST /v1/videos/{video}/remix": FIXED,
     "GET /api/version": FIXED, "GET /api/v1/version": FIXED,

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from coordinator.deadline import SLICE_BYTES
 from tests.abuse.test_http_port import ask, dial, error, raw, request, status
 from tests.support.loop_watch import MAX_HELD_SECONDS, Held, watch_server
 from tests.support.processes import Pool, pool, until
@@ -131,7 +132,25 @@ async def test_idle_connections_make_room_for_honest_ones(running: Pool):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("more", [b"", b"x", b"\r\n", b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", b"x" * 60_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_connection_ends_after_its_answer_when_too_much_was_sent_ahead(running: Pool, path: str):
+    asked: dict[str, Any] = {"model": "scripted-1", "max_tokens": 30, "stream": path.startswith("/v1/chat")}
+    asked |= {"messages": [{"role": "user", "content": "a"}]} if path.endswith("chat/completions") else {"prompt": "a"}
+    body = json.dumps(asked).encode()
+    reader, writer = await dial(running)
+    head = request(running, f"content-length: {len(body)}", path=path)
+    writer.write(head + body + b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 3000)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.transport.abort()
+    assert status(answer) == 200
+    assert answer.count(b"HTTP/1.1") <= 1 + SLICE_BYTES // 40, "those of the slice in which the request ended"
+    assert b"[DONE]" in answer if asked["stream"] else b"usage" in answer
+
+
+@pytest.mark.parametrize(
+    "more", [b"", b"x", b"\r\n", b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", b"x" * 60_000, b"x" * 200_000]
+)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_client_that_leaves_is_seen_whatever_it_sent_ahead(running: Pool, more: bytes, path: str):
     """On the way of the front door and on that of the app."""
@@ -161,6 +180,27 @@ async def test_a_body_that_never_begins_ends_after_its_time(running: Pool):
         answer = (await raw_after_continue(running, head))[-1]
         assert (status(answer), error(answer)["code"]) == (408, "request_timeout")
         assert 1 < time.monotonic() - began < 5
+
+
+async def test_a_short_body_in_chunks_does_not_wait_for_another_one_of_its_key(running: Pool):
+    """Its length is not announced, so it takes no room before it is long."""
+    lines = ("transfer-encoding: chunked", "content-type: application/json")
+    slow = [await dial(running) for _ in range(3)]
+    for _, writer in slow:
+        writer.write(request(running, *lines) + b"5\r\n{" + b'"mod' + b"\r\n")
+    await asyncio.sleep(0.2)
+    body = b'{"model":"scripted-1","max_tokens":1,"messages":[{"role":"user","content":"a"}]}'
+    began = time.monotonic()
+    reader, writer = await dial(running)
+    slow.append((reader, writer))
+    for part in (body[:20], body[20:]):  # in two reads, so that it has not ended at the first
+        writer.write((request(running, *lines) if part == body[:20] else b"") + b"%x\r\n%s\r\n" % (len(part), part))
+        await asyncio.sleep(0.1)
+    writer.write(b"0\r\n\r\n")
+    assert status(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)) == 200
+    assert time.monotonic() - began < 1.5
+    for _, writer in slow:
+        writer.transport.abort()
 
 
 async def raw_after_continue(running: Pool, head: bytes) -> list[bytes]:

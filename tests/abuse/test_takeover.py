@@ -32,7 +32,7 @@ async def test_a_token_takes_over_no_member(tmp_path: Path) -> None:
         victim = await join(door, tmp_path / "victim", token)
         before = _row(door, victim)
         for _ in range(2):
-            with pytest.raises(EnrolDenied, match="cluster nodes remove studio") as refused:
+            with pytest.raises(EnrolDenied, match="cluster node remove studio") as refused:
                 await join(door, tmp_path / "thief", token)
             assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
         assert _row(door, victim) == before
@@ -120,6 +120,40 @@ async def test_the_coordinators_own_machine_may_lose_its_identity(tmp_path: Path
         first = await join(door, tmp_path / "a", door.tokens.create())
         second = await join(door, tmp_path / "b", door.tokens.create(replaces=True))
         assert second.node == first.node
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["a token", "the coordinator's own token"])
+async def test_a_machine_that_is_linked_from_elsewhere_is_not_expelled(tmp_path: Path, *, replaces: bool) -> None:
+    async with opened(tmp_path / "c") as door:
+        first = await join(door, tmp_path / "a", door.tokens.create())
+        before = _row(door, first)
+        door.linked[first.node] = "192.0.2.7"
+        with pytest.raises(EnrolDenied, match=r"linked now from 192\.0\.2\.7.*node\.machine=NAME") as refused:
+            await join(door, tmp_path / "b", door.tokens.create(replaces=replaces))
+        assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
+        assert _row(door, first) == before
+
+
+async def test_a_code_is_not_even_shown_for_a_machine_that_is_linked(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        first = await join(door, tmp_path / "a", door.tokens.create())
+        door.linked[first.node] = "192.0.2.7"
+        with pytest.raises(EnrolDenied, match="linked now"):
+            await join(door, tmp_path / "b", None, on_code=lambda *_: None)
+        assert door.approvals.list(asyncio.get_running_loop().time()) == []
+
+
+async def test_a_member_that_linked_before_the_code_was_approved_is_not_expelled(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        first = await join(door, tmp_path / "a", door.tokens.create())
+        loop = asyncio.get_running_loop()
+        code: asyncio.Future[str] = loop.create_future()
+        joining = asyncio.create_task(join(door, tmp_path / "b", None, on_code=code.set_result))
+        shown = await code
+        door.linked[first.node] = "192.0.2.7"
+        door.approvals.approve(shown, loop.time())
+        with pytest.raises(EnrolDenied, match="linked now"):
+            await joining
 
 
 async def test_a_removed_member_leaves_its_machine_free(tmp_path: Path) -> None:

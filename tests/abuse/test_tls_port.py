@@ -122,7 +122,7 @@ async def test_handshakes_that_stall_are_given_up(running: Pool):
 
 @pytest.mark.usefixtures("served_meanwhile")
 async def test_what_is_no_handshake_is_closed(running: Pool):
-    for sent in (b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    for sent in (b"GE", b"get / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
                  b"SSH-2.0-x\r\n", b"\x80\x2e\x01\x00\x02\x00\x15\x00\x00\x00\x10" + bytes(40),
                  b"\x15\x03\x01\x00\x02\x02\x28",
                  b"\x16\x03\x01\xff\xff" + bytes(100_000), b"\0" * 200_000,
@@ -219,3 +219,29 @@ async def test_who_asks_first_is_told_to_go_on(running: Pool):
     assert (await asyncio.wait_for(refused[0].readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 401 ")
     for _, writer in (dialed, refused):
         writer.transport.abort()
+
+
+async def test_plain_http_gets_the_url_with_https(running: Pool, served_meanwhile: None):
+    for first in (chat(running), b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"POST /" + b"a" * 200_000):
+        dialed = await dial(running, None)
+        dialed[1].write(first)
+        began = time.monotonic()
+        head, _, body = (await until_closed(dialed, 5)).partition(b"\r\n\r\n")
+        assert time.monotonic() - began < 4
+        assert head.startswith(b"HTTP/1.1 400 ")
+        error = json.loads(body)["error"]
+        assert error["code"] == "https_required"
+        assert f"use {running.base}, and run `cluster trust-ca {running.base}`" in error["message"]
+        dialed[1].transport.abort()
+
+
+async def test_a_client_that_says_nothing_has_one_patience_for_its_first_byte_and_its_handshake(
+    running: Pool, served_meanwhile: None
+):
+    dialed = await dial(running, None)
+    began = time.monotonic()
+    await asyncio.sleep(HANDSHAKE_SECONDS / 2)
+    dialed[1].write(b"\x16\x03\x01")
+    assert await until_closed(dialed, HANDSHAKE_SECONDS) == b""
+    assert time.monotonic() - began < HANDSHAKE_SECONDS + 2
+    dialed[1].transport.abort()

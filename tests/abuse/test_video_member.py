@@ -42,7 +42,7 @@ def test_the_coordinator_of_a_pool_that_makes_videos_runs_no_ray(cluster_pool: P
     settings = flat(worker__environments=str(gate.environments), models__folders="")
     cluster_pool.up()
     cluster_pool.join("a", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()))
-    cluster_pool.cli("nodes", "allow-video", "a")
+    cluster_pool.cli("node", "allow-video", "a")
     assert cluster_pool.coordinator is not None
     assert cluster_pool.coordinator.children() == []
     assert [file for file in cluster_pool.state.rglob("*") if "ray" in file.name.lower()] == []

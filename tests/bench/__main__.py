@@ -1,12 +1,14 @@
-"""Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json.
+"""Run the bench: every row has a target, a figure, a verdict and the commit; all go to bench-results.json, with the
+date, the machine and its load when the run began.
 
 `python -m tests.bench NAME…` runs only the groups with these names: begin, memory, idle, help, doctor, parts,
-simulation, metrics, video; those of the front door: stream, plain, delay, many, refusing; and those of the MLX engine:
-decode, server, itl, cancel, gate, prefix, estimate, torture, pressure, tokenize, steady, grammar.
+simulation, metrics, video; those of the front door: stream, plain, bodies, delay, many, refusing; and those of the MLX
+engine: decode, server, itl, cancel, gate, prefix, estimate, torture, pressure, tokenize, steady, grammar.
 """
 
 import asyncio
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -21,7 +23,7 @@ import psutil
 
 from tests.bench import begin, engine, front, load, metrics, page, simulation, video
 from tests.bench.front import STEP_MS, two_nodes
-from tests.bench.row import Row, commit
+from tests.bench.row import Row, commit, machine
 from tests.support.hosts import Hosts, unsupported
 from tests.support.processes import CLI, ROOT, environment, pool
 
@@ -140,12 +142,19 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
 def main() -> int:
     """Run the groups and write the rows."""
     rows: list[Row] = []
+    began = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(), "machine": machine(),
+        "load": os.getloadavg()[0],
+    }  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in began.items()), flush=True)
     for name in sys.argv[1:] or GROUPS:
         with tempfile.TemporaryDirectory(prefix="mp-bench-") as folder:
             for row in GROUPS[name](Path(folder)):
                 rows.append(row)
                 print(f"{'ok  ' if row.ok else 'MISS'} {row.name}: {row.figure} (target {row.target})", flush=True)
-    (ROOT / "bench-results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    (ROOT / "bench-results.json").write_text(
+        json.dumps({**began, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
     return 0 if all(row.ok for row in rows) else 1
 
 

@@ -8,7 +8,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from tests.bench import load
+from tests.bench.bodies import BODIES
 from tests.bench.engine import missing, model
 from tests.bench.peers import Peer, mlx_server, mock_nodes, nginx, sglang
 from tests.bench.row import Row, at_most, commit, not_measured, p99, ratio_of, spread
@@ -61,10 +62,10 @@ def per_event(peer: Peer) -> load.Seen:
     return seen
 
 
-def per_request(peer: Peer) -> float:
-    """Give CPU microseconds per plain request over one round."""
+def per_request(peer: Peer, body: Mapping[str, object] | None = None) -> float:
+    """Return CPU microseconds per plain request over one round."""
     before = peer.cpu()
-    requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS)
+    requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
     return (peer.cpu() - before) / requests * 1e6
 
 
@@ -115,6 +116,23 @@ def bench_plain(folder: Path) -> list[Row]:
         rows.append(_cpu(name, 0.6, [(one[0], one[1]) for one in found], SGLANG, "requests"))
         rows.append(_cpu(f"{name}, before nodes that keep connections", 0.8, [(one[0], one[2]) for one in found],
                          SGLANG, "requests"))  # fmt: skip
+    return rows
+
+
+def bench_bodies(folder: Path) -> list[Row]:
+    """Plain requests of three lengths against sglang-router, as many as go through, before both kinds of nodes."""
+    with (
+        pool(folder) as made, mock_nodes(1) as ports, mock_nodes(1, keeps=True) as kept,
+        sglang(folder, ports) as peer, sglang(folder, kept) as spared,
+    ):  # fmt: skip
+        ours = two_nodes(made, "step_ms=1")
+        rows: list[Row] = []
+        for name, make in BODIES.items():
+            body = make()
+            found = [[per_request(one, body) for one in (ours, peer, spared)] for _ in range(ROUNDS + 1)][1:]
+            for number, nodes in ((1, "close connections"), (2, "keep connections")):
+                pairs = [(one[0], one[number]) for one in found]
+                rows.append(_cpu(f"body {name}, before nodes that {nodes}", 1.0, pairs, SGLANG, "requests"))
     return rows
 
 
@@ -213,7 +231,7 @@ def bench_refusing(folder: Path) -> list[Row]:
         key = {"authorization": f"Bearer {made.key}"}
         with httpx.Client(base_url=made.base, headers=key, timeout=30, trust_env=False) as client:
             took = {word: [_ask(client, word) for _ in range(2 * ASKED)] for word in ("here", REFUSED_WORD)}
-            made.cli("nodes", "cordon", "two")
+            made.cli("node", "cordon", "two")
             last = _ask(client, REFUSED_WORD)
         decided = made.get("/api/v1/requests?last=1")["requests"][0]["seconds"]
     usual = statistics.median(one.seconds for one in took["here"])
@@ -252,6 +270,7 @@ def _ask(client: httpx.Client, word: str) -> Told:
 GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "stream": bench_stream,
     "plain": bench_plain,
+    "bodies": bench_bodies,
     "apart": bench_apart,
     "delay": bench_delay,
     "many": bench_many,

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from urllib.parse import urlsplit
+
+from tests.bench.bodies import hello
 
 LINGERS = 2.0
 """Seconds after an answer in which a server closes its connection, or keeps it."""
@@ -169,14 +171,15 @@ request = function() return wrk.format(nil, nil, nil, bodies[math.random(#bodies
 """
 
 
-def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int]) -> int:
+def rush(
+    base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object] | None = None
+) -> int:
     """Run plain requests in `lanes` connections for some seconds with wrk, which is fast enough not to be what is
-    measured, each of one of these lengths; give how many were answered. RuntimeError when one failed, or where wrk is
-    not installed."""
+    measured; return how many were answered. Each asks for one of these lengths, and for `hello` unless a `body` is
+    given. RuntimeError when one failed, or where wrk is not installed."""
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
-    messages = [{"role": "user", "content": "hello there"}]
-    bodies = [{"model": "scripted-1", "messages": messages, "max_tokens": length} for length in tokens]
+    bodies = [{"model": "scripted-1", **(body or hello()), "max_tokens": length} for length in tokens]
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(SCRIPT % (key, ", ".join(json.dumps(json.dumps(body)) for body in bodies)))
         script.flush()

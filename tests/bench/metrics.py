@@ -56,7 +56,7 @@ def _per_request() -> Row:
     def request() -> None:
         counters.placement.observe(0.00002)
         counters.placed(node)
-        counters.first("model", 0.2)
+        counters.first(NodeId("a"), "model", 1, 0.2)
         counters.ended("ok", "model", 1.5)
 
     took = _each(request)

@@ -1,10 +1,15 @@
 """One measured promise, and how figures become one: medians, and ratios pair by pair."""
 
+import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from tests.support.processes import ROOT
 
@@ -26,6 +31,17 @@ def commit() -> str:
     """Give the commit, marked when the tree differs from it."""
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    """Describe the machine: processor, cores, memory, system and Python."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{models[0] if models else platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, "
+        f"{memory:.0f} GiB, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    )
 
 
 def at_most(name: str, limit: float, ratio: float, words: str, peer: str) -> Row:

@@ -4,6 +4,7 @@ One node makes a video, one answers by a real model, one pretends a big model; a
 way. The pictures are looked at before they are committed.
 """
 
+import random
 import sys
 import tempfile
 import threading
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import httpx
 from openai import OpenAI, OpenAIError
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from tests.browser.test_page import CHROMIUM, FLAGS, ask_for_a_video, go, visit
+from tests.browser.conftest import CHROMIUM, FLAGS
+from tests.browser.test_page import ask_for_a_video, go, visit
 from tests.support.engine_pool import MLX
 from tests.support.processes import Pool, pool, until
 from tests.support.studio import words
@@ -24,7 +26,10 @@ FOLDER = Path(__file__).parents[2] / "docs" / "images"
 RAY_PORTS = 29000
 BIG = ("engine.scripted.model=big-70b", "engine.scripted.memory=64GiB", "engine.scripted.weights=38GiB",
        "engine.scripted.kv_per_token=2097152", "engine.scripted.tokens=400", "engine.scripted.step_ms=60")  # fmt: skip
-WIDE, PHONE = {"width": 1120, "height": 700}, {"width": 390, "height": 780}
+WIDE, DESKTOP, PHONE = {"width": 1120, "height": 700}, {"width": 1280, "height": 800}, {"width": 390, "height": 800}
+VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
+POINTS = 12
+"""Points of the charts that are waited for: two minutes."""
 
 
 @contextmanager
@@ -40,9 +45,9 @@ def at_work(folder: Path) -> Iterator[Pool]:
         headers = {"authorization": f"Bearer {made.key}"}
         url = f"{made.base}/v1/videos/{first}"
         until(lambda: httpx.get(url, headers=headers, trust_env=False).json()["status"] == "completed", 120, "a video")
-        ask_for_a_video(made, prompt="a paper boat on a quiet lake, morning light", steps=1000)
-        made.cli("key", "create", "home-assistant")
+        made.cli("key", "create", "home-assistant", "--model", "macpool*", "--requests-per-minute", "60")
         with _asked(made):
+            ask_for_a_video(made, prompt="a paper boat on a quiet lake, morning light", steps=1000)
             yield made
 
 
@@ -62,52 +67,96 @@ def _asked(made: Pool) -> Iterator[None]:
         except OpenAIError as error:
             print(f"{name}: {error}")
 
+    def go_on() -> None:
+        number = 0
+        while not stop.wait(random.uniform(0.5, 3)):
+            number += 1
+            ask("macpool-tiny", "Hello again!", f"hello-{number}", random.randint(10, 60))
+
     ask("macpool-tiny", "Hello!", "greeting", 40)
+    stop, asking = threading.Event(), threading.Thread(target=go_on, daemon=True)
+    asking.start()
+    until(lambda: made.get("/api/v1/history")["number"] >= POINTS, 300, "the charts")
     ask("big-70b", "word " * 9000, "whole-book", 2000)
     long = threading.Thread(target=ask, args=("big-70b", "Tell me a story", "story", 2000), daemon=True)
     long.start()
     yield
+    stop.set()
+    asking.join(60)
     direct.close()
 
 
 def take(browser: Browser, made: Pool) -> None:
-    """Take all pictures."""
-    FOLDER.mkdir(exist_ok=True)
-    for colours, screen in (("light", WIDE), ("dark", PHONE)):
-        context = browser.new_context(color_scheme=colours, viewport=screen)  # type: ignore[arg-type]
-        page = visit(context, made)
-        page.get_by_role("meter", name="Memory of studio").wait_for()
-        _shoot(page, f"pool-{colours}")
-        if colours == "light":
+    """Take all pictures: the large ones of the manual, and every view in both themes on a screen and a phone."""
+    (FOLDER / "views").mkdir(parents=True, exist_ok=True)
+    for theme, screen in (("light", WIDE), ("dark", PHONE)):
+        context = browser.new_context(color_scheme=theme, viewport=screen)  # type: ignore[arg-type]
+        page = _visit(context, made)
+        _shoot(page, f"page-pool-{theme}")
+        if theme == "light":
             _views(page)
         context.close()
+    for theme in ("light", "dark"):
+        for device, screen in (("desktop", DESKTOP), ("phone", PHONE)):
+            context = browser.new_context(color_scheme=theme, viewport=screen, device_scale_factor=0.5)  # type: ignore[arg-type]
+            page = _visit(context, made)
+            for view in VIEWS:
+                _open(page, view)
+                _shoot(page, f"views/{view.split()[0].lower()}-{theme}-{device}")
+            _own_usage(page, made)
+            _shoot(page, f"views/usage-{theme}-{device}")
+            context.close()
+
+
+def _visit(context: BrowserContext, made: Pool) -> Page:
+    page = visit(context, made)
+    page.get_by_role("meter", name="Memory of studio").wait_for()
+    page.get_by_role("img", name="Tokens per second").first.wait_for()
+    return page
+
+
+def _own_usage(page: Page, made: Pool) -> None:
+    """Sign in as a program's key, and open its usage."""
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("Or an API key").fill(made.key)
+    page.get_by_role("button", name="Sign in").click()
+    go(page, "Usage")
+    page.get_by_role("img", name="Tokens").wait_for()
 
 
 def _views(page: Page) -> None:
-    for view in ("Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings"):
-        go(page, view)
-        if view == "Videos":
-            page.get_by_role("button", name="Play").click()
-            expect(page.locator("video")).to_have_js_property("videoWidth", 64)
-        elif view == "Chat":
-            page.get_by_label("Model").select_option("macpool-tiny")
-            page.get_by_label("Your message").fill("Hello!")
-            page.get_by_role("button", name="Send").click()
-            page.get_by_text("tokens/s").wait_for()
-        elif view == "Join":
-            page.get_by_role("button", name="Make a join line").click()
-            page.get_by_role("img", name="QR").wait_for()
-        else:
-            page.locator("main .card").first.wait_for()
-        _shoot(page, view.split()[0].lower())
+    for view in VIEWS[1:]:
+        _open(page, view)
+        _shoot(page, f"page-{view.split()[0].lower()}")
         if view == "Requests":
+            page.get_by_label("Filter").fill("whole-book")
             page.get_by_role("link", name="whole-book").first.click()
             page.get_by_text("Decision").first.wait_for()
-            _shoot(page, "explained")
+            _shoot(page, "page-explained")
+
+
+def _open(page: Page, view: str) -> None:
+    """Open a view and bring it to what its picture shows."""
+    go(page, view)
+    if view == "Videos":
+        page.get_by_role("button", name="Play").click()
+        expect(page.locator("video")).to_have_js_property("videoWidth", 64)
+    elif view == "Chat":
+        page.get_by_label("Model").select_option("macpool-tiny")
+        page.get_by_label("Your message").fill("Hello!")
+        page.get_by_role("button", name="Send").click()
+        page.get_by_text("first token after").first.wait_for()
+    elif view == "Join":
+        page.get_by_role("button", name="Create a join command").click()
+        page.get_by_role("img", name="QR").wait_for()
+    elif view == "Keys and usage":
+        page.get_by_role("img", name="Tokens").wait_for()
+    elif view != "Pool":
+        page.locator("main .card").first.wait_for()
 
 
 def _shoot(page: Page, name: str) -> None:
-    page.screenshot(path=FOLDER / f"page-{name}.png")
+    page.screenshot(path=FOLDER / f"{name}.png")
 
 
 @contextmanager

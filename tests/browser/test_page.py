@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,23 +10,19 @@ import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from openai import OpenAI
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from tests.browser.conftest import CHROMIUM
 from tests.support.chain import until_ray
 from tests.support.processes import Pool, pool, until
 from tests.support.studio import words
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
-FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync")  # fmt: skip
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
 RAY_PORTS = 27000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 """A range of this worker's own: Ray cannot be given any free ones."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 HOSTILE = "<img src=x onerror=document.title='gone'>"
-WAIT = 15_000
-expect.set_options(timeout=WAIT)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +39,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         )  # fmt: skip
         made.cli("key", "create", HOSTILE)
         yield made
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as made:
-        assert CHROMIUM is not None
-        running = made.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield running
-        running.close()
-
-
-@pytest.fixture
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    made = browser.new_context()
-    made.set_default_timeout(WAIT)
-    yield made
-    made.close()
 
 
 def link(home: Pool) -> str:
@@ -90,15 +68,55 @@ def test_a_link_opens_the_page_once(context: BrowserContext, home: Pool):
     other.context.close()
 
 
-def test_a_key_opens_it_too_and_sees_what_it_may(context: BrowserContext, home: Pool):
-    page = context.new_page()
+def sign_in(page: Page, home: Pool, key: str) -> None:
     page.goto(home.base)
-    page.get_by_label("Or an API key").fill("mp_wrong_key")
+    page.get_by_label("Or an API key").fill(key)
     page.get_by_role("button", name="Sign in").click()
+
+
+def views_of(page: Page) -> list[str]:
+    expect(page.get_by_role("navigation")).to_be_visible()
+    return page.get_by_role("navigation").get_by_role("link").all_text_contents()
+
+
+def test_a_wrong_key_opens_nothing(context: BrowserContext, home: Pool):
+    page = context.new_page()
+    sign_in(page, home, "mp_wrong_key")
     expect(page.get_by_role("alert")).to_be_visible()
-    page.get_by_label("Or an API key").fill(home.key)
-    page.get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("alert")).to_contain_text("metrics")
+    expect(page.get_by_role("navigation")).to_have_count(0)
+
+
+def test_a_key_for_inference_gets_chat_models_and_its_own_usage(context: BrowserContext, home: Pool):
+    page, wrong = context.new_page(), list[str]()
+    page.on("response", lambda answer: wrong.append(answer.url) if answer.status == 403 else None)
+    sign_in(page, home, home.key)
+    expect(page.get_by_role("heading", level=2)).to_have_text("Chat")
+    assert views_of(page) == ["Models", "Videos", "Chat", "Usage"]
+    page.get_by_label("Your message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_text("lorem ipsum")).to_be_visible()
+    go(page, "Models")
+    expect(page.get_by_role("region", name="scripted-1").get_by_text("loaded").first).to_be_visible()
+    expect(page.get_by_role("button", name="Unload")).to_have_count(0)
+    go(page, "Usage")
+    expect(page.get_by_role("region", name="Your key").get_by_text("first")).to_be_visible()
+    expect(
+        page.get_by_role("region", name="Usage by day").get_by_role("row").filter(has_text="scripted-1")
+    ).to_be_visible()
+    page.goto(f"{home.base}/#/keys")
+    expect(page.get_by_role("heading", level=2)).to_have_text("Chat")
+    assert wrong == [], "the page asks for what the key may not see"
+
+
+def test_a_key_for_metrics_looks_and_changes_nothing(context: BrowserContext, home: Pool):
+    page = context.new_page()
+    sign_in(page, home, home.cli("key", "create", "grafana", "--scope", "metrics")["key"])
+    assert views_of(page) == ["Pool", "Requests", "Models"]
+    expect(page.get_by_role("meter")).to_have_count(3)
+    expect(page.get_by_role("button", name="Cordon")).to_have_count(0)
+    go(page, "Models")
+    expect(page.get_by_role("region", name="scripted-1")).to_be_visible()
+    expect(page.get_by_role("button", name="Unload")).to_have_count(0)
 
 
 def test_signing_out_ends_the_key(context: BrowserContext, home: Pool):
@@ -117,7 +135,8 @@ def test_a_bar_says_what_it_shows(context: BrowserContext, home: Pool):
     page = visit(context, home)
     bar = page.get_by_role("meter", name="Memory of studio")
     assert re.search(
-        r"in use [\d.]+ GiB, promised .*margin .*lent to video .*of a cap of", bar.get_attribute("aria-valuetext") or ""
+        r"in use [\d.]+ GiB, reserved .*margin .*leased to video .*of a cap of",
+        bar.get_attribute("aria-valuetext") or "",
     )
     expect(page.get_by_text("gate armed")).to_have_count(3)
 
@@ -125,32 +144,60 @@ def test_a_bar_says_what_it_shows(context: BrowserContext, home: Pool):
 def test_a_change_in_the_pool_is_seen_without_asking(context: BrowserContext, home: Pool):
     page = visit(context, home)
     card = page.get_by_role("region", name="mini")
-    home.cli("nodes", "cordon", "mini")
-    expect(card.get_by_text("cordoned")).to_be_visible()
-    card.get_by_role("button", name="Send requests again").click()
-    expect(card.get_by_text("ready")).to_be_visible()
+    home.cli("node", "cordon", "mini")
+    expect(card.get_by_text("ready, cordoned")).to_be_visible()
+    card.get_by_role("button", name="Uncordon").click()
+    expect(card.get_by_text("ready", exact=True)).to_be_visible()
     assert home.node("mini")["cordoned"] is False
 
 
-def test_a_mac_is_paused_and_its_pause_ended(context: BrowserContext, home: Pool):
+def test_a_mac_is_paused_without_alarm_and_without_numbers_and_resumed(context: BrowserContext, home: Pool):
     page = visit(context, home)
     card = page.get_by_role("region", name="laptop")
+    expect(page.get_by_text("All healthy")).to_be_visible()
     card.get_by_label("How long laptop is paused").select_option("1 hour")
-    card.get_by_role("button", name="Give its memory back").click()
+    card.get_by_role("button", name="Pause").click()
     expect(card.get_by_text(re.compile("paused by an administrator of the pool, until"))).to_be_visible()
-    told = home.node("laptop")
-    assert told["state"] == "paused"
-    assert 3400 < told["sharing"]["until"] - time.time() <= 3600
-    card.get_by_role("button", name="End its pause").click()
-    expect(card.get_by_role("button", name="Give its memory back")).to_be_visible()
+    found = home.node("laptop")
+    assert found["state"] == "paused"
+    assert 3400 < found["sharing"]["until"] - time.time() <= 3600
+    expect(card.get_by_role("meter")).to_have_count(0)
+    for badge in ("gate armed", "gate not armed"):
+        expect(card.get_by_text(badge)).to_have_count(0)
+    expect(page.get_by_text("All healthy")).to_be_visible()
+    expect(page.get_by_text("2 of 3 Macs ready, 1 paused")).to_be_visible()
+    card.get_by_role("button", name="Resume").click()
+    expect(card.get_by_role("button", name="Pause")).to_be_visible()
     until(lambda: home.serves("laptop"), what="laptop takes work again")
-    card.get_by_label("How long laptop is paused").select_option("until it is ended")
-    card.get_by_role("button", name="Give its memory back").click()
-    expect(card.get_by_text("paused by an administrator of the pool", exact=True)).to_be_visible()
+    card.get_by_label("How long laptop is paused").select_option("until resumed")
+    card.get_by_role("button", name="Pause").click()
+    expect(card.get_by_text("paused by an administrator of the pool. Its memory is with its owner.")).to_be_visible()
     assert home.node("laptop")["sharing"]["until"] is None
-    card.get_by_role("button", name="End its pause").click()
+    card.get_by_role("button", name="Resume").click()
     until(lambda: home.serves("laptop"), what="laptop takes work again")
     expect(card.get_by_text("gate armed")).to_be_visible()
+
+
+def test_whether_a_mac_may_make_videos_is_shown_and_changed(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    card = page.get_by_role("region", name="mini")
+    expect(card.get_by_text("not allowed")).to_be_visible()
+    card.get_by_role("button", name="Allow video").click()
+    expect(card.get_by_text(re.compile("^allowed, "))).to_be_visible()
+    assert home.node("mini")["video"]["allowed"] is True
+    card.get_by_role("button", name="Deny video").click()
+    expect(card.get_by_text("not allowed")).to_be_visible()
+
+
+def test_the_load_of_the_last_hour_is_drawn_in_total_and_for_each_mac(context: BrowserContext, home: Pool):
+    page = visit(context, home)
+    total = page.get_by_role("region", name="The pool in the last hour")
+    for title in ("Tokens per second", "Requests", "Memory", "Time to first token"):
+        expect(total.get_by_role("img", name=title)).to_be_visible()
+        if title != "Requests":
+            expect(page.get_by_role("region", name="mini").get_by_role("img", name=title)).to_be_visible()
+    expect(total.get_by_role("img", name="Memory")).to_have_attribute("aria-label", re.compile(r"now [\d.]+ GiB"))
+    assert total.get_by_role("img", name="Memory").locator("path.current").get_attribute("d")
 
 
 def test_a_request_is_explained(context: BrowserContext, home: Pool):
@@ -158,7 +205,9 @@ def test_a_request_is_explained(context: BrowserContext, home: Pool):
     go(page, "Requests")
     page.get_by_role("link", name="told-1").click()
     expect(page.get_by_role("heading", name="told-1")).to_be_visible()
-    expect(page.get_by_role("region", name="Nodes").get_by_text("chosen")).to_be_visible()
+    decided = page.get_by_role("region", name="Macs").get_by_role("row").filter(has_text="chosen")
+    expect(decided).to_contain_text(re.compile(r"\d\.\d\d s"))
+    expect(page.get_by_text(re.compile(r"4 prompt|prompt, 0 of them cached, 4 generated"))).to_be_visible()
     expect(page.get_by_role("region", name="Steps").get_by_text("first token")).to_be_visible()
 
 
@@ -174,19 +223,19 @@ def test_a_chat_streams_and_says_who_answers(context: BrowserContext, home: Pool
 def test_a_mac_gets_its_line_and_a_wrong_code_is_told(context: BrowserContext, home: Pool):
     page = visit(context, home)
     go(page, "Join")
-    page.get_by_role("button", name="Make a join line").click()
+    page.get_by_role("button", name="Create a join command").click()
     expect(page.get_by_text(re.compile(r"^echo mpj1\..* \| cluster join macpool://.* --token-file -"))).to_be_visible()
     expect(page.get_by_role("img", name="QR")).to_be_visible()
     page.get_by_label("Code on its screen").fill("000000")
-    page.get_by_role("button", name="Let it in").click()
+    page.get_by_role("button", name="Approve").click()
     expect(page.get_by_role("alert")).to_contain_text("no waiting machine shows this code")
 
 
 def test_a_key_is_made_shown_once_and_revoked(context: BrowserContext, home: Pool):
     page = visit(context, home)
     go(page, "Keys and usage")
-    page.get_by_label("Name").fill("kitchen")
-    page.get_by_role("button", name="Make it").click()
+    page.get_by_label("Name", exact=True).fill("kitchen")
+    page.get_by_role("button", name="Create").click()
     expect(page.get_by_text(re.compile(r"^mp_[a-z2-7]+_"))).to_be_visible()
     row = page.get_by_role("row").filter(has_text="kitchen")
     page.on("dialog", lambda dialog: dialog.accept())
@@ -214,7 +263,7 @@ def test_names_are_text_and_nothing_comes_from_elsewhere(context: BrowserContext
     for view in VIEWS:
         go(page, view)
     go(page, "Keys and usage")
-    expect(page.get_by_text(HOSTILE)).to_be_visible()
+    expect(page.get_by_role("region", name="API keys").get_by_text(HOSTILE).first).to_be_visible()
     assert page.title() != "gone"
     assert len(asked) > 12
     assert {url for url in asked if not url.startswith(home.base + "/")} == set()
@@ -268,7 +317,7 @@ def test_a_video_is_followed_played_and_deleted_and_another_cancelled(context: B
     sound(page, "a video that is made")
     go(page, "Pool")
     expect(page.get_by_role("meter", name="Memory of studio")).to_have_attribute(
-        "aria-valuetext", re.compile("lent to video 36.0 GiB")
+        "aria-valuetext", re.compile("leased to video 36.0 GiB")
     )
     go(page, "Videos")
     running.get_by_role("button", name="Cancel").click()
@@ -289,16 +338,16 @@ def test_the_keyboard_is_enough(context: BrowserContext, home: Pool):
     assert outline == "solid"
 
 
-def test_colours_are_remembered(context: BrowserContext, home: Pool):
+def test_the_theme_is_remembered(context: BrowserContext, home: Pool):
     page = visit(context, home)
-    page.get_by_label("Colours").select_option("dark")
+    page.get_by_label("Theme").select_option("dark")
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.get_by_label("Colours").select_option("light")
+    page.get_by_label("Theme").select_option("light")
     expect(page.locator("html")).to_have_attribute("data-theme", "light")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
     page.reload()
-    expect(page.get_by_label("Colours")).to_have_value("light")
+    expect(page.get_by_label("Theme")).to_have_value("light")
 
 
 def test_a_coordinator_that_is_gone_is_told_and_one_that_is_back_is_followed(browser: Browser, tmp_path: Path):
@@ -309,9 +358,35 @@ def test_a_coordinator_that_is_gone_is_told_and_one_that_is_back_is_followed(bro
         page = context.new_page()
         page.goto(link(made))
         expect(page.get_by_role("meter")).to_have_count(1)
+        expect(page.get_by_text("All healthy")).to_be_visible()
         assert made.coordinator is not None
         made.coordinator.stop()
         expect(page.get_by_text("The coordinator does not answer")).to_be_visible()
         made.up(listen=facts["base_url"].removeprefix("http://").removesuffix("/v1"))
         expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()  # its keys live in memory only
         context.close()
+
+
+def test_a_mac_that_is_lost_is_said_to_be_and_shows_no_number_of_the_past(browser: Browser, tmp_path: Path):
+    with pool(tmp_path) as made:
+        made.up()
+        made.join("studio")
+        page = browser.new_context().new_page()
+        page.goto(link(made))
+        expect(page.get_by_text("All healthy")).to_be_visible()
+        made.nodes["studio"].kill()
+        card = page.get_by_role("region", name="studio")
+        expect(card.get_by_text("lost", exact=True)).to_be_visible(timeout=30_000)
+        expect(card.get_by_text(re.compile("Lost, last report"))).to_be_visible()
+        expect(page.get_by_role("meter")).to_have_count(0)
+        expect(card.get_by_text("gate armed")).to_have_count(0)
+        expect(page.get_by_text("All healthy")).to_have_count(0)
+        expect(page.get_by_text("No Mac is ready")).to_be_visible()
+        go(page, "Models")
+        expect(page.get_by_role("region", name="scripted-1").get_by_text("lost")).to_be_visible()
+        expect(page.get_by_role("button", name="Unload")).to_have_count(0)
+        page.on("dialog", lambda dialog: dialog.accept())
+        go(page, "Pool")
+        card.get_by_role("button", name="Remove").click()
+        expect(card).to_have_count(0)
+        page.context.close()

@@ -124,10 +124,15 @@ class Folder:
                 return "kept"
 
 
-def with_openai(base: str, key: str, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
+def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
     """Work through OpenAI's library; `events` gets those of the second turn."""
     client, folder = (
-        OpenAI(base_url=base, api_key=key, max_retries=0, http_client=httpx.Client(trust_env=False)),
+        OpenAI(
+            base_url=made.facts["base_url"],
+            api_key=made.key,
+            max_retries=0,
+            http_client=httpx.Client(trust_env=False, verify=made.trust),
+        ),
         Folder(),
     )
     tools: Any = [{"type": "function", "function": {**tool, "strict": True}} for tool in TOOLS]
@@ -165,11 +170,15 @@ def with_openai(base: str, key: str, steps: tuple[str, ...], events: list[str]) 
             ]
 
 
-def with_anthropic(base: str, key: str, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
+def with_anthropic(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
     """Work through Anthropic's library; `events` gets those of the second turn."""
-    host = base.removesuffix("/v1")
     client, folder = (
-        Anthropic(base_url=host, api_key=key, max_retries=0, http_client=httpx2.Client(trust_env=False)),
+        Anthropic(
+            base_url=made.base,
+            api_key=made.key,
+            max_retries=0,
+            http_client=httpx2.Client(trust_env=False, verify=made.trust),
+        ),
         Folder(),
     )
     tools: Any = [{"name": one["name"], "description": one["description"], "input_schema": one["parameters"],
@@ -266,7 +275,7 @@ def sessions(made: Pool, steps: tuple[str, ...] = STEPS) -> dict[str, tuple[list
     found: dict[str, tuple[list[Turn], list[str]]] = {}
     for name, session in SESSIONS.items():
         events: list[str] = []
-        found[name] = list(session(made.facts["base_url"], made.key, steps, events)), events
+        found[name] = list(session(made, steps, events)), events
     return found
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 MODEL = "macpool-tiny"
+NODE = "NODE_EXTRA_CA_CERTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class Client:
     npm: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict[str, str])
     variables: dict[str, str] = field(default_factory=dict[str, str])
+    trust: str = "SSL_CERT_FILE"
+    """The variable in which it looks for the pool's authority; empty where it asks the system alone."""
 
 
 _PYTHON = "{folder}/{name}/bin/python"
@@ -70,9 +73,8 @@ print(model.complete("Hello!"))
 print("".join(chunk.delta for chunk in model.stream_complete("Hello!")))
 """
 _OLLAMA = """
-import os
 from ollama import Client
-client = Client(host=os.environ["MACPOOL_BASE"], headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+client = Client()
 print([model.model for model in client.list().models], client.show("macpool-tiny").capabilities)
 said = [{"role": "user", "content": "Hello!"}]
 print("".join(chunk.message.content for chunk in client.chat("macpool-tiny", messages=said, stream=True)))
@@ -83,6 +85,31 @@ version: 1.0.0
 schema: v1
 models:
   - {name: tiny, provider: openai, model: macpool-tiny, apiBase: "{base}/v1", apiKey: "{key}", roles: [chat]}
+"""
+_CODEX = """
+model = "macpool-tiny"
+model_provider = "macpool"
+
+[model_providers.macpool]
+name = "Macpool"
+base_url = "{base}/v1"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+_OPENCODE = """
+{
+  "provider": {
+    "macpool": {
+      "npm": "@ai-sdk/openai-compatible",
+      "name": "Macpool",
+      "options": {"baseURL": "{base}/v1", "apiKey": "{env:OPENAI_API_KEY}"},
+      "models": {"macpool-tiny": {"limit": {"context": 32768, "output": 2048}}}
+    }
+  },
+  "model": "macpool/macpool-tiny",
+  "small_model": "macpool/macpool-tiny",
+  "autoupdate": false
+}
 """
 _CLINE = (
     "{folder}/{name}/node_modules/.bin/cline auth -p openai -k {key} -m macpool-tiny -b {base}/v1 && "
@@ -96,7 +123,7 @@ def _program(name: str, text: str, *pip: str) -> Client:
 
 CLIENTS = (
     _program("openai-python", _OPENAI_PY, "openai"),
-    Client("openai-javascript", ("node", "ask.mjs"), npm=("openai",), files={"ask.mjs": _OPENAI_JS}),
+    Client("openai-javascript", ("node", "ask.mjs"), npm=("openai",), files={"ask.mjs": _OPENAI_JS}, trust=NODE),
     _program("anthropic", _ANTHROPIC, "anthropic"),
     _program("langchain", _LANGCHAIN, "langchain-openai"),
     _program("llama-index", _LLAMA_INDEX, "llama-index-llms-openai-like"),
@@ -105,11 +132,16 @@ CLIENTS = (
                      "--yes-always", "--no-check-update", "--no-show-model-warnings", "--no-analytics"),
            pip=("aider-chat",)),
     Client("claude-code", ("{folder}/{name}/node_modules/.bin/claude", "-p", "Hello!", "--model", MODEL),
-           npm=("@anthropic-ai/claude-code",),
+           npm=("@anthropic-ai/claude-code",), trust=NODE,
            variables={"ANTHROPIC_AUTH_TOKEN": "{key}", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "2048",
                       "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}),
     Client("continue", ("{folder}/{name}/node_modules/.bin/cn", "-p", "Hello!", "--config", "config.yaml"),
-           npm=("@continuedev/cli",), files={"config.yaml": _CONTINUE}),
-    Client("cline", ("sh", "-c", _CLINE), npm=("cline",)),
-    Client("open-webui"), Client("librechat"), Client("zed"), Client("home-assistant"),
+           npm=("@continuedev/cli",), files={"config.yaml": _CONTINUE}, trust=NODE),
+    Client("cline", ("sh", "-c", _CLINE), npm=("cline",), trust=NODE),
+    Client("codex", ("{folder}/{name}/node_modules/.bin/codex", "exec", "--skip-git-repo-check", "Hello!"),
+           npm=("@openai/codex",), files={".codex/config.toml": _CODEX}),
+    Client("opencode", ("{folder}/{name}/node_modules/.bin/opencode", "run", "Hello!"),
+           npm=("opencode-ai",), files={".config/opencode/opencode.json": _OPENCODE}, trust=NODE),
+    Client("open-webui"), Client("librechat", trust=NODE), Client("zed", trust=""),
+    Client("home-assistant", trust="REQUESTS_CA_BUNDLE"),
 )  # fmt: skip

@@ -1,7 +1,9 @@
-"""`make clients`: runs real clients against a real pool, and writes down what they say.
+"""`make clients`: runs real clients against a real pool over HTTPS, and records their requests.
 
-Each client is installed from the package registries into a folder of its own below .cache/clients. What is written down
-(`recorded/`) is what they say without their words: prompts, descriptions and ids are replaced, names and shapes stay.
+Each client gets the variables of `cluster env` and nothing else of the pool; of those that name the authority only its
+own (`Client.trust`), so that docs/clients.md names the right one. Each client is installed from the package registries
+into a folder of its own below .cache/clients. What is written down (`recorded/`) is their requests without their words:
+prompts, descriptions and ids are replaced, names and shapes stay.
 """
 
 import json
@@ -16,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+from coordinator.cli.trust import keep
+from coordinator.cli.use import BUNDLE_VARIABLES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.recorder import Recorder, recording
 from tests.support.engine_pool import MLX
@@ -26,6 +30,8 @@ RECORDED = Path(__file__).parent / "recorded"
 WORDS = {"text", "content", "description", "system", "input", "title"}
 """Where clients say something of their own."""
 KEPT = {"Hello!", ""}
+IDS = {"user_id", "id", "prompt_cache_key", "definition"}
+"""What names a person, a conversation or a part of one, and grammars, which are as long as words."""
 HEADERS = ("accept", "content-type", "user-agent", "anthropic-version", "anthropic-beta", "x-stainless-lang")
 SECONDS = 300
 
@@ -51,8 +57,17 @@ def install(client: Client) -> None:
         raise
 
 
+def variables(client: Client, made: Pool, recorder: Recorder) -> dict[str, str]:
+    """Return what `cluster env` prints, with the recorder's URL and the one variable for the authority that counts."""
+    key_file = made.folder / "key"
+    key_file.write_text(made.key)
+    printed = made.cli("env", "--key-file", str(key_file))
+    kept = {name: value for name, value in printed.items() if name not in BUNDLE_VARIABLES or name == client.trust}
+    return {name: str(value).replace(made.base, recorder.url) for name, value in kept.items() if name != "schema"}
+
+
 def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int, str]:
-    """Run a client once, and end what it leaves behind; give its exit code and the last line that it said."""
+    """Run a client once, and end what it leaves behind; return its exit code and its last line of output."""
     meant = {"base": recorder.url, "key": made.key, "folder": str(FOLDER), "home": str(home), "name": client.name}
 
     def filled(text: str) -> str:
@@ -61,15 +76,13 @@ def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int
         return text
 
     for name, text in client.files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(filled(text))
     if client.npm:  # a program is found beside its libraries
         (home / "node_modules").symlink_to(FOLDER / client.name / "node_modules")
     known = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
-    known |= {
-        "HOME": str(home), "OPENAI_API_KEY": made.key, "OPENAI_BASE_URL": f"{recorder.url}/v1",
-        "OPENAI_API_BASE": f"{recorder.url}/v1", "ANTHROPIC_BASE_URL": recorder.url, "MACPOOL_BASE": recorder.url,
-        "ANTHROPIC_API_KEY": made.key,
-    }  # fmt: skip
+    known = {name: value for name, value in known.items() if name not in BUNDLE_VARIABLES}
+    known |= {"HOME": str(home), **variables(client, made, recorder)}
     if "ANTHROPIC_AUTH_TOKEN" in client.variables:
         del known["ANTHROPIC_API_KEY"]
     known |= {name: filled(value) for name, value in client.variables.items()}
@@ -91,12 +104,14 @@ def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int
 
 def without_words(value: Any, key: str = "") -> Any:
     """Take out what a client says, and who said it."""
+    if key == "client_metadata":
+        return {}
     if isinstance(value, dict):
         return {name: without_words(one, name) for name, one in cast(dict[str, Any], value).items()}
     if isinstance(value, list):
         return [without_words(one, key) for one in cast(list[Any], value)]
-    if isinstance(value, str) and key == "user_id":
-        return "somebody"
+    if isinstance(value, str) and key in IDS:
+        return f"{key}-1"
     if isinstance(value, str) and key in WORDS and value not in KEPT:
         return ("word " * 12)[: max(1, min(len(value), 60))].strip()
     return value
@@ -118,7 +133,9 @@ def tidied(exchanges: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _pool() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
-        made.up("router.queue_seconds=60")
+        made.up("router.queue_seconds=60", "http.tls=on")
+        authority = made.cli("trust-ca", "--print")
+        keep(made.state, authority["pem"], authority["fingerprint"], made.base)
         made.join("mini", *MLX)
         yield made
 
@@ -132,7 +149,10 @@ def main() -> int:
             if not client.command or (wanted and client.name not in wanted):
                 continue
             install(client)
-            with tempfile.TemporaryDirectory(prefix="mp-") as home, recording(made.base) as recorder:
+            with (
+                tempfile.TemporaryDirectory(prefix="mp-") as home,
+                recording(made.base, made.state / "authority" / "endpoint.pem") as recorder,
+            ):
                 code, said = run(client, made, recorder, Path(home))
             answered = bool(recorder.exchanges) and all(one["status"] < 400 for one in recorder.exchanges)
             good = code == 0 and answered

@@ -1,11 +1,16 @@
-"""A proxy that writes down what a client says, on its way to a pool, and passes the answers on as they come."""
+"""A proxy that records the requests of a client on their way to a pool, and passes the answers on as they come.
+
+It speaks HTTPS with the pool's own certificate, because clients differ most in how they check one.
+"""
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,20 +27,22 @@ class Recorder:
 
     base: str
     port: int = 0
+    host: str = "127.0.0.1"
     exchanges: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
-        return f"http://127.0.0.1:{self.port}"
+        """Return the URL that clients use."""
+        return f"https://{self.host}:{self.port}"
 
 
 @contextmanager
-def recording(base: str) -> Iterator[Recorder]:
-    """Listen on a free port before `base`."""
+def recording(base: str, certificate: Path) -> Iterator[Recorder]:
+    """Listen on a free port in front of `base`; `certificate` is a PEM file with key, certificate and authority."""
     made = Recorder(base)
     app = FastAPI(openapi_url=None)
-    client = httpx.AsyncClient(base_url=base, trust_env=False, timeout=600)
+    trust = ssl.create_default_context(cafile=str(certificate))
+    client = httpx.AsyncClient(base_url=base, trust_env=False, timeout=600, verify=trust)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"])
     async def pass_on(path: str, request: Request) -> StreamingResponse:
@@ -59,7 +66,9 @@ def recording(base: str) -> Iterator[Recorder]:
         kept = {name: value for name, value in answer.headers.items() if name not in HOPS}
         return StreamingResponse(pieces(), answer.status_code, kept)
 
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ssl_certfile=certificate)
+    )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:

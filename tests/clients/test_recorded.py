@@ -1,4 +1,4 @@
-"""What fourteen clients say is answered as they need it: their recorded requests, word by word, against a real pool.
+"""Recorded requests of every client are answered as it needs them, by a real pool over HTTPS, as with `--lan`.
 
 `make clients` runs those of them that can be installed here, and writes the recordings anew.
 """
@@ -33,16 +33,22 @@ def exchanges() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("clients")) as made:
-        made.up("router.queue_seconds=60")
+        made.up("router.queue_seconds=60", "http.tls=on")
         made.join("mini", *MLX)
         yield made
 
 
-def ask(made: Pool, said: Exchange) -> httpx.Response:
+@pytest.fixture(scope="module")
+def client(home: Pool) -> Iterator[httpx.Client]:
+    with httpx.Client(verify=home.trust, trust_env=False, timeout=60) as opened:
+        yield opened
+
+
+def ask(made: Pool, client: httpx.Client, said: Exchange) -> httpx.Response:
     headers = said["headers"] | {"authorization": f"Bearer {made.key}"}
     content = json.dumps(said["body"]) if "body" in said else None
     url = made.base + said["path"]
-    return httpx.request(said["method"], url, headers=headers, content=content, trust_env=False, timeout=60)
+    return client.request(said["method"], url, headers=headers, content=content)
 
 
 def events(text: str) -> list[Any]:
@@ -69,8 +75,13 @@ def of_chat(body: Exchange, text: str) -> None:
 
 
 def of_responses(body: Exchange, text: str) -> None:
-    assert not body.get("stream")
-    assert json.loads(text)["status"] in ("completed", "incomplete")
+    if not body.get("stream"):
+        assert json.loads(text)["status"] in ("completed", "incomplete")
+        return
+    datas = [json.loads(block.partition("data: ")[2]) for block in text.strip().split("\n\n")]
+    assert [data["sequence_number"] for data in datas] == list(range(len(datas)))
+    assert (datas[0]["type"], datas[-1]["response"]["usage"]["input_tokens"] > 0) == ("response.created", True)
+    assert datas[-1]["type"] in ("response.completed", "response.incomplete")
 
 
 def of_messages(body: Exchange, text: str) -> None:
@@ -103,8 +114,9 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("said", list(exchanges()))
-def test_a_client_gets_what_it_can_read(home: Pool, said: Exchange):
-    answer = ask(home, said)
+def test_a_client_gets_what_it_can_read(home: Pool, client: httpx.Client, said: Exchange):
+    assert home.base.startswith("https://")
+    answer = ask(home, client, said)
     assert answer.status_code == said["status"], answer.text
     SHAPES[said["path"].partition("?")[0]](said.get("body", {}), answer.text)
 
@@ -112,8 +124,13 @@ def test_a_client_gets_what_it_can_read(home: Pool, said: Exchange):
 def test_every_client_is_recorded_and_in_the_manual():
     names = {client.name for client in CLIENTS}
     assert {file.stem for file in RECORDED.glob("*.json")} == names
-    page = (DOCS / "clients.md").read_text()
-    assert {name for name in names if f'id="{name}"' not in page} == set()
+    lines = (DOCS / "clients.md").read_text().splitlines()
+    rows = {name: [line for line in lines if f'<span id="{name}">' in line] for name in names}
+    assert {name for name, found in rows.items() if len(found) != 1} == set()
+    for client in CLIENTS:
+        state, trust = rows[client.name][0].split(" | ")[1:3]
+        assert (state == "run") == bool(client.command), client.name
+        assert trust == (f"`{client.trust}`" if client.trust else "the system's"), client.name
 
 
 def test_no_words_and_no_keys_are_written_down():

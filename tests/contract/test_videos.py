@@ -390,7 +390,7 @@ async def test_without_a_node_that_is_allowed_it_is_a_503_that_names_the_command
     async with pool(tmp_path, peer={"permitted": False}) as one, one.http() as http:
         answer = await http.post("/v1/videos", json={"prompt": "x"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "video_not_ready")
-        assert "`cluster nodes allow-video a`" in answer.json()["error"]["message"]
+        assert "`cluster node allow-video a`" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.metrics.prometheus import configuration
 from dashboards.generate import BOARDS
-from dashboards.panels import Board, Kind, Panel
+from dashboards.panels import ANNOTATIONS, Board, Kind, Panel
 from tests.support.chain import until_ray
 from tests.support.engine_pool import HELLO, MLX, said
 from tests.support.processes import Pool, pool, until
@@ -131,6 +131,8 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
                 clip(made, "in_progress", steps=1000)
                 until(lambda: _seen(found), 90, "everything has happened that panels show")
                 lines = [line for board in BOARDS.values() for line in _lines(board, found)]
+                for name, _, query, _ in ANNOTATIONS:
+                    lines.append(f"annotation {name}: {len(found.value(query))} series")
         record_property("seen", "\n".join(lines))
         assert [line for line in lines if line.endswith("NO VALUE")] == []
 

@@ -124,10 +124,10 @@ def test_all_that_is_known_by_heart_comes_verbatim_from_both_nodes(zoo: Pool, cl
         )
     for idle in set(NODES) - {node for *_, node in answers}:  # the other one was measured as much faster
         (busy,) = set(NODES) - {idle}
-        zoo.cli("nodes", "cordon", busy)
+        zoo.cli("node", "cordon", busy)
         asked += known
         answers += [answer(client, model, one, stream=True) for one in known]
-        zoo.cli("nodes", "uncordon", busy)
+        zoo.cli("node", "uncordon", busy)
     wrong = [
         (one["prompt"], given)
         for one, given in zip(asked, answers, strict=True)

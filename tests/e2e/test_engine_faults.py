@@ -221,7 +221,7 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
         match="the engine died 2 times in its load, its template, its tokenizer or a forward",
     ) as caught:
         ward.ask("cursed")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert caught.value.code == "model_load_failed"
     assert "cursed" not in ward.loaded()
     assert greets(ward.client, "quick")

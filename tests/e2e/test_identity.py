@@ -13,7 +13,7 @@ from tests.support.processes import Pool, pool, until
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def divided() -> Iterator[Pool]:
     """Three nodes: two hold the model `alpha`, one the model `beta`, all under one name."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
@@ -53,7 +53,7 @@ def test_a_stream_ends_where_only_the_other_model_is_left(divided: Pool) -> None
     }  # fmt: skip
     headers = {"Authorization": f"Bearer {divided.key}"}
     url = f"{divided.facts['base_url']}/chat/completions"
-    divided.cli("nodes", "remove", "three")
+    divided.cli("node", "remove", "--yes", "three")
     error = ""
     with (
         httpx.Client(trust_env=False, timeout=60) as client,

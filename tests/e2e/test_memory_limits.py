@@ -39,7 +39,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         command += ["--set", setting]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=30)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith("Error: ")
     for word in words:
         assert word in done.stderr
     assert not (tmp_path / "node" / "identity").exists()

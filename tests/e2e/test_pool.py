@@ -84,19 +84,19 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     assert node["cap"] == 64 * 2**30
     assert node["gate_armed"] is True
     assert node["headroom"] == node["ceiling"] - node["margin"] - node["current"] - node["reserved"]
-    inspected = cluster_pool.cli("nodes", "inspect", "studio")["node"]
+    inspected = cluster_pool.cli("node", "show", "studio")["node"]
     assert (inspected["bound_by"], inspected["cap_bound_by"], inspected["tier"]) == ("setting", "setting", "custom")
     assert inspected["remedy"] == "raise memory.cap"
     assert inspected["enforcement"]["level"] == "ok"
     assert inspected["enforcement"]["polls"] > 0
     assert inspected["enforcement"]["phys"] > 0
     assert inspected["system_memory"]["available"] > 0
-    shown = cluster_pool.run("nodes", "inspect", "studio", "--state", str(cluster_pool.state)).stdout
+    shown = cluster_pool.run("node", "show", "studio", "--state", str(cluster_pool.state)).stdout
     for line in ("cap       64.0 GiB, decided by setting, tier custom", "headroom  ", "guard     armed; level ok",
                  "remedy    raise memory.cap", "counts    "):  # fmt: skip
         assert line in shown
     table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
-    assert "studio: setting decides; raise memory.cap" in table
+    assert "raise memory.cap" not in table, "no advice where all is well"
     assert "64.0 GiB" in table
 
 
@@ -126,9 +126,9 @@ def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until
     assert "SIGKILL" in node["breaker"]["why"]
     assert node["breaker"]["until"] > time.time() - 1
     table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
-    assert "ready failing" in " ".join(table.split())
+    assert re.search("(ready|restarting|starting), failing", table)
     assert "frail: its engine keeps failing, so it gets no requests" in table
-    assert "breaker " in cluster_pool.run("nodes", "inspect", "frail", "--state", str(cluster_pool.state)).stdout
+    assert "breaker " in cluster_pool.run("node", "show", "frail", "--state", str(cluster_pool.state)).stdout
     answer = api.with_options(timeout=60).chat.completions.create(model="scripted-1", messages=MESSAGES)
     assert answer.choices[0].finish_reason, "it waits for its turn, and is the probe"
     assert cluster_pool.node("frail")["breaker"]["state"] == "closed"
@@ -345,7 +345,7 @@ def _healthy(made: Pool) -> bool:
 def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) -> None:
     cluster_pool.up()
     node = cluster_pool.join("one")
-    cluster_pool.cli("nodes", "remove", "one")
+    cluster_pool.cli("node", "remove", "--yes", "one")
     assert node.popen.wait(5) == 4
     assert "removed" in node.log.read_text()
     again = cluster_pool.join("one", wait=False)
@@ -363,8 +363,8 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) ->
     )
     assert away.returncode == 6
     assert "a node of another cluster" in away.stderr
-    cluster_pool.cli("nodes", "remove", "one")
-    left = cluster_pool.run("leave", "--state", str(state))
+    cluster_pool.cli("node", "remove", "--yes", "one")
+    left = cluster_pool.run("leave", "--yes", "--state", str(state))
     assert left.returncode == 0, "whoever was removed may leave"
     assert not (state / "node" / "identity" / "identity.json").exists()
 
@@ -388,12 +388,12 @@ def joined_by_token(made: Pool, name: str) -> Process:
 def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
     cluster_pool.up()
     node = cluster_pool.join("one")
-    done = cluster_pool.run("leave", "--state", str(cluster_pool.folder / "one"))
+    done = cluster_pool.run("leave", "--yes", "--state", str(cluster_pool.folder / "one"))
     assert done.returncode == 0, done.stderr
     assert node.popen.wait(10) == 0
     until(lambda: cluster_pool.node("one")["state"] == "left", 5, "left")
     assert not (cluster_pool.folder / "one" / "node" / "identity" / "node.pem").exists()
-    assert cluster_pool.run("leave", "--state", str(cluster_pool.folder / "one")).returncode == 5
+    assert cluster_pool.run("leave", "--yes", "--state", str(cluster_pool.folder / "one")).returncode == 5
 
 
 IMPATIENT = "import sys; from node import run; run.LEAVE_SECONDS = 0.5; sys.exit(run.main(sys.argv[1:]))"
@@ -409,7 +409,7 @@ def test_leave_gives_up_where_nobody_can_be_told_and_says_what_can_be_done(clust
     done = subprocess.run(leave, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "`cluster leave --force`" in done.stderr) == (3, True), done.stderr
     assert (folder / "node" / "identity" / "identity.json").exists()
-    assert cluster_pool.run("leave", "--force", "--state", str(folder)).returncode == 0
+    assert cluster_pool.run("leave", "--yes", "--force", "--state", str(folder)).returncode == 0
     assert not (folder / "node" / "identity" / "identity.json").exists()
 
 
@@ -433,7 +433,9 @@ def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
     assert cluster_pool.node("one")["state"] == "ready"
     assert own.stop() == 0
     folder = cluster_pool.folder / "two"
-    assert cluster_pool.run("leave", "--force", "--state", str(folder)).returncode == 0, "nobody has to be told"
+    assert cluster_pool.run("leave", "--yes", "--force", "--state", str(folder)).returncode == 0, (
+        "nobody has to be told"
+    )
     assert not (folder / "node" / "identity" / "identity.json").exists()
 
 
@@ -480,7 +482,7 @@ def test_tokens_at_the_command(cluster_pool: Pool) -> None:
     assert token not in json.dumps(listed)
     assert token.rsplit(".", 1)[1] not in json.dumps(listed)
     lab = next(entry["id"] for entry in listed if entry["name"] == "lab")
-    cluster_pool.cli("token", "revoke", lab)
+    cluster_pool.cli("token", "revoke", "--yes", lab)
     refused = cluster_pool.run(
         "join",
         cluster_pool.facts["cluster_url"],
@@ -571,7 +573,7 @@ def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(cluste
         (["join", "127.0.0.1:1", "--set", "memory.cpa=1"], 2, "did you mean memory.cap?"),
         (["join", "127.0.0.1:1", "--models", "/tmp", "--set", "engine.kind=scripted"], 2, "reads no model folders"),
         (["join", "not an address"], 1, "host:port"),
-        (["nods"], 2, "did you mean 'nodes'?"),
+        (["nods"], 2, "did you mean `cluster nodes`?"),
         (["nodes"], 3, "cluster up"),
         (["key", "create", "x"], 5, "no cluster"),
         (["token", "create", "--ttl", "soon"], 2, "duration"),
@@ -615,13 +617,13 @@ def test_secrets_are_private_and_nowhere_else(cluster_pool: Pool) -> None:
 def test_load_and_unload_end_with_the_code_that_the_help_lists(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("one")
-    loaded = cluster_pool.cli("load", "scripted-1")
+    loaded = cluster_pool.cli("model", "load", "scripted-1")
     assert (loaded["node"]["name"], loaded["node"]["already"]) == ("one", True)
-    assert "no node serves the model" in cluster_pool.cli("load", "nothing", code=5)["stderr"]
-    assert "is loaded on no node" in cluster_pool.cli("unload", "nothing", code=5)["stderr"]
-    assert "no node 'nowhere'" in cluster_pool.cli("load", "scripted-1", "--node", "nowhere", code=5)["stderr"]
-    cluster_pool.cli("nodes", "cordon", "one")
-    assert "one is cordoned" in cluster_pool.cli("load", "scripted-1", "--node", "one", code=6)["stderr"]
+    assert "no node serves the model" in cluster_pool.cli("model", "load", "nothing", code=5)["stderr"]
+    assert "is loaded on no node" in cluster_pool.cli("model", "unload", "nothing", code=5)["stderr"]
+    assert "no node 'nowhere'" in cluster_pool.cli("model", "load", "scripted-1", "--node", "nowhere", code=5)["stderr"]
+    cluster_pool.cli("node", "cordon", "one")
+    assert "one is cordoned" in cluster_pool.cli("model", "load", "scripted-1", "--node", "one", code=6)["stderr"]
 
 
 def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
@@ -635,20 +637,20 @@ def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
     assert version["nodes"] == {"one": version["version"]}
     (model,) = cluster_pool.cli("models")["models"]
     assert [(node["name"], node["model"]) for node in model["nodes"]] == [("one", "loaded")]
-    shown = cluster_pool.run("models", "--state", str(cluster_pool.state)).stdout
-    assert re.search(r"scripted-1 on one: reads [\d,]+ tokens/s, writes [\d,]+ to one reader", shown)
+    shown = cluster_pool.run("models", "-o", "wide", "--state", str(cluster_pool.state)).stdout
+    assert re.search(r"scripted-1 on one: prefill [\d,]+ tokens/s, decode [\d,]+ tokens/s for one request", shown)
     assert len(cluster_pool.cli("chat", "hello", "--max-tokens", "4")["choices"][0]["message"]["content"].split()) == 4
     spoken = cluster_pool.run("chat", "hello", "--max-tokens", "4", "--state", str(cluster_pool.state))
     assert len(spoken.stdout.split()) == 4
-    logs = cluster_pool.run("nodes", "logs", "one", "--state", str(cluster_pool.state))
+    logs = cluster_pool.run("node", "logs", "one", "--state", str(cluster_pool.state))
     assert "linked" in logs.stdout
     for shell in ("bash", "zsh", "fish"):
         assert "_CLUSTER_COMPLETE" in cluster_pool.run("completion", shell).stdout
-    cluster_pool.cli("nodes", "cordon", "one")
+    cluster_pool.cli("node", "cordon", "one")
     assert cluster_pool.node("one")["cordoned"] is True
     with pytest.raises(urllib.error.HTTPError, match="503"):
         cluster_pool.get("/health")
-    cluster_pool.cli("nodes", "uncordon", "one")
+    cluster_pool.cli("node", "uncordon", "one")
     assert cluster_pool.get("/health")["status"] == "ok"
 
 
@@ -747,7 +749,7 @@ def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool)
     chunks = iter(response.parse())
     text = [next(chunks).choices[0].delta.content or "" for _ in range(5)]
     where = response.headers["x-macpool-node"]
-    drained = cluster_pool.cli("nodes", "drain", where, "--wait", "20s")
+    drained = cluster_pool.cli("node", "drain", where, "--wait", "20s")
     assert drained["left"] == 0
     text += [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(text) == undisturbed
@@ -756,7 +758,7 @@ def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool)
     acts = [(act["action"], act["actor"]) for act in cluster_pool.cli("audit")["acts"]]
     assert ("drain", "local") in acts
     assert acts.count(("joined", "node")) == 2
-    cluster_pool.cli("nodes", "uncordon", where)
+    cluster_pool.cli("node", "uncordon", where)
 
 
 def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Pool) -> None:
@@ -771,5 +773,5 @@ def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Po
         "up", "--listen", "0.0.0.0:0", "--cluster-listen", "127.0.0.1:0", "--no-local-node", "--set",
         "http.anonymous=true", "--state", str(cluster_pool.folder / "other"),
     )  # fmt: skip
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "can be reached from others" in refused.stderr

@@ -51,3 +51,19 @@ def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
         assert [one["lastError"] for one in found.api("targets")["activeTargets"]] == [
             "server returned HTTP status 403 Forbidden"
         ]
+
+
+def test_the_folder_of_metrics_config_works_over_https_where_it_is_mounted(tmp_path: Path):
+    needs("prometheus")
+    with pool(tmp_path) as made:
+        made.up("http.tls=on")
+        made.join("one")
+        written = Path(made.cli("metrics-config", "--folder", str(tmp_path / "written"))["folder"])
+        text = (written / "prometheus.yml").read_text()
+        assert f"scheme: {made.base.partition(':')[0]}" in text
+        others = [written / name for name in ("rules.yml", "macpool.token", "macpool-ca.pem")]
+        with prometheus(tmp_path / "mounted", text.replace("interval: 15s", "interval: 1s"), *others) as found:
+            until(lambda: found.up() == {"macpool": "1", "one": "1"}, what="every target is up")
+            (group,) = found.api("rules")["groups"]
+            (down,) = [rule for rule in group["rules"] if rule["name"] == "NodeDown"]
+            assert down["annotations"]["runbook_url"] == f"{made.base}/#/runbook/NodeDown"

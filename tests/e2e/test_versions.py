@@ -170,10 +170,10 @@ def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExec
         first = len(load.ends) + 3
         for name in ("studio", "mini"):
             until(lambda: pool.node(name)["in_flight"], what=f"{name} at work")  # noqa: B023  asked at once
-            assert pool.cli("nodes", "drain", name, "--wait", "30s")["left"] == 0
+            assert pool.cli("node", "drain", name, "--wait", "30s")["left"] == 0
             assert pool.nodes[name].stop() == 0
             pool.join(name, "engine.scripted.step_ms=20", token=False)
-            pool.cli("nodes", "uncordon", name)
+            pool.cli("node", "uncordon", name)
     finally:
         load.over = True
     for one in asking:

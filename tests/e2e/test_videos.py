@@ -158,7 +158,7 @@ def test_two_nodes_make_two_videos_and_one_that_is_killed_fails_its_own(cluster_
     assert "makes another video" in ask(client, third.id).phase
     for name in ("a", "b"):
         assert pool.node(name)["leases"] == LEASE
-    pool.run("videos", "cancel", first.id, "--state", str(pool.state))
+    pool.run("video", "cancel", first.id, "--state", str(pool.state))
     phase(client, third.id, "denoising")
     assert {one["job"] for one in leases(pool)} == {second.id, third.id}
     pool.nodes[held[second.id]["name"]].kill()
@@ -185,31 +185,31 @@ def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
 
 def test_the_command_asks_waits_fetches_and_measures(real: Pool, tmp_path: Path):
     pool = real
-    before = len(pool.cli("videos", "list")["data"])
+    before = len(pool.cli("video", "list")["data"])
     state = ("--state", str(pool.state))
     short = ("--size", "64x48", "--fps", "8", "--frames", "9")
     assert "ready" in pool.run("nodes", *state).stdout
     file = tmp_path / "fox.mp4"
-    done_ = pool.run("videos", "create", "a", "fox", *short, "--steps", "4", "--output-file", str(file), *state)
+    done_ = pool.run("video", "create", "a", "fox", *short, "--steps", "4", "--output-file", str(file), *state)
     assert done_.returncode == 0, done_.stderr
     assert file.read_bytes()[4:8] == b"ftyp"
     assert "%" in done_.stderr, "a line for every phase where there is no terminal"
-    made = pool.cli("videos", "create", "a", "fox", *short, "--steps", "400")
+    made = pool.cli("video", "create", "a", "fox", *short, "--steps", "400")
     phase(again(pool, pool.secret), made["id"], "denoising")
-    assert made["id"] in pool.run("lease", "list", *state).stdout
+    assert made["id"] in pool.run("video", "leases", *state).stdout
     assert "lends 36.0 GiB" in pool.run("nodes", *state).stdout
-    assert pool.run("videos", "wait", made["id"], "--timeout", "1s", *state).returncode == 7
-    assert pool.cli("videos", "cancel", made["id"])["status"] == "failed"
-    assert pool.run("videos", "wait", made["id"], *state).returncode == 6
-    assert pool.run("videos", "get", made["id"], *state).returncode == 6
-    assert pool.run("videos", "show", "video_x", *state).returncode == 5
-    listed = pool.run("videos", *state).stdout
+    assert pool.run("video", "wait", made["id"], "--timeout", "1s", *state).returncode == 7
+    assert pool.cli("video", "cancel", made["id"])["status"] == "failed"
+    assert pool.run("video", "wait", made["id"], *state).returncode == 6
+    assert pool.run("video", "get", made["id"], *state).returncode == 6
+    assert pool.run("video", "show", "video_x", *state).returncode == 5
+    listed = pool.run("video", "list", *state).stdout
     assert "it was cancelled" in listed
     assert "completed" in listed
-    assert pool.cli("videos", "show", made["id"])["error"]["code"] == "cancelled"
+    assert pool.cli("video", "show", made["id"])["error"]["code"] == "cancelled"
     until(lambda: leases(pool) == [], 10, "its memory back")
     found = pool.cli("video", "calibrate", "--sizes", "96x64,64x48", "--frames", "5", "--steps", "1")
     assert [(one["size"], one["status"]) for one in found["clips"]] == [("64x48", "completed"), ("96x64", "completed")]
     assert all(one["peak"] > 0 for one in found["clips"])
     assert found["profiles"][0]["measured"] >= 3
-    assert len(pool.cli("videos", "list")["data"]) == before + 2, "clips of a calibration are not kept"
+    assert len(pool.cli("video", "list")["data"]) == before + 2, "clips of a calibration are not kept"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -127,8 +128,12 @@ def test_logs_and_events_are_followed(tmp_path: Path):
     with pool(tmp_path) as made:
         made.up()
         made.join("one")
-        assert '"event": "ready"' in made.run("logs", "--state", str(made.state)).stdout
-        assert '"event": "linked"' in made.run("logs", "one", "--state", str(made.state)).stdout
+        assert '"event": "ready"' in made.run("logs", "-o", "json", "--state", str(made.state)).stdout
+        assert '"event": "linked"' in made.run("logs", "one", "-o", "json", "--state", str(made.state)).stdout
+        shown = made.run("logs", "--state", str(made.state)).stdout
+        assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  info     ready  ", shown, re.MULTILINE)
+        events = made.run("events", "-o", "json", "--last", "500", "--state", str(made.state)).stdout.splitlines()
+        assert len(set(events)) == len(events), "each event once"
         with following(made, "events", "-f", "--last", "5") as sees:
             sees("node state")
             made.join("two")
@@ -169,7 +174,7 @@ def test_the_picture_shows_every_node(tmp_path: Path):
         shown = made.run("top", "--once", "--state", str(made.state)).stdout
         assert "GuardOff" in shown
         assert "one" in shown
-        assert "scripted-1" in shown
+        assert "1 of 1" in shown
         assert "█" in shown
         assert len(made.cli("top")["nodes"]) == 2
 
@@ -184,6 +189,16 @@ def test_what_prometheus_needs_is_written_for_its_owner_alone(tmp_path: Path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         done = subprocess.run(["promtool", "check", "config", answer["config"]], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+        written = Path(answer["config"]).read_text()
+        assert "rule_files: ['rules.yml']" in written, "the folder can be mounted elsewhere"
+        assert written.count("credentials_file: 'macpool.token'") == 3
+        assert written.count("ca_file: 'macpool-ca.pem'") == 3
+        assert str(folder) not in written
+        assert f"- targets: ['{made.base.partition('://')[2]}']" in written
+        assert f"runbook_url: '{made.base}/#/runbook/NodeDown'" in (folder / "rules.yml").read_text()
+        made.cli("metrics-config", "--folder", str(tmp_path / "p"), "--host", "host.docker.internal")
+        port = made.base.rpartition(":")[2]
+        assert f"'https://host.docker.internal:{port}/prometheus/sd'" in Path(answer["config"]).read_text()
         assert token.read_text() not in Path(answer["config"]).read_text() + json.dumps(answer)
         first = token.read_text()
         made.cli("metrics-config", "--folder", str(tmp_path / "p"))

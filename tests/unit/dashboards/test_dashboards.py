@@ -10,15 +10,21 @@ from coordinator.metrics.families import Kind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from dashboards.generate import BOARDS, HERE
-from dashboards.panels import Board, write
+from dashboards.panels import ANNOTATIONS, MAX_OPEN, Board, write
 
 FAMILIES = {family.full_name: family for family in (*POOL, *NODE)}
 ASKED = re.compile(r"macpool_\w+")
 SUFFIXES = re.compile(r"_(?:bucket|count|sum)$")
 
 
-def panels(name: str) -> list[dict[str, Any]]:
-    return [panel for panel in json.loads((HERE / name).read_text())["panels"] if panel["type"] != "row"]
+def board_of(name: str) -> dict[str, Any]:
+    return json.loads((HERE / name).read_text())
+
+
+def panels(name: str, *, closed: bool = True) -> list[dict[str, Any]]:
+    found = board_of(name)["panels"]
+    inside = [panel for row in found for panel in row.get("panels", ()) if closed]
+    return [panel for panel in found if panel["type"] != "row"] + inside
 
 
 def asked(text: str) -> set[str]:
@@ -60,6 +66,53 @@ def test_no_two_panels_have_one_id_or_one_place(name: str):
         assert x + place["w"] <= 24
         assert not taken & cells, panel["title"]
         taken |= cells
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_dozen_panels_are_open_and_all_others_in_collapsed_rows(name: str):
+    rows = [panel for panel in board_of(name)["panels"] if panel["type"] == "row"]
+    assert 1 <= len(panels(name, closed=False)) <= MAX_OPEN
+    assert [row["collapsed"] for row in rows] == [False, *[True] * (len(rows) - 1)]
+    assert len(panels(name)) == len(BOARDS[name].panels())
+    assert all(row["panels"] for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_board_shows_six_hours_leads_to_the_others_and_marks_what_happened(name: str):
+    board = board_of(name)
+    assert board["time"] == {"from": "now-6h", "to": "now"}
+    (link,) = board["links"]
+    assert (link["type"], link["tags"], link["keepTime"]) == ("dashboards", ["macpool"], True)
+    assert board["tags"] == ["macpool"]
+    marked = board["annotations"]["list"]
+    assert [one["name"] for one in marked] == [one[0] for one in ANNOTATIONS]
+    for one in marked:
+        assert one["enable"]
+        assert asked(one["expr"]) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_values_of_a_mac_or_a_model_link_to_its_board(name: str):
+    uids = {board.uid for board in BOARDS.values()}
+    for panel in panels(name):
+        links = panel["fieldConfig"]["defaults"].get("links", [])
+        legends = "".join(target.get("legendFormat", "") for target in panel["targets"])
+        assert len(links) == ("{{node}}" in legends) + ("{{model}}" in legends), panel["title"]
+        for link in links:
+            uid, _, query = link["url"].removeprefix("/d/").partition("?")
+            assert uid in uids
+            assert f"var-{BOARDS[uid.removeprefix('macpool-') + '.json'].variables[0][0]}=" in query
+
+
+def test_the_pool_has_one_row_for_each_mac():
+    (table,) = [panel for panel in panels("pool.json", closed=False) if panel["type"] == "table"]
+    join, arrange = table["transformations"]
+    assert (join["id"], join["options"]) == ("joinByField", {"byField": "node", "mode": "outer"})
+    names = arrange["options"]["renameByName"]
+    assert set(names.values()) == {"Mac", "State", "Version", "Headroom", "Tokens/s", "In flight", "Models loaded"}
+    shown = {f"Value #{target['refId']}" for target in table["targets"]} - set(arrange["options"]["excludeByName"])
+    assert shown == {name for name in names if name.startswith("Value")}
+    assert all(target["instant"] and target["format"] == "table" for target in table["targets"])
 
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=lambda board: board.uid)

@@ -1,0 +1,64 @@
+"""The manual as a site: accessible in both colour schemes, readable on a phone, and without a request to elsewhere."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Request
+
+from tests.browser.conftest import CHROMIUM
+from tests.support.processes import ROOT, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+IN_THE_DARK = ("index.md", "start.md", "cli.md", "security.md")
+"""Pages that have between them every kind of element: in the dark only the colours differ."""
+RULES = {"rules": {"landmark-unique": {"enabled": False}}}
+"""All of axe's, but for one that the theme's copy buttons break: each is a nav element without a name."""
+PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    mkdocs = shutil.which("mkdocs", path=str(Path(sys.executable).parent))
+    assert mkdocs
+    command = [mkdocs, "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=environment(NO_MKDOCS_2_WARNING="1"), check=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_of_the_manual_is_accessible(site: Path, browser: Browser, scheme: str):
+    asked = list[str]()
+
+    def note(request: Request) -> None:
+        asked.append(request.url)
+
+    context = browser.new_context(color_scheme="dark" if scheme == "dark" else "light")
+    context.on("request", note)
+    page = context.new_page()
+    wrong = dict[str, list[tuple[str, list[str]]]]()
+    for name in PAGES if scheme == "light" else IN_THE_DARK:
+        page.goto((site / name.replace(".md", ".html")).as_uri())
+        found = Axe().run(page, options=RULES).response["violations"]
+        if found:
+            wrong[name] = [(one["id"], [node["target"][0] for node in one["nodes"]][:5]) for one in found]
+    context.close()
+    assert wrong == {}
+    assert len(asked) > len(IN_THE_DARK)
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+
+
+def test_no_page_of_the_manual_is_wider_than_a_phone(site: Path, browser: Browser):
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    wide = list[str]()
+    for name in PAGES:
+        page.goto((site / name.replace(".md", ".html")).as_uri())
+        if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
+            wide.append(name)
+    context.close()
+    assert wide == []

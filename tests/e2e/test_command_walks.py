@@ -1,0 +1,184 @@
+"""Commands do what they say, typed as a person types them: up, join, leave, chat, on Macs that are nodes already."""
+
+import json
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import CLI, ROOT, Pool, Process, environment, pool, until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Pool]:
+    with pool(tmp_path) as one:
+        yield one
+
+
+def identity(state: Path) -> Path:
+    return state / "node" / "identity" / "identity.json"
+
+
+# leave
+
+
+def test_the_coordinators_own_mac_stays_left_until_a_person_wants_it_back(made: Pool):
+    made.up(local_node=True)
+    until(lambda: identity(made.state).exists(), what="joined")
+    (node,) = made.nodes_now()
+    done = made.run("leave", "--yes", "--state", str(made.state))
+    assert done.returncode == 0, done.stderr
+    until(lambda: made.nodes_now()[0]["state"] == "left", what="left")
+    assert made.coordinator is not None
+    threading.Event().wait(3)  # longer than the first wait before a node is started again
+    assert [one["state"] for one in made.nodes_now()] == ["left"]
+    assert not identity(made.state).exists()
+    for _ in range(2):
+        assert made.coordinator.stop() == 0
+        facts = made.up(local_node=True)
+        assert facts["local_node_ready"] is None
+        assert all(one["state"] == "left" for one in made.nodes_now())
+        assert not identity(made.state).exists()
+    assert made.coordinator.stop() == 0
+    command = [*CLI, "up", "--local-node", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen",
+               "127.0.0.1:0", "-o", "json", "--set", "cluster.bonjour=false", "--set", 
+               "engine.kind=scripted"]  # fmt: skip
+    back = Process(command, made.folder / "back.err")
+    try:
+        assert back.ready()["local_node_ready"] is True
+        assert json.loads(identity(made.state).read_text())["node"] != node["id"]
+    finally:
+        back.close()
+
+
+# up
+
+
+def test_up_on_a_node_of_another_cluster_is_refused_with_the_ways_out(made: Pool, tmp_path: Path):
+    made.up()
+    made.join("studio").stop()
+    state = made.folder / "studio"
+    listen = ["--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0", "--set", "cluster.bonjour=false"]
+    before = sorted(file.name for file in state.iterdir())
+    done = made.run("up", "--state", str(state), *listen)
+    assert done.returncode == 6
+    for way in ("a node of another cluster at 127.0.0.1:", "`cluster join`", "`cluster leave`", "--state"):
+        assert way in done.stderr
+    assert sorted(file.name for file in state.iterdir()) == before
+    told = Process([*CLI, "up", "--state", str(state), *listen, "--no-local-node", "-o", "json"], tmp_path / "told.err")
+    try:
+        assert told.ready()["local_node_ready"] is None
+    finally:
+        told.close()
+    done = made.run("up", "--state", str(state), *listen)
+    assert (done.returncode, "a node of another cluster" in done.stderr) == (6, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "/no/such/folder"], "--models: /no/such/folder is not a folder"),
+        (["--set", "models.folders=/no/such/folder"], "models.folders (--set): /no/such/folder is not a folder"),
+        (["--set", "memory.cap=lots"], "is not a size"),
+        (["--set", "router.queue_seconds=soon"], "router.queue_seconds"),
+        (["--set", "conditions.webhook=here"], "conditions.webhook"),
+        (["--set", "http.key=/x"], "http.certificate"),
+        (["--set", "http.certificate=/x"], "/x"),
+        (["--lan", "--set", "http.anonymous=true"], "http.anonymous"),
+    ],
+)
+def test_a_start_that_cannot_work_creates_nothing(tmp_path: Path, arguments: list[str], words: str):
+    listen = [] if "--lan" in arguments else ["--listen", "127.0.0.1:0"]
+    command = [*CLI, "up", "--state", str(tmp_path / "s"), *listen, "--cluster-listen", "127.0.0.1:0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=60)
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_taken_port_creates_nothing(made: Pool, tmp_path: Path):
+    made.up()
+    port = made.base.rpartition(":")[2]
+    done = made.run("up", "--state", str(tmp_path / "s"), "--listen", f"127.0.0.1:{port}", "--cluster-listen",
+                    "127.0.0.1:0", "--set", "cluster.bonjour=false")  # fmt: skip
+    assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (1, True), done.stderr
+    assert not (tmp_path / "s" / "cluster.db").exists()
+
+
+# a Mac that is a node
+
+
+def test_a_joined_mac_asks_over_its_own_link_or_names_the_coordinator(made: Pool):
+    made.up()
+    made.join("studio")
+    state = ["--state", str(made.folder / "studio")]
+    for verb in ("nodes", "top", "status"):
+        done = made.run(verb, *state)
+        assert (done.returncode, "studio" in done.stdout or "1 ready" in done.stdout) == (0, True), done.stderr
+    assert "scripted-1" in made.run("models", *state).stdout
+    assert made.run("model", "show", "scripted-1", *state).returncode == 0
+    for words in (["key", "list"], ["node", "show", "studio"], ["events"], ["place", "scripted-1"], ["chat", "hello"]):
+        done = made.run(*words, *state)
+        assert done.returncode in (3, 5), done.stdout
+        assert "its coordinator runs on 127.0.0.1" in done.stderr, done.stderr
+        assert "`cluster login https://127.0.0.1:8080`" in done.stderr
+        assert "cluster up`" not in done.stderr.replace("`endpoint` of `cluster up`", "")
+    assert made.serves("studio")
+    assert made.coordinator is not None
+    assert made.coordinator.stop() == 0
+    gone = made.run("nodes", *state)
+    assert (gone.returncode, "cannot be reached" in gone.stderr) == (3, True), gone.stderr
+
+
+# ready means answered
+
+
+def test_ready_means_that_the_first_request_is_answered(made: Pool):
+    made.up("engine.kind=mlx", "models.hub=false", local_node=True)
+    assert made.facts["local_node_ready"] is True
+    said = made.run("chat", "hello", "--wait", "0", "--max-tokens", "4", "--state", str(made.state))
+    assert (said.returncode, said.stdout.strip() != "") == (0, True), said.stderr
+
+
+def test_a_chat_waits_for_a_node_that_starts(made: Pool):
+    made.up()
+    late = made.run("chat", "hello", "--wait", "1", "--state", str(made.state))
+    assert (late.returncode, "no node serves a model" in late.stderr) == (6, True), late.stderr
+    command = [*CLI, "chat", "hello", "--max-tokens", "4", "--state", str(made.state)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT) as chat:
+        made.join("one")
+        told, _ = chat.communicate(timeout=30)
+    assert (chat.returncode, len(told.split())) == (0, 4)
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("verb", ["up", "join"])
+def test_ctrl_c_says_stopped_and_nothing_else(made: Pool, verb: str):
+    made.up()
+    if verb == "join":
+        command = [*CLI, "join", made.facts["cluster_url"], "--token-file", made.token_file("one"), "--state",
+                   str(made.folder / "one"), "--set", "engine.kind=scripted", "--set", "node.machine=one"]  # fmt: skip
+        awaited = "Ctrl-C stops it"
+    else:
+        command = [*CLI, "up", "--state", str(made.folder / "two"), "--listen", "127.0.0.1:0", "--cluster-listen",
+                   "127.0.0.1:0", "--set", "engine.kind=scripted", "--set", "cluster.bonjour=false"]  # fmt: skip
+        awaited = "Ctrl-C stops it"
+    out, err = made.folder / "out.txt", made.folder / "err.txt"
+    with out.open("wb") as first, err.open("wb") as second:
+        running = subprocess.Popen(command, stdout=first, stderr=second, env=environment(), cwd=ROOT)
+    try:
+        until(lambda: awaited in out.read_text(), 30, awaited)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 0
+    finally:
+        running.kill()
+        running.wait()
+    assert err.read_text().splitlines()[-1] == "stopped"
+    assert not re.search(r"warning|\d{4}-\d\d-\d\dT", err.read_text()), err.read_text()
