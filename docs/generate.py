@@ -4,6 +4,8 @@ A test compares the committed pages with what this gives, so they cannot fall be
 """
 
 import asyncio
+import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import click
 
 from coordinator.cli import COMMANDS, cluster
-from coordinator.conditions.rules import rules_file
+from coordinator.conditions.rules import RULES, rules_file
 from coordinator.metrics.families import Family
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
@@ -65,7 +67,10 @@ PARAMETERS = """
 
 Every field of every body: it is honoured, or it is ignored because it changes nothing here, or it is refused with a 400
 that names it (`unsupported_parameter`) unless it has a value that asks for nothing. A field that is in no table is
-refused too. Tests hold these tables against the official libraries' own types.
+ignored, or refused with `router.unknown_fields = "refuse"`; one whose name is nearly that of a field here is a typing
+error and refused always. What was ignored of a request, tools included, is named in the header `x-macpool-ignored` of
+its answer and by `cluster explain` ([0029](decisions/0029-unknown-fields-and-tools.md)). Tests hold these tables
+against the official libraries' own types.
 """
 CLI = f"""# Command
 {NOTICE}
@@ -81,8 +86,9 @@ shares 0 to 1. A scrape is one picture of one moment, so sums and differences ov
 
     macpool_node_memory_headroom_bytes = ceiling - margin - current - reserved
 
-Every label is from a closed set, or names a member or a model that some member has. There is never one for a request, a
-key, an address or the text of an error. Histograms are classic ones: their buckets are in the series' `le`.
+Every label is from a closed set, or names a member, an API key in force, or a model that some member has. There is
+never one for a request, an id or a secret of a key, an address or the text of an error. Histograms are classic ones:
+their buckets are in the series' `le`.
 """
 _ABOUT_POOL = "At `/metrics`."
 _ABOUT_NODE = """At `/prometheus/nodes/NODE`, made from the node's newest report and from what it measures itself. They
@@ -123,7 +129,7 @@ def api() -> str:
 
 def _table(title: str, table: Parameters[Any]) -> str:
     lines = "".join(f"| `{row.name}` | {row.verdict} | {_cell(row.note)} |\n" for row in table.rows())
-    return f"\n## {title}\n\n| field | | |\n|---|---|---|\n{lines}"
+    return f"\n## {title}\n\n| field | treatment | note |\n|---|---|---|\n{lines}"
 
 
 def routes() -> Iterator[tuple[str, str, str, str]]:
@@ -189,7 +195,7 @@ def _family(family: Family[Any]) -> str:
 def prometheus() -> str:
     """Write the Prometheus configuration of deploy/: for its compose file, and a coordinator on the same machine."""
     note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
-    return note + configuration("http://host.docker.internal:8080", "/run/secrets/macpool_token")
+    return note + configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
 
 
 def mac_service(role: Role) -> str:
@@ -212,7 +218,23 @@ def wired_limit() -> str:
     return launchd.text(launchd.wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
 
 
+def runbook() -> str:
+    """Write the runbook's entries as the page shows them, from operations.md; links between pages become text."""
+    entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "operations.md").read_text(), re.MULTILINE | re.DOTALL)
+    names = {rule.name for rule in RULES}
+    texts = {
+        name: re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text.strip())
+        for name, text in entries
+        if name in names
+    }
+    return (
+        "// Written by `make docs` from docs/operations.md. Do not edit.\n"
+        f"export const RUNBOOK = {json.dumps(texts, indent=2, ensure_ascii=False)};\n"
+    )
+
+
 PAGES = {
+    "../coordinator/web/static/runbook.js": runbook,
     "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
     "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
     "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),
