@@ -44,25 +44,24 @@ def test_free_buffers_go_and_what_is_held_stays():
 
 def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: Gate):
     footprint = Footprint(128 * GIB, lambda: 0)
-    array = held(32 * MIB)
+    array = held(64 * MIB)  # more than malloc takes from what it has kept, which would not be seen in the footprint
     memory = footprint.judged(gate, 5 * MIB, time.monotonic())
     assert memory.active == mx.get_active_memory() >= array.nbytes
     assert memory.cache == mx.get_cache_memory()
     assert memory.peak == mx.get_peak_memory()
     assert memory.phys is not None
-    assert memory.base + 24 * MIB < memory.phys
+    assert memory.base + 56 * MIB < memory.phys
     assert (memory.reserved, memory.total, memory.armed) == (5 * MIB, 128 * GIB, True)
 
 
 def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(gate: Gate):
-    on_purpose = 0
-    footprint = Footprint(128 * GIB, lambda: on_purpose)
+    footprint = Footprint(128 * GIB, lambda: 0)
     give_back()
 
     def read(now: float) -> Memory:
         return footprint.judged(gate, 0, now)
 
-    began = time.monotonic()
+    began = time.monotonic() - 3.0  # five seconds later is then not so late that the last reading counts as stale
     array = held(256 * MIB)
     high = read(began)
     assert high.current is not None
