@@ -20,7 +20,7 @@ import psutil
 from tests.bench import load
 from tests.bench.bodies import BODIES
 from tests.bench.engine import missing, model
-from tests.bench.peers import Peer, mlx_server, mock_nodes, nginx, sglang
+from tests.bench.peers import NGINX, SGLANG, Peer, mlx_server, mock_nodes, nginx, sglang
 from tests.bench.row import Row, at_most, commit, not_measured, p99, ratio_of, spread
 from tests.support.processes import Pool, pool
 
@@ -32,7 +32,8 @@ MANY, MANY_TOKENS, MANY_STEP_MS = 1000, 200, 50
 APART, APART_TOKENS = 16, 60
 ALONE, PAUSE = 100, 0.02
 ASKED, REFUSED_WORD = 20, "elsewhere"
-NGINX, SGLANG = "nginx", "sglang-router"
+SMALL = "kv_per_token=1024"
+"""So little of a node's memory that 128 agents fit in two: what is measured is not the refusing."""
 
 
 def two_nodes(made: Pool, *settings: str) -> Peer:
@@ -41,7 +42,7 @@ def two_nodes(made: Pool, *settings: str) -> Peer:
     for name in ("one", "two"):
         made.join(name, *(f"engine.scripted.{setting}" for setting in settings))
     assert made.coordinator is not None
-    return Peer(made.base, psutil.Process(made.coordinator.pid), made.key)
+    return Peer("macpool", made.base, psutil.Process(made.coordinator.pid), made.key)
 
 
 def build() -> str:
@@ -65,7 +66,11 @@ def per_event(peer: Peer) -> load.Seen:
 def per_request(peer: Peer, body: Mapping[str, object] | None = None) -> float:
     """Return CPU microseconds per plain request over one round."""
     before = peer.cpu()
-    requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
+    try:
+        requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
+    except RuntimeError as error:
+        error.add_note(f"this was {peer.name}")
+        raise
     return (peer.cpu() - before) / requests * 1e6
 
 
@@ -110,7 +115,7 @@ def bench_plain(folder: Path) -> list[Row]:
             pool(part) as made, mock_nodes(step) as ports, mock_nodes(step, keeps=True) as kept,
             sglang(part, ports) as peer, sglang(part, kept) as spared,
         ):  # fmt: skip
-            ours = two_nodes(made, f"step_ms={step}")
+            ours = two_nodes(made, f"step_ms={step}", SMALL)
             found = [[per_request(one) for one in (ours, peer, spared)] for _ in range(ROUNDS + 1)][1:]
         name = f"plain request, {load_}"
         rows.append(_cpu(name, 0.6, [(one[0], one[1]) for one in found], SGLANG, "requests"))
@@ -125,7 +130,7 @@ def bench_bodies(folder: Path) -> list[Row]:
         pool(folder) as made, mock_nodes(1) as ports, mock_nodes(1, keeps=True) as kept,
         sglang(folder, ports) as peer, sglang(folder, kept) as spared,
     ):  # fmt: skip
-        ours = two_nodes(made, "step_ms=1")
+        ours = two_nodes(made, "step_ms=1", "tools=true", SMALL)
         rows: list[Row] = []
         for name, make in BODIES.items():
             body = make()
@@ -171,7 +176,7 @@ def bench_delay(folder: Path) -> list[Row]:
     time from sending to the node to the node's last word; told, too, is all but what the engine itself took."""
     with pool(folder) as made, mock_nodes(0, keeps=True) as ports, sglang(folder, ports) as peer:
         ours = two_nodes(made, "step_ms=0")
-        direct = Peer(f"http://127.0.0.1:{ports[0]}", peer.process)
+        direct = Peer("the node", f"http://127.0.0.1:{ports[0]}", peer.process)
         pairs, whole = list[tuple[float, float]](), list[float]()
         for _ in range(ROUNDS + 1):
             waited = _alone(ours)

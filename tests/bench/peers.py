@@ -18,12 +18,13 @@ import psutil
 from tests import models
 from tests.support.processes import ROOT, environment, until
 
-SGLANG = "sglang-router==0.3.2"
+NGINX, SGLANG, MLX = "nginx", "sglang-router", "mlx_lm.server"
+SGLANG_WHEEL = f"{SGLANG}==0.3.2"
 APART = 50
 """Microseconds that a mock node waits at least between what it gives two requests of a step: with waking up it is 80.
 mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a
 whole step has less to do: a node that writes all in one instant would flatter it."""
-NGINX = """
+NGINX_CONFIG = """
 daemon off; master_process on; worker_processes 1; pid {folder}/nginx-{port}.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
 http {{
@@ -42,8 +43,9 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Something that routes: its base URL, its process, and a key for it."""
+    """Something that routes: its name, its base URL, its process, and a key for it."""
 
+    name: str
     base: str
     process: psutil.Process
     key: str = "x"
@@ -89,12 +91,12 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
         raise RuntimeError("nginx is not installed (Debian: apt-get install nginx-light)")
     port = free_port()
     config = folder / f"nginx-{port}.conf"
-    config.write_text(NGINX.format(folder=folder, one=ports[0], two=ports[1], port=port))
+    config.write_text(NGINX_CONFIG.format(folder=folder, one=ports[0], two=ports[1], port=port))
     process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)], env=environment())
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(base + "/v1/models"), 10, "nginx")
-        yield Peer(base, psutil.Process(process.pid))
+        until(lambda: _answers(base + "/v1/models"), 10, NGINX)
+        yield Peer(NGINX, base, psutil.Process(process.pid))
     finally:
         _end(process)
 
@@ -113,9 +115,9 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
         )  # fmt: skip
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(base + "/health"), 60, "sglang-router")
+        until(lambda: _answers(base + "/health"), 60, SGLANG)
         until(lambda: _answers(base + "/readiness"), 60, "sglang-router's workers")
-        yield Peer(base, psutil.Process(process.pid))
+        yield Peer(SGLANG, base, psutil.Process(process.pid))
     finally:
         _end(process)
 
@@ -134,8 +136,8 @@ def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
         )  # fmt: skip
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(base + "/health"), 60, "mlx_lm.server")
-        yield Peer(base, psutil.Process(process.pid))
+        until(lambda: _answers(base + "/health"), 60, MLX)
+        yield Peer(MLX, base, psutil.Process(process.pid))
     finally:
         _end(process)
 
@@ -186,7 +188,7 @@ def _sglang_python() -> Path:
     if not python.exists():
         uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
         subprocess.run([uv, "venv", "--quiet", str(ROOT / ".bench"), "--python", sys.executable], check=True)
-        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), SGLANG], check=True)
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), SGLANG_WHEEL], check=True)
     return python
 
 
