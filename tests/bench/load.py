@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from tests.bench.bodies import hello
-
 PATIENCE = 30
 """Seconds after which an answer counts as lost."""
 LINGERS = 2.0
@@ -26,7 +24,7 @@ LINGERS = 2.0
 @dataclass(slots=True)
 class Seen:
     """What came back. In seconds `gaps` between two events of one stream, `transit` from the node's clock to here, and
-    what each plain request `took`; `cpu` in microseconds of an event, where somebody measured it."""
+    what each plain request `took`."""
 
     events: int = 0
     requests: int = 0
@@ -35,7 +33,6 @@ class Seen:
     transit: list[float] = field(default_factory=list)
     took: list[float] = field(default_factory=list[float])
     seconds: float = 0.0
-    cpu: float = 0.0
 
 
 def request(base: str, key: str, body: dict[str, object]) -> bytes:
@@ -180,15 +177,13 @@ end
 """
 
 
-def rush(
-    base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object] | None = None
-) -> int:
+def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object]) -> int:
     """Run plain requests in `lanes` connections for some seconds with wrk, which is fast enough not to be what is
-    measured; return how many were answered. Each asks for one of these lengths, and for `hello` unless a `body` is
-    given. RuntimeError with the first answer that was no success, or where wrk is not installed."""
+    measured; return how many were answered. Each asks for one of these lengths. RuntimeError with the first answer that
+    was no success, or where wrk is not installed."""
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
-    bodies = [{"model": "scripted-1", **(body or hello()), "max_tokens": length} for length in tokens]
+    bodies = [{"model": "scripted-1", **body, "max_tokens": length} for length in tokens]
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(SCRIPT % (key, ", ".join(json.dumps(json.dumps(body)) for body in bodies)))
         script.flush()

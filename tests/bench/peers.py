@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,21 +43,31 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Something that routes: its name, its base URL, its process, and a key for it."""
+    """A router: its name, its base URL, its process, a key for it, and the agents on its nodes, if it has some."""
 
     name: str
     base: str
     process: psutil.Process
     key: str = "x"
+    agents: tuple[psutil.Process, ...] = ()
 
     def cpu(self) -> float:
-        """CPU seconds of its process tree so far."""
-        total = 0.0
-        for process in [self.process, *self.process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+        """Return the CPU seconds of its process tree so far, agents not counted."""
+        return cpu_of([self.process, *self.process.children(recursive=True)])
+
+    def agents_cpu(self) -> float:
+        """Return the CPU seconds of its agents so far; their engines do the work of a node, and are not counted."""
+        return cpu_of(self.agents)
+
+
+def cpu_of(processes: Iterable[psutil.Process]) -> float:
+    """Return the CPU seconds that some processes took so far."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def free_port() -> int:
