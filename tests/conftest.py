@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -63,7 +64,7 @@ def tiny_model() -> Callable[..., Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Seed property tests, give tests with models more time, and order the tests of a worker."""
     for item in items:
-        function = getattr(item, "obj", None)
+        function: Any = getattr(item, "obj", None)
         if getattr(function, "is_hypothesis_test", False):
             hypothesis.seed(SEED)(getattr(function, "__func__", function))
         if "tiny_model" in getattr(item, "fixturenames", ()):
@@ -104,4 +105,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         if not any(entry in reason for entry in listed):
             terminalreporter.write_line(f"UNLISTED SKIP {report.nodeid}: {reason}", red=True)
-            terminalreporter._session.exitstatus = UNLISTED_SKIP
+            session: Any = terminalreporter._session
+            session.exitstatus = UNLISTED_SKIP

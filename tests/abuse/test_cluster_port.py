@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,13 +141,6 @@ async def _enrolling(port: Port) -> None:
             if isinstance(await line.next(), EnrolAuthority):
                 return
         await asyncio.sleep(0.2)
-
-
-async def _idle(port: Port) -> Line | None:
-    try:
-        return await port.dial()
-    except OSError:
-        return None
 
 
 # -- greetings ---------------------------------------------------------------------------------
@@ -366,7 +360,7 @@ async def test_lies_harm_neither_api_nor_terminal(port: Port, lie: str, capsys: 
 PATHS = ("/api/v1/status", "/api/v1/nodes", "/api/v1/nodes/liar", "/api/v1/models")
 
 
-def _printed(answers: dict[str, object], capsys: pytest.CaptureFixture[str]) -> str:
+def _printed(answers: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
     """Give what `cluster nodes` and `cluster node show` print of these answers."""
     verbs._print_status(answers["/api/v1/status"])
     verbs._print_nodes(answers["/api/v1/nodes"])

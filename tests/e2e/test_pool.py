@@ -18,7 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.support.engine_pool import engine_of
 from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, until
@@ -33,7 +33,7 @@ def client(made: Pool, retries: int = 0) -> OpenAI:
 
 
 def api_of(made: Pool, key: str, retries: int = 0) -> OpenAI:
-    direct = httpx.Client(trust_env=False, timeout=60)
+    direct = DefaultHttpxClient(trust_env=False, timeout=60)
     return OpenAI(base_url=made.facts["base_url"], api_key=key, max_retries=retries, http_client=direct)
 
 
@@ -674,7 +674,7 @@ def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
     assert status["nodes"]["ready"] == 1, "the owner's command trusts it"
     made = cluster_pool.cli("trust-ca", "--print")
     context = ssl.create_default_context(cadata=made["pem"])
-    trusting = httpx.Client(trust_env=False, timeout=60, verify=context)
+    trusting = DefaultHttpxClient(trust_env=False, timeout=60, verify=context)
     api = OpenAI(base_url=facts["base_url"], api_key=cluster_pool.key, max_retries=0, http_client=trusting)
     whole = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=5)
     stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=5, stream=True)

@@ -23,4 +23,4 @@ def test_memory_is_bounded() -> None:
     limit = RateLimit(burst=1)
     for number in range(MOST_ADDRESSES + 10):
         limit.wait(f"host{number}", 0.0)
-    assert len(limit._buckets) == MOST_ADDRESSES  # pyright: ignore[reportPrivateUsage]
+    assert len(limit._buckets) == MOST_ADDRESSES

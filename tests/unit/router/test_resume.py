@@ -155,7 +155,7 @@ def models(cluster: Cluster, **by_node: Model) -> None:
         cluster.models = (by_node.get(node, a_model()),)
         return plain(node)
 
-    cluster._view = view  # pyright: ignore
+    cluster._view = view
     cluster.report()
 
 
