@@ -37,6 +37,7 @@ def test_it_says_how_it_stands_and_why():
     until = last + SHORTEST
     assert breakers.standing(NODE, last) == Standing("open", f"signal {FAULTS - 1}", until, 1)
     assert breakers.standing(NODE, until) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, until + 10 * LONG) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
     breakers.tried(NODE, 9, until)
     assert breakers.standing(NODE, until) == Standing("probing", f"signal {FAULTS - 1}", until, 1)
     breakers.fault(NODE, 9, until + 1, "signal 9")
