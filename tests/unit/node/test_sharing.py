@@ -56,7 +56,21 @@ def test_a_span_over_midnight(clock: str, shared: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "22-7", "22:00", "22:00-22:00", "00:00-24:00", "24:00-00:00", "22:00-24:01", "25:00-07:00", "22:60-07:00", "22:00-07:00;", "-"]
+    "text",
+    [
+        "",
+        ",",
+        "22-7",
+        "22:00",
+        "22:00-22:00",
+        "00:00-24:00",
+        "24:00-00:00",
+        "22:00-24:01",
+        "25:00-07:00",
+        "22:60-07:00",
+        "22:00-07:00;",
+        "-",
+    ],
 )
 def test_what_is_no_span_is_refused_with_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"hours|span|length|time"):
