@@ -447,7 +447,7 @@ class Scripted:
             weights=self._weights, kv_per_token=settings.kv_per_token, context=settings.context,
             prefill_speed=PREFILL_SPEED,
             decode_speed=1000 / max(settings.step_ms, 0.001), groups=self._ledger.groups(),
-            expected_output=settings.tokens,
+            expected_output=settings.tokens, features=("tools",) if settings.tools else (),
         )  # fmt: skip
 
 
