@@ -48,7 +48,7 @@ class Pool:
             base_url="http://127.0.0.1/v1", api_key=key or self.key, http_client=http, max_retries=0
         )
 
-    async def until(self, video: str, status: str, seconds: float = 10.0) -> dict[str, Any]:
+    async def until(self, video: str, status: str, seconds: float = 60.0) -> dict[str, Any]:
         async with asyncio.timeout(seconds), self.http() as http:
             while (found := (await http.get(f"/v1/videos/{video}")).json())["status"] != status:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

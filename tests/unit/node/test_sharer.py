@@ -113,7 +113,7 @@ async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
     scene.mac.sharing_changed = paused.set
     await sharer.start()
     PauseFile(tmp_path).write(Pause(None))
-    await asyncio.wait_for(paused.wait(), 10)
+    await asyncio.wait_for(paused.wait(), 30)
     await sharer.stop()
 
 

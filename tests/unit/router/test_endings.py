@@ -276,7 +276,7 @@ async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_
     finish(cluster)
     for ticket in (running, late):
         cluster.dispatcher.close(ticket)
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, 30)
     assert isinstance(running.outcome, Finished)
     cluster.settled()
 
