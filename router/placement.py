@@ -567,9 +567,11 @@ def _nobody(request: Demand, offers: list[Candidate]) -> Refused:
     draining = all(candidate.code is Code.DRAINING for candidate in offers)
     reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
     return Refused(
-        Code.DRAINING if draining else Code.NOT_READY, f"no node can take {request.model} now: {reasons}", None,
+        Code.DRAINING if draining else Code.NOT_READY,
+        f"no node can take {request.model} now: {reasons}",
+        None,
         RETRY_UNKNOWN,
-    )  # fmt: skip
+    )
 
 
 def retry_after(candidate: Candidate) -> float:
