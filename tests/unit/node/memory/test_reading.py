@@ -39,7 +39,9 @@ def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: l
         assert len(recent.polls) <= POLLS
 
 
-@pytest.mark.parametrize(("phys", "age", "live"), [(1, 0.0, True), (1, STALE, True), (1, STALE + 1, False), (None, 0.0, False)])
+@pytest.mark.parametrize(
+    ("phys", "age", "live"), [(1, 0.0, True), (1, STALE, True), (1, STALE + 1, False), (None, 0.0, False)]
+)
 def test_a_reading_is_live_when_it_was_readable_and_recent(phys: int | None, age: float, live: bool):
     assert Reading(phys, "statm", 100.0).live(100.0 + age) is live
 
