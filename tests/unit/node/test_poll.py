@@ -127,14 +127,15 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
 
 
 @pytest.mark.parametrize(
-    ("margin_auto", "cap", "expected"),
-    [(True, 8 * GIB, 200 * MIB), (True, 4 * GIB, 900 * MIB), (True, 0, 900 * MIB), (False, 8 * GIB, 900 * MIB)],
-)
+    ("margin_auto", "said", "cap", "expected"),
+    [(True, 8 * GIB, 8 * GIB, 200 * MIB), (True, 4 * GIB, 8 * GIB, 900 * MIB), (True, 0, 8 * GIB, 900 * MIB),
+     (False, 8 * GIB, 8 * GIB, 900 * MIB), (True, 0, 0, 900 * MIB), (True, 1, 1, 200 * MIB)],
+)  # fmt: skip
 def test_the_margin_in_force_is_the_one_that_the_gate_decided_under_this_cap(
-    margin_auto: bool, cap: int, expected: int
+    margin_auto: bool, said: int, cap: int, expected: int
 ):
-    limits = Limits(8 * GIB, 8 * GIB, 900 * MIB, "static", margin_auto=margin_auto)
-    assert margin_in_force(limits, Memory(cap=cap, margin=200 * MIB)) == expected
+    limits = Limits(cap, cap, 900 * MIB, "static", margin_auto=margin_auto)
+    assert margin_in_force(limits, Memory(cap=said, margin=200 * MIB)) == expected
 
 
 @pytest.mark.slow
