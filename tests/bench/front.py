@@ -237,7 +237,8 @@ def bench_many(folder: Path) -> list[Row]:
     ok = share <= 1.0 and not seen.failed and seen.events == MANY * MANY_TOKENS and pace >= 0.9 * 1000 / MANY_STEP_MS
     figure = (
         f"{share:.2f} cores, {agents:.2f} in both agents, {seen.events} of {MANY * MANY_TOKENS} events at {pace:.1f} a "
-        f"second each, transit p50 {statistics.median(seen.transit) * 1000:.1f} and p99 {p99(seen.transit) * 1000:.1f} ms (the clients' own "
+        f"second each, transit p50 {statistics.median(seen.transit) * 1000:.1f} and p99 "
+        f"{p99(seen.transit) * 1000:.1f} ms (the clients' own "
         "reading included)"
     )
     return [Row(f"{MANY} streams of {1000 // MANY_STEP_MS} tokens/s", "one core", figure, ok, commit())]
