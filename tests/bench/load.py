@@ -35,7 +35,7 @@ class Seen:
     seconds: float = 0.0
 
 
-def request(base: str, key: str, body: dict[str, object]) -> bytes:
+def request(base: str, key: str, body: Mapping[str, object]) -> bytes:
     """Give the bytes of one request."""
     parts = urlsplit(base)
     content = json.dumps(body).encode()

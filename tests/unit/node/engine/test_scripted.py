@@ -305,6 +305,7 @@ def test_what_can_never_fit_is_told_with_all_numbers():
     )
     assert refused.numbers is not None
     assert refused.numbers.predicted == int(43.5 * GIB) + 5 * GIB
+    assert refused.numbers.predicted is not None
     assert refused.numbers.predicted > refused.numbers.ceiling == 36 * GIB
     assert refused.numbers.estimate == 16 * GIB
 
