@@ -397,10 +397,10 @@ def advance(pool: Pool, node: NodeId, event: Event, now: float) -> tuple[Pool, t
             raise IllegalEventError(f"{node} is unknown: {event} cannot happen")
         member = Member(node, State.JOINING, now, enrolled=isinstance(event, Enrolled))
     after, actions = step(member, event, now)
-    if node not in pool.members and not actions:
+    if node not in pool.members:
         actions = (Changed(node),)
     changed = replace(pool, members={**pool.members, node: after})
-    same = (after.state, after.fell) == (member.state, member.fell) and node in pool.members
+    same = (after.state, after.fell) == (member.state, member.fell)
     return (changed if same and pool.doubted is None else _doubt(changed, now)), actions
 
 
@@ -442,7 +442,7 @@ def _doubt(pool: Pool, now: float) -> Pool:
     since = now if pool.doubted is None else pool.doubted
     fallen = sum(1 for member in pool.members.values() if member.fell is not None and member.fell >= since - TOGETHER)
     whole = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
-    half = fallen > 0 and whole >= 2 and 2 * fallen >= whole
+    half = whole >= 2 and 2 * fallen >= whole
     if pool.doubted is None:
         return replace(pool, doubted=now) if half else pool
     return pool if half and now < pool.doubted + FORGET_AFTER else replace(pool, doubted=None)

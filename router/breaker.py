@@ -66,7 +66,7 @@ class Breakers(Generic[N]):
 
     def barred(self, now: float) -> list[N]:
         """List the nodes that get nothing now: open, or half open with a probe under way."""
-        return [node for node in self._nodes if self._bars(node, now)] if self._nodes else []
+        return [node for node in self._nodes if self._bars(node, now)]
 
     def _bars(self, node: N, now: float) -> bool:
         breaker = self._nodes[node]
@@ -80,9 +80,10 @@ class Breakers(Generic[N]):
         return breaker.probe is not None
 
     def tried(self, node: N, request: int, now: float) -> None:
-        """Note that a request was sent to a node: where the breaker is half open, it is the probe."""
+        """Note that a request was sent to a node: where the breaker is half open, it is the probe. Where the breaker is
+        closed this decides nothing, and opening it forgets it."""
         breaker = self._nodes.get(node)
-        if breaker is not None and breaker.until is not None and breaker.probe is None:
+        if breaker is not None and breaker.probe is None:
             breaker.probe, breaker.probed = request, now
 
     def standing(self, node: N, now: float) -> Standing | None:

@@ -18,7 +18,8 @@ SCOPES = frozenset({"infer", "admin", "metrics"})
 _PREFIX = b"mp_"
 _SECRET_BYTES = 32
 _LONGEST = 256
-MOST_PROVEN = 1024
+_NO_DIGEST = bytes(32)
+"""What is compared with where no key has the id."""
 SESSION = b"x-session-id"
 LONGEST_SESSION = 200
 
@@ -38,10 +39,6 @@ class ApiKey:
     def allows(self, scope: str) -> bool:
         """Say whether the key may do this; `admin` may do everything."""
         return scope in self.scopes or "admin" in self.scopes
-
-    def may_use(self, model: str) -> bool:
-        """Say whether the key may use a model."""
-        return self.limits is None or self.limits.allows(model)
 
 
 def nobody_known(now: float) -> ApiKey:
@@ -89,8 +86,7 @@ class KeyRing:
         self._pepper = pepper
         self._clock = clock
         self._keys: dict[bytes, ApiKey] = {}
-        self._nobody = secrets.token_bytes(32)
-        self._salt = secrets.token_bytes(32)
+        self._salt = secrets.token_bytes(_SECRET_BYTES)
         self._proven: dict[bytes, ApiKey] = {}
         self.refused = 0
         """Keys that were shown and not known, or expired."""
@@ -135,31 +131,32 @@ class KeyRing:
         if self.anonymous is not None and not text.startswith(_PREFIX):  # libraries insist on sending something
             return self.anonymous
         known = self._find(text) if len(text) <= _LONGEST else None
-        if known is None or (known.expires is not None and known.expires <= self._clock()):
+        if known is None or self._expired(known):
             self.refused += 1
             return None
         return known
 
     def _find(self, text: bytes) -> ApiKey | None:
-        seen = hashlib.blake2b(text, key=self._salt, digest_size=32).digest()
-        known = self._proven.get(seen)
-        if known is None:
-            known = self._prove(text)
-            if known is not None and len(self._proven) < MOST_PROVEN:
-                self._proven[seen] = known
+        """Return the key with this text. Each key has one, so no more is remembered than there are keys."""
+        seen = hashlib.blake2b(text, key=self._salt).digest()
+        known = self._proven.get(seen) or self._prove(text)
+        if known is not None:
+            self._proven[seen] = known
         return known
 
     def knows(self, presented: bytes) -> bool:
         """Return whether a key is one of ours and in force, without counting a wrong one."""
         known = self._prove(presented) if len(presented) <= _LONGEST else None
-        return known is not None and (known.expires is None or known.expires > self._clock())
+        return known is not None and not self._expired(known)
 
     def _prove(self, text: bytes) -> ApiKey | None:
-        prefix, _, rest = text.partition(b"_")
-        key_id, _, _ = rest.partition(b"_")
+        key_id, _, _ = text.removeprefix(_PREFIX).partition(b"_")
         key = self._keys.get(key_id)
-        right = hmac.compare_digest(digest_of(self._pepper, text), self._nobody if key is None else key.digest)
-        return None if key is None or not right or prefix + b"_" != _PREFIX else key
+        right = hmac.compare_digest(digest_of(self._pepper, text), _NO_DIGEST if key is None else key.digest)
+        return key if right else None
+
+    def _expired(self, key: ApiKey) -> bool:
+        return key.expires is not None and key.expires <= self._clock()
 
 
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

@@ -86,7 +86,7 @@ class _Bucket:
     def wait_for(self, wanted: float) -> float:
         """Give seconds until `wanted` are there, 0 when they are; more than a minute's worth is asked of a full one."""
         missing = min(wanted, float(self.rate)) - self.level
-        return missing * MINUTE / self.rate if missing > 0 else 0.0
+        return max(0.0, missing) * MINUTE / self.rate
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Quotas:
     def take(self, key: str, demand: Demand, now: float) -> int | Refused:
         """Let a request in, and give the tokens that it was charged; `settle` must follow. Or say which limit it is
         over, and until when."""
-        limits = self._limits_of(key) or NO_LIMITS
+        limits = self.limits(key)
         if not limits.allows(demand.model):
             return not_allowed(demand.model, limits)
         meter = self._filled(key, limits, now)
@@ -127,8 +127,7 @@ class Quotas:
             return Refused(Code.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
         charge = 0 if meter.tokens is None else estimate(demand)
         for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
-            wait = 0.0 if bucket is None else bucket.wait_for(cost)
-            if bucket is not None and wait:
+            if bucket is not None and (wait := bucket.wait_for(cost)):
                 text = f"this API key may take {bucket.rate} {what} a minute, and this asks for {cost}"
                 return Refused(Code.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
         meter.running += 1
@@ -144,7 +143,7 @@ class Quotas:
         """Count a video that a key asks for, which has `open_videos` under way, of these `queued` in line; return the
         limit that it is over, None where it is within all. Videos use no tokens, and end hours later: they are counted
         apart from requests for text."""
-        limits = self._limits_of(key) or NO_LIMITS
+        limits = self.limits(key)
         if not limits.allows(model):
             return not_allowed(model, limits)
         bounds = (limits.concurrency, open_videos, "under way"), (limits.waiting, queued, "in line")
@@ -153,10 +152,9 @@ class Quotas:
                 text = f"this API key may have {max(1, most)} videos {where} and has {has}: wait for one to end"
                 return Refused(Code.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
         requests = self._filled(key, limits, now).requests
-        wait = 0.0 if requests is None else requests.wait_for(1)
         if requests is None:
             return None
-        if wait:
+        if wait := requests.wait_for(1):
             text = f"this API key may send {requests.rate} requests a minute: retry in {math.ceil(wait)} s"
             return Refused(Code.RATE_LIMITED, text, None, wait)
         requests.level -= 1
@@ -177,10 +175,7 @@ class Quotas:
 
     def rates(self, key: str, now: float) -> tuple[Rate, ...]:
         """Return where a key stands with its rates; nothing for a key without any."""
-        limits = self._limits_of(key) or NO_LIMITS
-        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
-            return ()
-        meter = self._filled(key, limits, now)
+        meter = self._filled(key, self.limits(key), now)
         return tuple(
             Rate(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
             for what, bucket in (("requests", meter.requests), ("tokens", meter.tokens))
@@ -189,15 +184,13 @@ class Quotas:
 
     def settle(self, key: str, demand: Demand, charged: int, used: int, now: float) -> None:
         """Count the end of a request that was let in with this demand: it used so many tokens."""
-        meter = self._meters.get(key)
-        if meter is None:
-            return
-        meter.running = max(0, meter.running - 1)
-        meter.prompt_tokens = max(0, meter.prompt_tokens - _prompt(demand))
-        meter.prompt_bytes = max(0, meter.prompt_bytes - demand.prompt_bytes)
+        meter = self._meters[key]
+        meter.running -= 1
+        meter.prompt_tokens -= _prompt(demand)
+        meter.prompt_bytes -= demand.prompt_bytes
         if meter.tokens is not None:
             meter.tokens.fill(now)
-            meter.tokens.level = min(float(meter.tokens.rate), meter.tokens.level + charged - used)
+            meter.tokens.level += charged - used
 
     def _meter(self, key: str) -> _Meter:
         meter = self._meters.get(key)

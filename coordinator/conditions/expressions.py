@@ -9,6 +9,7 @@ sample has no value. For the rules, which compare with 0 or with coarse shares, 
 rule to both.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -73,16 +74,16 @@ class History:
                 yield labels, sum(rise for at, rise in rises if at > self.now - seconds)
 
 
-class Expression:
+class Expression(ABC):
     """Base of all."""
 
+    @abstractmethod
     def promql(self) -> str:
         """Write it for Prometheus."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, history: History) -> Value:
         """Evaluate it now."""
-        raise NotImplementedError
 
     def parts(self) -> "tuple[Expression, ...]":
         """Give what it is made of."""

@@ -73,7 +73,7 @@ def parse(url: str) -> Address:
         port = parts.port
     except ValueError:
         raise WebhookError("conditions.webhook is no URL") from None
-    host = parts.hostname or ""
+    host = parts.hostname
     if parts.scheme not in ("https", "http") or not host or "@" in parts.netloc:
         raise WebhookError("conditions.webhook is https://HOST/PATH, without user names")
     if parts.scheme == "http" and not _literal_loopback(host):
@@ -109,11 +109,12 @@ def allowed(address: Address, found: Sequence[str]) -> str:
 
 
 def is_forbidden(one: Ip) -> bool:
-    """Return whether nothing is sent to an address: it serves a cloud machine's secrets, or is no host's."""
+    """Return whether nothing is sent to an address: it serves a cloud machine's secrets, or is no host's, as `::/8`
+    with the IPv4 addresses that it once embedded."""
     if one.is_loopback:
         return False
-    bare = one.is_link_local or one.is_multicast or one.is_unspecified or one.is_reserved
-    return bare or any(one in network for network in METADATA if network.version == one.version)
+    bare = one.is_multicast or one.is_unspecified or one.is_reserved
+    return bare or any(one in network for network in METADATA)
 
 
 def reached(text: str) -> Sequence[Ip]:
@@ -121,17 +122,16 @@ def reached(text: str) -> Sequence[Ip]:
     one = ipaddress.ip_address(text)
     if isinstance(one, ipaddress.IPv4Address):
         return [one]
-    number = int(one)
     if one.ipv4_mapped is not None:
         return [one.ipv4_mapped]
     if one.sixtofour is not None:
         return [one.sixtofour]
     if one.teredo is not None:
         return list(one.teredo)
-    last = ipaddress.IPv4Address(number & 0xFFFFFFFF)
+    number = int(one)
     if any(one in network for network in TRANSLATED) or (number >> 32) & 0xFDFFFFFF == ISATAP:
-        return [last]
-    return [one, last] if number >> 32 == 0 and number > 1 else [one]
+        return [ipaddress.IPv4Address(number & 0xFFFFFFFF)]
+    return [one]
 
 
 def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:

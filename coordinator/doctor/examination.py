@@ -76,7 +76,7 @@ def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
     began = time.monotonic()
     running = [_Running(check, here) for check in checks]
     for one in running:
-        yield one.ended(max(0.0, began + here.seconds - time.monotonic()))
+        yield one.ended(began + here.seconds - time.monotonic())
 
 
 class _Running:
@@ -85,9 +85,8 @@ class _Running:
     def __init__(self, check: Check, here: Here) -> None:
         self._check = check
         self._here = here
-        self._found: list[Finding] = []
+        self._examined: list[Examined] = []
         self._began = time.monotonic()
-        self._seconds = 0.0
         self._done = threading.Event()
         threading.Thread(target=self._run, name=check.id, daemon=True).start()
 
@@ -97,13 +96,12 @@ class _Running:
         except Exception as error:  # a check that breaks must not hide what the others found
             found = warn(f"the check itself failed: {type(error).__name__}: {error}",
                          "this is a fault of macpool: report it with `cluster doctor --bundle`")  # fmt: skip
-        self._seconds = time.monotonic() - self._began
-        self._found.append(found)
+        self._examined.append(Examined(self._check, found, time.monotonic() - self._began))
         self._done.set()
 
     def ended(self, seconds: float) -> Examined:
-        """Wait for its end, for so long at most."""
+        """Wait for its end, for so long at most; below 0 not at all."""
         if self._done.wait(seconds):
-            return Examined(self._check, self._found[0], self._seconds)
+            return self._examined[0]
         late = warn("it did not end in time", "try again; if it stays so, something of the system hangs")
         return Examined(self._check, late, time.monotonic() - self._began)

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -210,12 +211,10 @@ def _lives(here: Here) -> dict[str, float]:
         from wire.certificate import read_certificate
 
         for name in ("authority", "coordinator"):
-            try:
+            with suppress(OSError, ValueError):
                 text = (here.state / "authority" / f"{name}.pem").read_text()
                 pem = text[text.index("-----BEGIN CERTIFICATE-----") :]
                 found[name] = read_certificate(ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])).expires
-            except (OSError, ValueError):
-                continue
     told = here.examined() if here.has_node else None
     if told and told["identity"]:
         found["node"] = told["identity"]["expires"]
@@ -347,10 +346,8 @@ def _errors(file: Path, since: str) -> list[str]:
     except OSError:
         return found
     for line in lines:
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             told: Any = json.loads(line)
             if told["level"] in ("error", "critical") and str(told["timestamp"]) >= since:
                 found.append(str(told["event"])[:80])
-        except (ValueError, KeyError, TypeError):
-            continue
     return found

@@ -123,9 +123,9 @@ def ended(source: Source) -> None:
 
 def exactly(source: Source, size: int) -> bytes:
     """Read so many bytes; ArchiveError when there are fewer."""
-    data = source.read(size)
-    while len(data) < size and (more := source.read(size - len(data))):
-        data += more
+    data = b""
+    while piece := source.read(size - len(data)):
+        data += piece
     if len(data) < size:
         raise ArchiveError("it ends too early: it was cut off; use another copy of the file")
     return data

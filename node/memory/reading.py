@@ -11,6 +11,8 @@ POLLS = 5
 """Polls that `recent` looks back (seed of the project: a deque of five)."""
 PERIOD = 1.0
 """Seconds of one poll; readings within it are one poll, of which the highest counts."""
+WINDOW = POLLS * PERIOD
+"""Seconds that `recent` looks back."""
 STALE = 5.0
 """Seconds after which a reading says nothing about now."""
 
@@ -89,7 +91,7 @@ class Recent:
         top = max((height for _, height in polls), default=0)
         if top <= floor:
             return None
-        return max(start for start, height in polls if height == top) + POLLS * PERIOD
+        return max(start for start, height in polls if height == top) + WINDOW
 
     def _within(self, now: float) -> tuple[tuple[float, int], ...]:
-        return tuple(poll for poll in self.polls if now - poll[0] < POLLS * PERIOD)
+        return tuple(poll for poll in self.polls if now - poll[0] < WINDOW)

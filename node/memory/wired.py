@@ -61,7 +61,7 @@ class Leaks:
 
     def look(self, wired: int | None) -> None:
         """Forget all of it once a reading shows that most came back."""
-        if self.count and wired is not None and wired < self.first + SHARE * self.missing:
+        if wired is not None and wired < self.first + SHARE * self.missing:
             self.count = self.missing = 0
 
     def warning(self) -> str:

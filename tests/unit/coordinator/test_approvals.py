@@ -102,3 +102,60 @@ def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcome
     assert crowd[0].waiting not in line.list(0.0)
     assert len(line.list(0.0)) == MOST_WAITING
     assert isinstance(line.approve("c0", 1.0), WrongCode)
+
+
+def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
+    line = Approvals()
+    line.withdraw(asked(line, "other", 3.0, "10.0.0.8"))
+    for number in range(MOST_NEW_HERE):
+        line.withdraw(asked(line, f"a{number}", 5.0 + number))
+    assert line.ask(waiting("ninth", 20.0), 20.0) == 5.0 + LIFE - 20.0
+    assert line.ask(waiting("ninth", LIFE + 4.0), LIFE + 4.0) == 1.0
+    asked(line, "ninth", LIFE + 5.0)
+
+
+def test_a_refusal_for_all_addresses_says_when_the_oldest_code_of_all_is_over() -> None:
+    line = Approvals()
+    for number in range(MOST_NEW):
+        line.withdraw(asked(line, str(number), float(number), f"10.0.{number // 200}.{number % 200}"))
+    assert line.ask(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == LIFE - 300.0
+
+
+def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
+    line = Approvals()
+    for number in range(MOST_WAITING_HERE):
+        asked(line, f"a{number}", 10.0 * number)
+    assert line.ask(waiting("more", 40.0), 40.0) == LIFE - 40.0
+    assert line.ask(waiting("more", LIFE - 0.5), LIFE - 0.5) == 1.0
+
+
+def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() -> None:
+    line = Approvals()
+    asked(line, "mine", address="10.0.0.1")
+    for number in range(MOST_WAITING - 2):
+        asked(line, str(number), address=f"10.0.1.{number // 2}")
+    last = asked(line, "last", address="10.0.2.1")
+    assert line.ask(waiting("second", address="10.0.0.1"), 0.0) == LIFE
+    line.withdraw(last)
+    third = asked(line, "third", address="10.0.1.0")
+    asked(line, "second", address="10.0.0.1")
+    left = [one.code for one in line.list(0.0)]
+    assert "0" not in left, "the oldest of the address that has three"
+    assert (left[0], third.gave_way, len(left)) == ("mine", False, MOST_WAITING)
+
+
+def test_a_list_shows_no_request_whose_time_is_over() -> None:
+    line = Approvals()
+    asked(line, "111111")
+    assert line.list(LIFE) == []
+
+
+def test_wrong_codes_count_in_a_row_only() -> None:
+    line = Approvals()
+    asked(line, "111111")
+    line.approve("0", 0.0)
+    line.approve("0", 0.0)
+    line.approve("111111", 0.0)
+    assert [line.approve("0", 50.0) for _ in range(3)] == [WrongCode(2), WrongCode(1), Locked(LOCKED_FOR)]
+    assert line.approve("0", 49.0 + LOCKED_FOR) == Locked(1.0)
+    assert line.approve("0", 50.0 + LOCKED_FOR) == WrongCode(2)

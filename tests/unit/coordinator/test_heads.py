@@ -3,13 +3,16 @@
 from typing import Any
 
 import httptools
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.guard import Guard
+from coordinator.heads import CODED, ENCODED, EXPECTS, MALFORMED, judge, twice, without_upgrade
 from coordinator.http import START, Door
 from router.app import nothing_else
 from router.keys import credential
+from router.problems import Header, Problem
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode
 
@@ -62,3 +65,46 @@ def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lin
     assert b"transfer-encoding" not in found
     assert credential(read.headers) == head.key
     assert guard.judge("POST", read.headers) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "found"),
+    [
+        ("1.1", [(b"host", b"a")], None),
+        ("1.0", [], None),
+        ("1.0", [(b"host", b"a")], None),
+        ("1.1", [], MALFORMED),
+        ("1.1", [(b"host", b"a"), (b"accept", b"x"), (b"accept", b"y")], None),
+        ("1.1", [(b"host", b"a"), (b"host", b"a")], twice(b"host")),
+        ("1.1", [(b"host", b"a"), (b"x-api-key", b"a"), (b"accept", b"x"), (b"x-api-key", b"b")], twice(b"x-api-key")),
+        ("1.1", [(b"host", b"a"), (b"content-length", b"5")], None),
+        ("1.1", [(b"host", b"a"), (b"content-length", b"9" * 16)], MALFORMED),
+        ("1.1", [(b"host", b"a"), (b"content-length", b"+5")], MALFORMED),
+        ("1.1", [(b"host", b"a"), (b"transfer-encoding", b"Chunked")], None),
+        ("1.1", [(b"host", b"a"), (b"transfer-encoding", b"gzip")], CODED),
+        ("1.0", [(b"host", b"a"), (b"transfer-encoding", b"chunked")], MALFORMED),
+        ("1.1", [(b"host", b"a"), (b"expect", b"100-Continue")], None),
+        ("1.1", [(b"host", b"a"), (b"expect", b"200-ok")], EXPECTS),
+        ("1.1", [(b"host", b"a"), (b"content-encoding", b"Identity")], None),
+        ("1.1", [(b"host", b"a"), (b"content-encoding", b"")], None),
+        ("1.1", [(b"host", b"a"), (b"content-encoding", b"gzip")], ENCODED),
+    ],
+)
+def test_a_head_is_taken_or_refused_with_its_reason(version: str, headers: list[Header], found: Problem | None):
+    assert judge(version, headers) == found
+    if found is not None and found.code == "header_twice":
+        assert found.status == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "kept"),
+    [
+        ([(b"host", b"a"), (b"connection", b"Upgrade, HTTP2-Settings"), (b"upgrade", b"h2c"),
+          (b"http2-settings", b"AAMA")], b"host: a\r\n"),
+        ([(b"connection", b"keep-alive, Upgrade,"), (b"host", b"a"), (b"connection", b"x")],
+         b"host: a\r\nconnection: keep-alive, x\r\n"),
+        ([(b"accept", b"a, upgrade")], b"accept: a, upgrade\r\n"),
+    ],
+)  # fmt: skip
+def test_a_head_without_its_upgrade_is_otherwise_as_it_was(headers: list[Header], kept: bytes):
+    assert without_upgrade(b"GET", b"/x?y", "1.1", headers) == b"GET /x?y HTTP/1.1\r\n" + kept + b"\r\n"

@@ -77,11 +77,34 @@ def test_what_cannot_happen_is_a_typed_error() -> None:
         step(Member(A, State.LEFT, 0.0, enrolled=False), Removed(), 0.0)
 
 
-def test_a_contradiction_is_found() -> None:
-    with pytest.raises(InvariantError, match="without a link"):
-        Member(A, State.READY, 0.0, heard=0.0).check()
+@pytest.mark.parametrize(
+    ("member", "wrong"),
+    [(Member(A, State.READY, 0.0, heard=0.0), "linked without a link"),
+     (Member(A, State.LOST, 0.0, link=1, newest=1), "gone with a link"),
+     (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
+     (Member(A, State.LEFT, 0.0), "left but enrolled"),
+     (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
+     (Member(A, State.READY, 0.0, link=1, newest=1), "alive but never heard"),
+     (Member(A, State.ASLEEP, 0.0, fell=1.0), "fell but is not missing")],
+)  # fmt: skip
+def test_a_contradiction_is_found_in_a_member_a_pool_and_a_step(member: Member, wrong: str) -> None:
+    for check in (member.check, Pool({A: member}).check):
+        with pytest.raises(InvariantError, match=wrong):
+            check()
+    if member.state is not State.LEFT:
+        with pytest.raises(InvariantError, match=wrong):
+            step(member, Cordoned(), 0.0)
+
+
+def test_a_pool_keeps_each_member_by_its_name() -> None:
     with pytest.raises(InvariantError, match="kept as"):
         Pool({B: Member(A, State.LOST, 0.0)}).check()
+
+
+def test_a_step_that_the_table_does_not_know_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE[Tick], State.READY, frozenset({State.READY}))
+    with pytest.raises(InvariantError, match="ready -> suspect"):
+        tick(ready(), 3.0)
 
 
 def test_only_a_ready_node_that_is_not_cordoned_gets_work() -> None:
@@ -222,3 +245,59 @@ def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float,
         heard(3.0 + second, *(names[1:] if second <= apart - 3 else names[2:]))
     assert pool.members[names[1]].state is State.SUSPECT
     assert pool.self_suspect is suspects
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "state", "since", "fell"),
+    [("ready", Enrolled(), State.READY, 0.0, None), ("ready", Reported(1), State.READY, 0.0, None),
+     ("ready", Reported(1, paused=True), State.PAUSED, 5.0, None),
+     ("ready", Disconnected(1), State.LOST, 5.0, 5.0), ("joining", Disconnected(1), State.LOST, 5.0, None),
+     ("suspect", Disconnected(1), State.LOST, 5.0, 3.0), ("suspect", SaidGoodbye(1, "asleep"), State.ASLEEP, 5.0, None),
+     ("suspect", SaidGoodbye(1, "stopping"), State.LOST, 5.0, 3.0)],
+)  # fmt: skip
+def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
+    before: str, event: Event, state: State, since: float, fell: float | None
+) -> None:
+    joining, _ = advance(advance(Pool(), A, Enrolled(), 0.0)[0], A, Connected(1, "i"), 0.0)
+    pools = {"ready": ready(), "joining": joining, "suspect": tick(ready(), 3.0)[0]}
+    pool, _ = advance(pools[before], A, event, 5.0)
+    member = pool.members[A]
+    assert (member.state, member.since, member.fell) == (state, since, fell)
+
+
+def test_a_new_node_has_10_s_to_connect_and_to_report_and_so_has_one_that_is_enrolled_again() -> None:
+    lost, _ = advance(ready(), A, SaidGoodbye(1, "leave"), 1.0)
+    for begin, pool in ((0.0, Pool()), (100.0, lost)):
+        pool, actions = advance(pool, A, Enrolled(), begin)
+        assert (actions, next_deadline(pool, begin)) == ((Changed(A),), begin + 10.0)
+        gone, actions = tick(pool, begin + 10.0)
+        assert (gone.members[A].state, gone.members[A].reason) == (State.LOST, "never connected")
+        assert actions == (Changed(A),)
+        pool, _ = advance(pool, A, Connected(2, "i"), begin + 4.0)
+        assert next_deadline(pool, begin + 4.0) == begin + 14.0
+
+
+def test_a_deadline_that_is_over_is_now() -> None:
+    assert next_deadline(ready(), 100.0) == 100.0
+
+
+def test_while_the_coordinator_suspects_itself_nobody_is_forgotten() -> None:
+    stranger = Member(NodeId("c"), State.LOST, 0.0, enrolled=False)
+    pool = Pool({**both(598.0).members, stranger.node: stranger})
+    pool, _ = tick(pool, 601.0)
+    assert pool.self_suspect
+    assert set(pool.members) == {A, B, stranger.node}
+    assert next_deadline(pool, 601.0) == 608.0
+    pool, actions = tick(pool, 1200.9)
+    assert pool.self_suspect
+    assert Forget(stranger.node) not in actions
+    pool, actions = tick(pool, 1201.0)
+    assert actions == (Forget(stranger.node),)
+
+
+def test_a_report_alone_ends_the_doubt_after_10_minutes() -> None:
+    pool, _ = tick(both(), 3.0)
+    pool, _ = advance(pool, A, Reported(1), 2.0 + FORGET_AFTER)
+    assert pool.self_suspect
+    pool, _ = advance(pool, A, Cordoned(), 3.0 + FORGET_AFTER)
+    assert not pool.self_suspect

@@ -1,8 +1,11 @@
 """Places for connections: few for a stranger, the longest at rest ends for a new one, none that is answered does."""
 
+import tracemalloc
+
 import pytest
 
-from coordinator.places import RESERVED_FILES, Place, Places, origin, room_for
+from coordinator import places as places_module
+from coordinator.places import RESERVED_FILES, Place, Places, is_this_machine, origin, room_for
 
 
 def taken(places: Places, address: str, ended: list[Place]) -> Place:
@@ -98,3 +101,87 @@ def test_descriptors_are_kept_for_links_and_the_log():
     assert room_for(1024) == 1024 - RESERVED_FILES
     assert room_for(100_000) == 4096
     assert room_for(64) == 16
+
+
+def test_an_ipv6_network_of_64_bits_is_one_origin():
+    assert origin("2001:db8::8000:0:0:1") == "2001:db8::"
+
+
+@pytest.mark.parametrize(
+    ("address", "ours"), [("127.0.0.1", True), ("::1", True), ("", True), ("192.0.2.1", False), ("fd00::1", False)]
+)
+def test_this_machine_is_loopback_or_a_socket_without_an_address(address: str, ours: bool):
+    assert is_this_machine(address) is ours
+
+
+def test_new_connections_are_refused_and_counted_where_all_are_answered():
+    places, ended = Places(most=2, strangers=5), list[Place]()
+    assert (places.shed, places.refused) == (0, 0)
+    busy = [taken(places, f"192.0.2.{number}", ended) for number in range(2)]
+    for one in busy:
+        one.work()
+    assert places.take("192.0.2.9") is None
+    assert (places.shed, places.refused, ended) == (0, 1, [])
+    busy[0].rest()
+    assert places.take("192.0.2.9") is not None
+    assert (places.shed, places.refused, ended) == (1, 1, busy[:1])
+
+
+def test_a_handshake_that_is_over_gives_way_to_none():
+    places, ended = Places(most=10, strangers=10, handshakes=1), list[Place]()
+    first = taken(places, "192.0.2.1", ended)
+    second = places.take("192.0.2.2")
+    assert second is not None
+    second.end = lambda: ended.append(second)
+    assert ended == []
+    taken(places, "192.0.2.3", ended)
+    assert ended == [second]
+    assert first not in ended
+
+
+def test_the_longest_at_rest_is_the_one_that_was_answered_first():
+    places, ended = Places(most=2, strangers=5), list[Place]()
+    first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
+    first.rest()
+    taken(places, "192.0.2.1", ended)
+    assert ended == [second]
+
+
+def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addresses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(places_module, "MAX_KNOWN", 2)
+    places, ended = Places(most=100, strangers=1), list[Place]()
+    for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1", "192.0.2.3"):
+        place = taken(places, address, ended)
+        assert not place.proven
+        place.know()
+        assert place.proven
+        place.leave()
+    known = list[str]()
+    for address in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
+        taken(places, address, ended).work()
+        known += [address] if places.take(address) is not None else []
+    assert known == ["192.0.2.1", "192.0.2.3"], "the one that was seen longest ago is forgotten"
+
+
+def test_who_leaves_makes_room_for_its_address_and_is_not_remembered():
+    places, ended = Places(most=100, strangers=2), list[Place]()
+    first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
+    for one in (first, second):
+        one.work()
+    first.leave()
+    second.rest()
+    second.work()
+    taken(places, "192.0.2.1", ended).work()
+    assert places.take("192.0.2.1") is None
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            place = places.take(f"198.51.{number // 250}.{number % 250}")
+            assert place is not None
+            place.leave()
+        origin.cache_clear()
+        is_this_machine.cache_clear()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 100_000

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from node import leases
 from node.leases import Held, Ledger, Phase, Worker
@@ -8,6 +9,7 @@ from wire.frames import Lease, LeaseEnded
 from wire.report import Memory, Model
 from wire.units import GIB
 from wire.verdict import Fits, headroom, judge
+from wire.video import LeaseState
 
 MEMORY = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=10 * GIB, phys=30 * GIB, active=20 * GIB, base=GIB)
 
@@ -49,11 +51,19 @@ def test_a_refusal_says_who_holds_the_memory():
     assert refused.waiting_for == held_by
 
 
+@pytest.mark.parametrize(("bound_by", "text"), [("dynamic", "dynamic"), ("", "the cap")])
+def test_a_refusal_without_models_says_what_bounds_the_memory(bound_by: str, text: str):
+    refused = leases.judged(ask(70 * GIB), replace(MEMORY, bound_by=bound_by), (Model("away"),), frozenset())
+    assert refused is not None
+    assert refused.waiting_for == f"10.0 GiB more headroom, bound by {text}"
+
+
 def test_an_unreadable_footprint_lends_nothing():
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=GIB, phys=None)
     refused = leases.judged(ask(), memory, (), frozenset())
     assert refused is not None
-    assert (refused.code, refused.headroom) == ("memory_unreadable", None)
+    assert (refused.code, refused.headroom, refused.retry_after) == ("memory_unreadable", None, 2.0)
+    assert refused.waiting_for == "a reading of the engine's footprint"
 
 
 def test_with_the_guard_off_nothing_is_lent():
@@ -85,6 +95,23 @@ def test_an_older_generation_is_fenced_even_when_its_lease_is_forgotten():
     assert leases.fenced(ask(lease="l-4", generation=4), ledger) is None
 
 
+def test_a_lease_may_be_asked_for_again_by_its_own_name_once_it_has_ended():
+    ended, holding = Ledger().put(held(ended=True)), Ledger().put(held())
+    assert leases.fenced(ask(), ended) is None
+    codes = [leases.fenced(ask(), holding), leases.fenced(ask(lease="l-2"), ended)]
+    assert [one.code for one in codes if one is not None] == ["lease_held", "lease_superseded"]
+
+
+def test_the_newest_generation_of_a_job_stays_and_others_leases_are_left_alone():
+    one, two, first = held(generation=2), held(lease="l-2", job="video_2"), held(lease="l-0", generation=0, job="v")
+    ledger = Ledger().put(one).put(two).put(held(lease="l-9", generation=1)).put(first)
+    assert ledger.newest == (("video_2", 1), ("video_1", 2), ("v", 0))
+    assert [ledger.find("l-1", 2), ledger.find("l-2", 1), ledger.find("l-1", 1)] == [one, two, None]
+    after = ledger.drop("l-1", 2)
+    assert [held.lease for held in after.leases] == ["l-2", "l-9", "l-0"]
+    assert after.newest == ledger.newest
+
+
 def test_a_lease_is_found_by_both_of_its_names_and_written_in_its_place():
     ledger = Ledger().put(held()).put(held(lease="l-2", job="video_2", ended=True))
     assert ledger.holding == held()
@@ -113,11 +140,17 @@ def test_progress_never_falls_from_phase_to_phase():
     shown = [leases.progress(phase, step, 20) for phase, step in steps]
     assert shown == sorted(shown)
     assert (shown[0], shown[3], shown[-4], shown[-1]) == (0, 5, 95, 100)
+    assert leases.progress(Phase.DENOISING, 3, 0) == 5, "without a number of steps"
 
 
 def test_an_ended_lease_holds_nothing_in_the_report():
     state = leases.state_of(held(ended=True), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
-    assert (state.size, state.phase, state.footprint, state.peak) == (0, "ended", 0, 7)
+    assert state == LeaseState("l-1", 1, "video_1", 0, "ended", 100, 20, 20, 0, 7)
+
+
+def test_a_held_lease_shows_its_size_its_phase_and_its_footprint_in_the_report():
+    state = leases.state_of(held(), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    assert state == LeaseState("l-1", 1, "video_1", 36 * GIB, "denoising", 18, 3, 20, 5 * GIB, 6 * GIB)
 
 
 @pytest.mark.parametrize(("lease", "job"), [("l-1", "video_1"), ("a" * 96, "B" * 96), ("0", "_")])

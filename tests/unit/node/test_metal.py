@@ -62,3 +62,8 @@ def test_a_disk_that_takes_nothing_is_a_warning(tmp_path: Path):
         write_device(tmp_path / "node", MAC, FIGURE)
     assert [(line["event"], line["log_level"]) for line in logs] == [("metal limit not kept", "warning")]
     assert os.listdir(tmp_path) == ["node"]
+
+
+def test_the_smallest_figure_is_one(tmp_path: Path):
+    write_device(tmp_path, MAC, Device(1))
+    assert read_device(tmp_path, MAC, None) == Device(1)

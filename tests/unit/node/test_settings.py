@@ -110,6 +110,11 @@ def test_a_cap_set_back_to_auto_contradicts_nothing():
     assert resolve(layers).value.memory.tier == "safe"
 
 
+def test_a_tier_that_there_is_not_is_refused_by_its_name_also_beside_a_cap():
+    with pytest.raises(SettingsError, match=r"memory\.tier: 'reckless' is not one of"):
+        resolve([("--set", {"memory.tier": "reckless", "memory.cap": "12GiB"})])
+
+
 def test_the_tier_custom_needs_a_cap():
     with pytest.raises(SettingsError, match=r"memory\.tier \(environment\): custom needs memory\.cap"):
         resolve([("environment", {"memory.tier": "custom"})])

@@ -14,6 +14,7 @@ from node.sharing import (
     Hours,
     Pause,
     Rule,
+    Standing,
     When,
     due,
     in_force,
@@ -55,11 +56,41 @@ def test_a_span_over_midnight(clock: str, shared: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "22-7", "22:00", "22:00-22:00", "00:00-24:00", "25:00-07:00", "22:60-07:00", "22:00-07:00;", "-"]
+    "text",
+    [
+        "",
+        ",",
+        "22-7",
+        "22:00",
+        "22:00-22:00",
+        "00:00-24:00",
+        "24:00-00:00",
+        "22:00-24:01",
+        "25:00-07:00",
+        "22:60-07:00",
+        "22:00-07:00;",
+        "-",
+    ],
 )
 def test_what_is_no_span_is_refused_with_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"hours|span|length|time"):
         read_hours(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "spans"),
+    [("22:00-07:00", ((79200, 25200),)), ("9:05-24:00", ((32700, 0),)), ("24:00-07:00", ((0, 25200),)),
+     (" 08:00-12:00 ,, 13:30-17:59", ((28800, 43200), (48600, 64740)))],
+)  # fmt: skip
+def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[int, int], ...]) -> None:
+    assert read_hours(text) == Hours(spans)
+
+
+def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
+    hours = read_hours("09:00-17:00")
+    seconds = (0, 32399, 32400, 61199, 61200, DAY - 1)
+    assert [hours.inside(second) for second in seconds] == [False, False, True, True, False, False]
+    assert [hours.opens_in(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
 
 
 @given(HOURS)
@@ -112,6 +143,33 @@ def test_what_cannot_be_read_is_no_yes(when: When) -> None:
     assert not found.shared
     assert "cannot be read" in found.why
     assert f'node.share = "{when}"' in found.why
+
+
+BATTERY = Standing(False, "it runs on battery, and shares only while it is plugged in")
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts", "found"),
+    [(Rule(When.PLUGGED_IN), Facts(plugged=True), SHARED),
+     (Rule(When.PLUGGED_IN), Facts(plugged=False), BATTERY),
+     (Rule(When.IDLE, idle=60), Facts(idle=60), SHARED),
+     (Rule(When.IDLE, idle=60), Facts(idle=59), Standing(False, "somebody uses it; it shares after 1 min of rest")),
+     (Rule(When.IDLE, idle=59), Facts(idle=0), Standing(False, "somebody uses it; it shares after 59 s of rest")),
+     (Rule(When.IDLE, idle=90), Facts(idle=0), Standing(False, "somebody uses it; it shares after 1.5 min of rest"))],
+)  # fmt: skip
+def test_the_rule_says_yes_or_why_not(rule: Rule, facts: Facts, found: Standing) -> None:
+    assert standing(rule, facts, 0.0) == found
+
+
+@pytest.mark.parametrize(
+    ("battery", "facts", "low"),
+    [(0, Facts(plugged=False, battery=3, low=True), False), (50, Facts(plugged=False, battery=None), False),
+     (50, Facts(plugged=True, battery=3), False), (50, Facts(plugged=False, battery=3), True)],
+)  # fmt: skip
+def test_a_charge_is_too_low_only_off_the_mains_where_it_is_read_and_matters(
+    battery: int, facts: Facts, low: bool
+) -> None:
+    assert too_low(Rule(battery=battery), facts) is low
 
 
 def charged(charges: list[float], least: int = 50, plugged: bool | None = False) -> list[bool]:

@@ -37,6 +37,7 @@ def test_it_says_how_it_stands_and_why():
     until = last + SHORTEST
     assert breakers.standing(NODE, last) == Standing("open", f"signal {FAULTS - 1}", until, 1)
     assert breakers.standing(NODE, until) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, until + 10 * LONG) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
     breakers.tried(NODE, 9, until)
     assert breakers.standing(NODE, until) == Standing("probing", f"signal {FAULTS - 1}", until, 1)
     breakers.fault(NODE, 9, until + 1, "signal 9")
@@ -90,6 +91,62 @@ def test_a_probe_that_shows_nothing_leaves_it_to_the_next_and_a_long_one_is_well
     breakers.tried(NODE, 51, now)
     assert breakers.barred(now + LONG - 0.1) == [NODE]
     assert breakers.barred(now + LONG) == []
+
+
+def test_a_long_probe_closes_it_as_if_there_had_been_no_fault():
+    breakers, now = failing()
+    breakers.tried(NODE, 50, now + SHORTEST)
+    now += SHORTEST + LONG
+    assert breakers.barred(now) == []
+    for number in range(FAULTS):
+        assert breakers.standing(NODE, now + number * TOGETHER) is None
+        breakers.fault(NODE, 60 + number, now + number * TOGETHER, "again")
+    now += (FAULTS - 1) * TOGETHER
+    assert breakers.standing(NODE, now) == Standing("open", "again", now + SHORTEST, 1)
+
+
+def test_each_failed_probe_opens_it_for_twice_as_long_up_to_two_minutes():
+    breakers, now = failing()
+    lasted = list[float]()
+    for number in range(7):
+        standing = breakers.standing(NODE, now)
+        assert standing is not None
+        assert standing.opened == breakers.opened == number + 1
+        lasted.append(standing.until - now)
+        now = standing.until
+        breakers.tried(NODE, 100 + number, now)
+        breakers.fault(NODE, 100 + number, now)
+    assert lasted == [5, 10, 20, 40, 80, 120, 120]
+
+
+def test_only_the_first_request_sent_is_the_probe_and_no_other_moves_it():
+    breakers, now = failing()
+    now += SHORTEST
+    probing = Standing("probing", "", now, 1)
+    breakers.tried(NODE, 50, now)
+    breakers.tried(NODE, 51, now)
+    breakers.good(NODE, 51)
+    breakers.let_go(NODE, 51)
+    breakers.fault(NODE, 51, now)
+    assert breakers.standing(NODE, now) == probing
+    breakers.good(NODE, 50)
+    assert breakers.standing(NODE, now) is None
+
+
+def test_a_fault_that_says_nothing_keeps_what_the_one_before_said():
+    breakers: Breakers[str] = Breakers()
+    for at, why in enumerate(("it ended by SIGKILL", "", "")):
+        breakers.fault(NODE, at, at * TOGETHER, why)
+    assert breakers.standing(NODE, 2 * TOGETHER) == Standing("open", "it ended by SIGKILL", 2 * TOGETHER + SHORTEST, 1)
+
+
+def test_faults_count_apart_after_a_second_and_in_a_row_up_to_a_minute():
+    breakers: Breakers[str] = Breakers()
+    for at in (0.0, WITHIN, WITHIN + TOGETHER - 0.001):
+        breakers.fault(NODE, 0, at)
+        assert breakers.standing(NODE, at) is None
+    breakers.fault(NODE, 0, WITHIN + TOGETHER)
+    assert breakers.standing(NODE, WITHIN + TOGETHER) is not None
 
 
 EVENTS = st.tuples(st.sampled_from(("tried", "fault", "good", "let_go")), st.integers(0, 5), st.floats(0, 20))

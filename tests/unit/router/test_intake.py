@@ -38,7 +38,7 @@ async def test_a_body_that_waits_gets_its_turn_when_exactly_its_room_is_free() -
 
 async def test_a_single_body_always_fits() -> None:
     intake = Intake(10)
-    await asyncio.wait_for(intake.take("a", 100), 1)
+    await asyncio.wait_for(intake.take("a", 100), 30)
     waiting = asyncio.create_task(intake.take("a", 1))
     assert await started(waiting) == [False]
     intake.release("a", 100)

@@ -1,11 +1,24 @@
 import hmac
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.keys import ApiKey, KeyRing, credential, digest_of, new_key, new_secret
+from router.keys import (
+    LONGEST_SESSION,
+    SCOPES,
+    ApiKey,
+    KeyRing,
+    credential,
+    digest_of,
+    new_key,
+    new_secret,
+    nobody_known,
+    session_of,
+)
+from router.quotas import KeyLimits
 
 PEPPER = b"0123456789abcdef"
 
@@ -82,6 +95,7 @@ def test_unknown_scopes_are_refused(scopes: tuple[str, ...]):
     ([(b"x-api-key", b"abc"), (b"authorization", b"Bearer def")], b"def"),
     ([(b"authorization", b"Basic abc")], None),
     ([(b"authorization", b"Basic abc"), (b"x-api-key", b"def")], b"def"),
+    ([(b"x-api-key", b"abc"), (b"host", b"mac")], b"abc"),
     ([], None),
 ])  # fmt: skip
 def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], found: bytes | None):
@@ -127,3 +141,61 @@ def test_a_replaced_key_opens_with_its_new_secret_alone_and_a_dropped_one_leaves
     assert keys.drop(key.id)
     assert keys.check(renewed) is None
     assert keys.check(other_text) == other
+
+
+def test_a_new_key_may_have_every_scope_and_an_id_of_eight_characters():
+    key, _ = new_key(PEPPER, "me", SCOPES, created=1.0)
+    assert (key.scopes, len(key.id)) == (frozenset({"infer", "admin", "metrics"}), 8)
+
+
+def test_a_ring_finds_keys_by_their_ids_with_their_names_and_limits():
+    keys, plain, _ = ring()
+    limited, _ = new_key(PEPPER, "limited", ("infer",), created=2.0, limits=KeyLimits(concurrency=2))
+    keys.put(limited)
+    ids = (plain.id, limited.id, "anonymous", "aaaaaaaa")
+    assert [keys.of(one) for one in ids] == [plain, limited, None, None]
+    assert [keys.limits(one) for one in ids] == [None, KeyLimits(concurrency=2), None, None]
+    keys.anonymous = nobody = nobody_known(3.0)
+    assert [keys.of(one) for one in ids] == [plain, limited, nobody, None]
+    assert keys.names() == {plain.id: "me", limited.id: "limited", "anonymous": "anonymous"}
+    keys.put(replace(nobody, name="a key of that id"))
+    assert keys.of("anonymous") == replace(nobody, name="a key of that id")
+
+
+def test_clients_without_a_key_are_anonymous_where_that_is_allowed_and_wrong_keys_stay_wrong():
+    keys, key, text = ring()
+    keys.anonymous = nobody = nobody_known(3.0)
+    assert nobody == ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", 3.0)
+    shown = ("", "sk-of-another-server", "mp_", text + "A", text)
+    assert [keys.check(one) for one in shown] == [nobody, nobody, None, None, key]
+    assert keys.refused == 2
+
+
+@pytest.mark.parametrize(("length", "known"), [(256, True), (257, False)])
+def test_a_text_longer_than_any_key_is_not_compared(length: int, known: bool):
+    keys, key, _ = ring()
+    text = f"mp_{key.id}_".ljust(length, "A").encode()
+    keys.put(replace(key, digest=digest_of(PEPPER, text)))
+    assert (keys.check(text) is not None, keys.knows(text)) == (known, known)
+
+
+def test_wrong_keys_take_no_memory():
+    keys, _, text = ring()
+    keys.check(text)
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            keys.check(f"mp_{number}_wrong")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 20_000
+
+
+@pytest.mark.parametrize(
+    ("header", "session"),
+    [(None, ""), (b"", ""), (b" chat-7 ", "chat-7"), (b"caf\xe9", "caf\xe9"),
+     (b"x" * LONGEST_SESSION, "x" * LONGEST_SESSION), (b"x" * (LONGEST_SESSION + 1), "")],
+)  # fmt: skip
+def test_a_conversation_has_the_name_of_its_header_where_it_is_short_enough(header: bytes | None, session: str):
+    assert session_of(header) == session

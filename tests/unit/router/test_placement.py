@@ -1,6 +1,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,8 +38,8 @@ NOW = 1000.0
 READY = EngineState("scripted", "ready")
 
 
-def node(name: str, memory: Memory | None = None, *models: Model, **changes: object) -> NodeView:
-    facts: dict[str, object] = {
+def node(name: str, memory: Memory | None = None, *models: Model, **changes: Any) -> NodeView:
+    facts: dict[str, Any] = {
         "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": READY,
         "models": {model.name: model for model in models or (a_model(),)},
     } | changes  # fmt: skip
@@ -47,7 +48,7 @@ def node(name: str, memory: Memory | None = None, *models: Model, **changes: obj
 
 def decide(
     *nodes: NodeView, ask: Demand | None = None, ledger: Ledger | None = None, policy: str = "balanced", seed: int = 0,
-    **more: object,
+    **more: Any,
 ) -> Placement | NoPlacement:  # fmt: skip
     draw: Callable[[], float] = random.Random(seed).random
     return place(ClusterView(nodes), ask or Demand("tiny", 400), ledger or Ledger(), now=NOW, draw=draw,
@@ -171,7 +172,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_node_that_may_not_be_picked_says_why(change: dict[str, object], reason: str, policy: str):
+def test_a_node_that_may_not_be_picked_says_why(change: dict[str, Any], reason: str, policy: str):
     bad = node("bad", **change)
     result = decide(bad, node("good"), policy=policy)
     assert chosen(result) == "good"
@@ -475,13 +476,13 @@ def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
     assert (answer.code, answer.message) == (Code.LOAD_FAILED, "no node can load tiny: a: a truncated file")
 
 
-def idle(name: str, room: int, *models: Model, **changes: object) -> NodeView:
+def idle(name: str, room: int, *models: Model, **changes: Any) -> NodeView:
     return node(
         name, a_memory(room), a_model("other"), *(models or (a_model(loaded=False, weights=9 * GIB),)), **changes
     )
 
 
-def asked(*nodes: NodeView, **more: object) -> str | None:
+def asked(*nodes: NodeView, **more: Any) -> str | None:
     result = decide(*nodes, **more)
     assert isinstance(result, NoPlacement)
     return None if result.ask is None else result.ask.name
@@ -1015,9 +1016,7 @@ def gate(one: NodeView, ask: Demand, promised: int) -> bool:
         return False
     tokens = ask.tokens_on(model)
     need = request_need(model, tokens, ask.output_on(model, tokens), ask.choices)
-    reading = Memory(**{
-        name: getattr(one.memory, name) for name in one.memory.__struct_fields__
-    } | {"reserved": one.memory.reserved + promised})  # fmt: skip
+    reading = msgspec.structs.replace(one.memory, reserved=one.memory.reserved + promised)
     return isinstance(judge(reading, need), Fits)
 
 

@@ -1,5 +1,7 @@
 """What a key may take."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -78,7 +80,8 @@ def test_more_than_a_minute_can_hold_waits_for_a_full_bucket_and_leaves_a_debt()
 def test_requests_at_once():
     one = quotas(concurrency=2)
     charges = [taken(one), taken(one)]
-    assert refused(one).code is Code.RATE_LIMITED
+    answer = refused(one)
+    assert (answer.code, answer.retry_after) == (Code.RATE_LIMITED, 1.0)
     one.settle("k", ASK, charges[0], 0, 1.0)
     taken(one, 1.0)
 
@@ -148,7 +151,7 @@ def test_wrong_limits_are_named(wrong: dict[str, object]):
         msgspec.convert(wrong, KeyLimits)
 
 
-def bounded(**settings: int) -> Quotas:
+def bounded(**settings: Any) -> Quotas:
     return Quotas(settings=RouterSettings(**settings))
 
 
@@ -174,6 +177,21 @@ def test_a_request_alone_is_as_large_as_it_likes():
     large = Demand("m", prompt_bytes=1000)
     assert one.take("k", large, 0.0) == 0
     assert isinstance(one.take("k", Demand("m", prompt_bytes=1), 0.0), Refused)
+
+
+def test_a_key_may_have_exactly_its_prompt_bytes_under_way():
+    one = bounded(key_bytes=250)
+    assert [one.take("k", Demand("m", prompt_bytes=size), 0.0) for size in (100, 150)] == [0, 0]
+    assert isinstance(one.take("k", Demand("m", prompt_bytes=1), 0.0), Refused)
+
+
+def test_videos_of_a_key_are_bound_by_its_models_and_by_nothing_that_it_has_no_limit_for():
+    one = quotas(models=("wan",))
+    assert [one.take_video("k", "wan", 100, 100, 0.0) for _ in range(100)] == [None] * 100
+    answer = one.take_video("k", "ltx", 0, 0, 0.0)
+    assert isinstance(answer, Refused)
+    assert answer.code is Code.NOT_ALLOWED
+    assert Quotas().take_video("any", "wan", 100, 100, 0.0) is None
 
 
 def test_videos_are_counted_apart_and_one_may_always_wait():
@@ -237,6 +255,13 @@ def test_settling_gives_back_what_was_not_used_up_to_a_full_bucket_and_takes_wha
     assert one.rates("k", 60.0)[0].remaining == 300, "never more than a minute's worth"
 
 
+def test_settling_fills_a_bucket_before_it_takes_what_was_used_above_the_charge():
+    one = quotas(tokens_per_minute=300)
+    charged = taken(one)
+    one.settle("k", ASK, charged, 250, 60.0)
+    assert standings(one, 60.0) == [("tokens", 300, 200, 20.0)]
+
+
 def test_a_request_over_its_tokens_does_not_use_up_a_request_and_the_other_way_round():
     one = quotas(requests_per_minute=10, tokens_per_minute=200)
     taken(one)
@@ -261,6 +286,7 @@ def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
     assert estimate(Demand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
     assert estimate(Demand("m", prompt_tokens=7)) == 7 + ANSWER
     assert work(Demand("m", prompt_tokens=100, max_tokens=10 * ANSWER)) == 100 + ANSWER
+    assert work(Demand("m", prompt_tokens=7)) == 7 + ANSWER
     assert work(Demand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
 
 
@@ -274,6 +300,14 @@ def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
     assert isinstance(one.take("k", Demand("m", prompt_tokens=0, prompt_bytes=101), 0.0), Refused)
     one.settle("k", second, 0, 0, 0.0)
     assert one.take("k", Demand("m", prompt_tokens=0, prompt_bytes=101), 0.0) == 0
+
+
+def test_a_key_has_its_limits_and_the_weight_of_its_priority():
+    high = KeyLimits(priority="high")
+    one = Quotas({"k": high}.get)
+    assert (one.limits("k"), one.limits("other")) == (high, NO_LIMITS)
+    weights = [KeyLimits(priority=name).weight for name in ("low", "normal", "high")]
+    assert (weights, NO_LIMITS.weight) == ([1, 4, 16], 4)
 
 
 def test_models_match_by_pattern_and_case():

@@ -2,13 +2,27 @@
 
 import asyncio
 import itertools
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 
 from coordinator.conditions import watch
-from coordinator.conditions.expressions import Highest, History, Labels, Metric, Sample, Sum, Where
+from coordinator.conditions.expressions import (
+    Both,
+    Highest,
+    History,
+    Labels,
+    Metric,
+    Plain,
+    Rise,
+    Sample,
+    Sum,
+    Time,
+    Where,
+    walk,
+)
 from coordinator.conditions.rules import RULES, WATCHED, Rule, Severity
 from coordinator.conditions.watch import Condition, Conditions, Watch, log_conditions, sample_of
 from tests.support.pictures import DISTINCT, WALL, node_picture, pool_picture, view
@@ -136,23 +150,28 @@ def test_a_pool_whose_reports_are_of_trouble_has_the_conditions_of_it():
 # the loop
 
 
-async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("failing", "logged"), [((1, 2, 3), 1), ((1, 3), 2), ((), 0)])
+async def test_looks_that_fail_are_logged_once_in_a_row_and_the_next_is_taken(
+    monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], logged: int
+):
     monkeypatch.setattr(watch, "EVERY", 0.0)
     conditions, looks, seen = Conditions([AT_ONCE]), itertools.count(1), asyncio.Event()
 
     def sample() -> Sample:
-        if next(looks) <= 3:
+        look = next(looks)
+        if look in failing:
             raise RuntimeError("no picture")
-        seen.set()
+        if look > 3:
+            seen.set()
         return m(a=9)
 
     with capture_logs() as logs:
         running = asyncio.create_task(Watch(conditions, sample, lambda: 7.0).run())
-        await asyncio.wait_for(seen.wait(), 5)
+        await asyncio.wait_for(seen.wait(), 30)
         await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert [one["event"] for one in logs] == ["conditions"]
+    assert [one["event"] for one in logs] == ["conditions"] * logged
     assert [(one.node, one.since) for one in conditions.active()] == [("a", 7.0)]
 
 
@@ -177,3 +196,36 @@ def test_series_meet_by_all_their_labels_and_nothing_is_divided_by_zero():
     assert Sum(Metric("m"), "/", Metric("n")).value(history) == {A: 2.0}
     assert Highest(Metric("m")).value(history) == {frozenset(): 6.0}
     assert Highest(Metric("none")).value(history) == {}
+
+
+def test_a_number_without_labels_has_no_series_and_is_its_own_highest():
+    history = History({})
+    assert Time().value(history) == Plain(0.0)
+    history.take({"m": {A: 6.0}}, 7.0)
+    assert Highest(Time()).value(history) == Time().value(history) == Plain(7.0)
+    assert Sum(Time(), "-", Time()).value(history) == {}
+    assert Sum(Time(), "-", Metric("m")).value(history) == {A: 1.0}
+    conditions = Conditions([replace(AT_ONCE, holds=Time())])
+    conditions.look({"m": {A: 6.0}}, 7.0)
+    assert conditions.active() == []
+
+
+def test_an_expression_is_walked_through_with_all_that_it_is_made_of():
+    a, b, c = Metric("a"), Metric("b"), Rise("c", 30)
+    both = Both(Where(a, ">", Highest(b)), Where(c, ">", 0))
+    assert list(walk(both)) == [both, both.left, a, Highest(b), b, both.right, c]
+
+
+def test_a_rise_is_of_its_own_window_and_older_ones_are_forgotten():
+    history = History({"c": frozenset({30.0, 300.0})})
+    for now in range(0, 400, 10):
+        history.take({"c": {A: now}}, float(now))
+    assert [dict(history.rises("c", seconds)) for seconds in (30.0, 300.0)] == [{A: 30.0}, {A: 300.0}]
+    tracemalloc.start()
+    try:
+        for now in range(400, 40_400, 10):
+            history.take({"c": {A: now}}, float(now))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 50_000

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from coordinator.conditions import webhook
 from coordinator.conditions.rules import RULES
 from coordinator.conditions.watch import Condition
 from coordinator.conditions.webhook import Address, Webhook, WebhookError, allowed, parse, post
+from coordinator.endpoint import Endpoint
 
 SECRET = "canary-path-secret"
 GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), frozenset({("node", "studio")}), 5.0)
@@ -44,6 +48,7 @@ def test_what_is_no_address_for_conditions_is_refused(url: str):
         ("https://example.com:8443/a?b=c#d", Address(True, "example.com", 8443, "/a?b=c")),
         ("http://127.0.0.1:8123/api", Address(False, "127.0.0.1", 8123, "/api")),
         ("http://[::1]:80", Address(False, "::1", 80, "/")),
+        ("http://127.0.0.1", Address(False, "127.0.0.1", 80, "/")),
     ],
 )
 def test_addresses_are_read(url: str, address: Address):
@@ -120,11 +125,20 @@ class Receiver(BaseHTTPRequestHandler):
         return
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a client that left."""
+
+
 @contextmanager
-def receiver(*statuses: int) -> Iterator[tuple[Address, list[tuple[str, dict[str, Any]]]]]:
+def receiver(
+    *statuses: int, tls: ssl.SSLContext | None = None
+) -> Iterator[tuple[Address, list[tuple[str, dict[str, Any]]]]]:
     got: list[tuple[str, dict[str, Any]]] = []
     kind = type("One", (Receiver,), {"statuses": list(statuses), "got": got})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    server = Server(("127.0.0.1", 0), kind)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -158,10 +172,7 @@ async def test_what_begins_and_what_ends_is_told_in_order():
         await told(address, 2, got)
     assert [path for path, _ in got] == [f"/{SECRET}"] * 2
     assert [message["event"] for _, message in got] == ["began", "ended"]
-    first = got[0][1]
-    assert set(first) == {"schema", "cluster", "event", "name", "severity", "node", "since", "summary", "remedy",
-                          "runbook"}  # fmt: skip
-    assert (first["cluster"], first["name"], first["node"]) == ("home", "GuardOff", "studio")
+    assert got[0][1] == {"schema": 1, "cluster": "home", "event": "began", **GUARD_OFF.row()}
 
 
 async def test_who_cannot_now_is_asked_again_and_who_will_not_is_not():
@@ -197,11 +208,62 @@ async def test_attempts_are_bounded_and_the_path_is_in_no_log():
     assert logs[0]["host"] == "example.com"
 
 
+async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, Any]]]:
+    """Deliver one message to answers that come in turn, then one that is taken; return attempts and log."""
+    asked, over = list[bytes](), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def send(_: Address, body: bytes) -> int:
+        asked.append(body)
+        if json.loads(body)["event"] == "ended":
+            loop.call_soon_threadsafe(over.set)
+            return 200
+        answer = answers[len(asked) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    one = Webhook(Address(True, "example.com", 443, "/"), "home", send)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(one.run())
+        one.tell(GUARD_OFF, True)
+        one.tell(GUARD_OFF, False)
+        await asyncio.wait_for(over.wait(), 20)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return len(asked) - 1, list(logs)
+
+
+@pytest.mark.parametrize(
+    ("answers", "tried", "reason"),
+    [([200], 1, ""), ([299], 1, ""), ([300], 1, "status 300"), ([199], 1, "status 199"), ([499], 1, "status 499"),
+     ([500] * 4, 4, "status 500"), ([429] * 4, 4, "status 429"), ([500, 200], 2, ""),
+     ([OSError(SECRET)] * 4, 4, "OSError"), ([WebhookError("it has no address")] * 4, 4, "it has no address")],
+)  # fmt: skip
+async def test_the_answer_decides_whether_it_is_tried_again_and_the_log_says_why_it_failed(
+    answers: list[int | Exception], tried: int, reason: str
+):
+    count, logs = await attempts(answers)
+    failed = {"event": "webhook failed", "log_level": "warning", "host": "example.com", "reason": reason}
+    assert (count, logs) == (tried, [failed] if reason else [])
+
+
+async def test_the_wait_before_each_further_attempt_is_twice_as_long(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await attempts([500] * 4)
+    assert waits == [0.01, 0.02, 0.04]
+
+
 async def test_a_flood_is_bounded():
     one = Webhook(Address(True, "example.com", 443, "/"), "home", lambda *_: 204)
     for _ in range(1000):
         one.tell(GUARD_OFF, True)
-    assert len(one._waiting) == webhook.WAITING  # pyright: ignore[reportPrivateUsage]
+    assert len(one._waiting) == webhook.WAITING
 
 
 def test_what_answers_no_http_is_a_failure():
@@ -220,3 +282,17 @@ def test_what_answers_no_http_is_a_failure():
         with pytest.raises(OSError, match="no HTTP"):
             post(Address(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
         thread.join()
+
+
+def test_a_message_goes_over_tls_to_a_server_that_the_machine_trusts(tmp_path: Path):
+    endpoint = Endpoint(tmp_path, (), time.time, lambda: ())
+    trust = ssl.create_default_context(cadata=endpoint.ca_pem)
+    for given, statuses in ((trust, [200]), (None, [])):
+        with receiver(200, tls=endpoint.context) as (address, got):
+            secure = Address(True, "localhost", address.port, "/")
+            if statuses:
+                assert post(secure, b"{}", lambda *_: ["127.0.0.1"], given) == 200
+            else:
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    post(secure, b"{}", lambda *_: ["127.0.0.1"], given)
+        assert len(got) == len(statuses)

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli import cluster
-from coordinator.doctor.bundle import LEFT_OUT, event_of, log_lines, write
+from coordinator.doctor import bundle
+from coordinator.doctor.bundle import LEFT_OUT, clean, event_of, log_lines, newest, own_events, settings_told, write
+from machine.redaction import HIDDEN
 from tests.support.whole_pool import served
 
 ROOT = Path(__file__).parents[4]
@@ -156,3 +158,63 @@ def test_a_bundle_replaces_what_was_there_and_follows_no_link(tmp_path: Path):
 def unpacked_text(folder: Path) -> str:
     write(folder / "b.tgz", {"a.json": {"folder": f"{folder}/models"}}, [], folder)
     return "".join(unpacked(folder / "b.tgz").values())
+
+
+def test_own_events_are_those_that_our_packages_log():
+    own_events.cache_clear()
+    found = own_events()
+    assert {"endpoint certificate", "metal limit not kept", "link lost"} <= found
+    assert "zebra canary" not in found
+
+
+def test_a_word_stays_in_a_field_that_we_write_ourselves_only():
+    assert event_of(json.dumps({**EVENT, "reason": "zebra", "detail": "zebra"})) == {
+        **EVENT, "reason": "zebra", "detail": LEFT_OUT,
+    }  # fmt: skip
+    assert event_of(json.dumps({**EVENT, "exception": ""})) == {**EVENT, "exception": LEFT_OUT}
+
+
+def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bundle, "MOST_LINES", 2)
+    console = "2026-11-20 10:00:00 [warning  ] certificate renewed  text=x"
+    lines = [json.dumps({**EVENT, "n": number}) for number in range(4)]
+    found = [json.loads(line) for line in log_lines([PROMPT, *lines, console, console.replace("renewed", "zebra")])
+             .splitlines()]  # fmt: skip
+    assert found == [
+        {**EVENT, "n": 3},
+        {"timestamp": "2026-11-20 10:00:00", "level": "warning", "event": "certificate renewed"},
+        {"lines_left_out": 5},
+    ]
+
+
+def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bundle, "NEWEST", 20)
+    log = tmp_path / "node.log"
+    assert newest(log) == []
+    for text, lines in (("a\nb\n", ["a", "b"]), ("0123456789\nabcdefgh\n", ["0123456789", "abcdefgh"]),
+                        ("x" * 30 + "\nabcdefgh\n", ["abcdefgh"])):  # fmt: skip
+        log.write_text(text)
+        assert newest(log) == lines
+
+
+def test_secrets_and_the_home_folder_are_hidden_anywhere_in_a_value():
+    value = {"paths": ["/home/ann/models", ("/home/ann", 1)], "password": "x", "n": 1, "deep": {"key": KEY}}
+    assert clean(value, "/home/ann") == {
+        "paths": ["~/models", ["~", 1]], "password": HIDDEN, "n": 1, "deep": {"key": HIDDEN},
+    }  # fmt: skip
+    assert [clean("/a/b", home) for home in ("/", "")] == ["/a/b", "/a/b"]
+
+
+def test_settings_are_told_where_they_are_plain_words():
+    values = ("", "auto", "~/models:80%", "a secret text", ["a", "b c"], ("x",), 7, None)
+    rows = [{"key": str(number), "value": value, "origin": "default"} for number, value in enumerate(values)]
+    assert [one["value"] for one in settings_told(rows).values()] == [
+        "", "auto", "~/models:80%", HIDDEN, ["a", HIDDEN], ["x"], 7, None,
+    ]  # fmt: skip
+    assert settings_told(rows[1:2]) == {"1": {"value": "auto", "origin": "default"}}
+
+
+def test_what_was_written_is_named(tmp_path: Path):
+    (tmp_path / "node.log").write_text(json.dumps(EVENT))
+    logs = [tmp_path / "node.log", tmp_path / "gone.log"]
+    assert write(tmp_path / "b.tgz", {"a.json": {}}, logs, tmp_path) == ["README.txt", "a.json", "logs/node.log"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.doctor.examination import CHECKS, Check, examine
-from coordinator.doctor.finding import exit_code, fail, not_here, ok, warn
+from coordinator.doctor.examination import CHECKS, Check, Examined, examine
+from coordinator.doctor.finding import Finding, exit_code, fail, not_here, ok, warn
 from coordinator.doctor.pool_checks import _link
 from machine.power import Power
 from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
@@ -41,6 +41,7 @@ def test_a_row_has_every_field_of_its_finding(tmp_path: Path):
     (one,) = examine(pretended(tmp_path), [Check("slow", "How fast it is", lambda _: finding)])
     row = one.row()
     assert 0 <= row.pop("seconds") < 5
+    assert Examined(one.check, finding, 1.23456).row()["seconds"] == 1.235
     assert row == {
         "id": "slow", "title": "How fast it is", "result": "warn", "text": "it is slow", "fix": "mend it",
         "numbers": {"seconds": 1.5, "size": None},
@@ -81,6 +82,7 @@ def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, 
         ("darwin", Power(True, 80.0), "ok", "on mains, 80 %"),
         ("darwin", Power(), "warn", "pmset -g batt"),
         ("linux", Power(True), "ok", "on mains"),
+        ("linux", Power(False, 20.0), "ok", "on battery, 20 %"),
         ("linux", Power(), "not here", "does not tell"),
     ],
 )
@@ -152,7 +154,8 @@ def reports(state: Path, *names: str) -> None:
     folder.mkdir(parents=True)
     for days, name in enumerate(names, 1):
         shutil.copy(RECORDED / name, folder)
-        os.utime(folder / name, (time.time() - days * 86400,) * 2)
+        old = time.time() - days * 86400
+        os.utime(folder / name, (old, old))
 
 
 GPU, GROUP = "panic-full-2026-04-03-235119.0002.panic", "panic-full-2026-05-10-195501.0002.panic"
@@ -182,13 +185,20 @@ def test_the_newest_panic_is_named_with_its_date_and_what_to_do(
         assert (step in found.fix) is (result == "fail")
 
 
-def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(tmp_path: Path):
+def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert BY_ID["panics"].run(pretended(tmp_path)).result == "ok"
     reports(tmp_path, GPU)
     folder = tmp_path / "Library" / "Logs" / "DiagnosticReports"
     os.utime(folder / GPU, (1, 1))
     found = BY_ID["panics"].run(pretended(tmp_path))
-    assert (found.result, found.numbers["panics"]) == ("ok", 0)
+    assert (found.result, found.numbers) == ("ok", {"panics": 0, "of_gpu": 0})
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)
+    for ago, count in ((30 * 86400 - 10, 1), (30 * 86400 + 10, 0)):
+        os.utime(folder / GPU, (now - ago, now - ago))
+        assert BY_ID["panics"].run(pretended(tmp_path)).numbers["panics"] == count
     (folder / "empty.panic").mkdir()
     found = BY_ID["panics"].run(pretended(tmp_path))
     assert found.result == "warn"
@@ -272,10 +282,12 @@ def test_a_check_that_hangs_or_breaks_holds_up_nobody(tmp_path: Path):
         raise RuntimeError("boom")
 
     checks = [Check("hangs", "x", hang), Check("breaks", "x", broken), Check("works", "x", lambda _: ok("fine"))]
-    found = {
-        one.check.id: one.finding for one in examine(dataclasses.replace(pretended(tmp_path), seconds=1.0), checks)
-    }
+    examined = {one.check.id: one for one in examine(dataclasses.replace(pretended(tmp_path), seconds=1.0), checks)}
+    assert [one.daemon for one in threading.enumerate() if one.name == "hangs"] == [True]
     never.set()
+    found = {name: one.finding for name, one in examined.items()}
+    assert 1.0 <= examined["hangs"].seconds < 60
+    assert 0 < examined["works"].seconds < 60
     assert found["hangs"].result == "warn"
     assert "in time" in found["hangs"].text
     assert found["breaks"].result == "warn"
@@ -287,7 +299,9 @@ def test_exit_codes():
     assert exit_code([("a", ok("")), ("b", not_here(""))], strict=True) == 0
     assert exit_code([("a", warn("", "x"))], strict=False) == 0
     assert exit_code([("a", warn("", "x"))], strict=True) == 1
+    assert exit_code([("a", ok("")), ("b", warn("", "x"))], strict=True) == 1
     assert exit_code([("a", warn("", "x")), ("b", fail("", "x"))], strict=True) == 6
+    assert exit_code([("a", ok("")), ("b", Finding("fail", "", "", intercepted=True))], strict=True) == 9
 
 
 def test_settings_that_the_file_changed_since_the_start_are_told(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import resource
 import sys
 from pathlib import Path
@@ -367,3 +368,74 @@ def test_a_proxy_without_exceptions_is_a_warning(tmp_path: Path, environ: dict[s
     found = checks.proxy(pretended(tmp_path, environ=environ))
     assert (found.result, found.text) == (result, text)
     assert ("NO_PROXY" in found.fix) is (result == "warn")
+
+
+def test_another_system_is_named_as_it_names_itself(tmp_path: Path):
+    found = checks.system(pretended(tmp_path, platform="linux"))
+    assert (found.result, found.text.split()[0]) == ("ok", platform.system())
+
+
+def test_pythons_of_another_systems_folders_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.executable", "/usr/bin/python3-of-linux")
+    assert checks.python(pretended(tmp_path, platform="linux")).result == "ok"
+
+
+def test_a_device_that_tells_no_limit_has_none(tmp_path: Path):
+    assert checks.mlx(with_device(tmp_path, most=0)).numbers == {"most": None}
+
+
+def test_a_limit_of_metal_that_is_not_known_is_left_out(tmp_path: Path):
+    found = checks.wired_limit(pretended(tmp_path, memory=memory(metal=None)))
+    assert seen(found) == ("ok", "Metal's limit is the system's default; highest safe figure 122880 MB", "")
+
+
+def test_the_fullest_disk_is_the_one_to_make_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.statvfs", Disk({"/models": 5 * GIB, "/more": 3 * GIB, str(tmp_path): 50 * GIB}))
+    found = checks.disk(pretended(tmp_path, folders=["/models", "/more"]))
+    assert found.text == f"5.0 GiB free for /models, 3.0 GiB free for /more, 50.0 GiB free for {tmp_path}"
+    assert found.fix.startswith("make room on the disk of /more,")
+
+
+def test_disks_that_nobody_tells_of_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.statvfs", Disk({}))
+    found = checks.disk(silent(pretended(tmp_path)))
+    assert (seen(found), found.numbers) == (("ok", "no folder is there yet", ""), {"free": None})
+
+
+@pytest.mark.parametrize(("home", "shown"), [("parent", "~/state"), ("/", "whole"), ("state", "whole")])
+def test_paths_below_the_home_folder_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, shown: str):
+    state = tmp_path / "state"
+    monkeypatch.setenv("HOME", {"parent": str(tmp_path), "/": "/", "state": str(state)}[home])
+    found = checks.files(pretended(state))
+    assert found.text == f"there is no state folder {state if shown == 'whole' else shown}"
+
+
+def test_secrets_of_another_user_are_a_failure_and_none_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "pepper").touch(mode=0o600)
+    here, owner = pretended(tmp_path), tmp_path.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 4242)
+    expected = f"{tmp_path} belongs to somebody else", f"give it back: sudo chown -R $(id -un) '{tmp_path}'"
+    assert seen(checks.files(here)) == ("fail", *expected)
+    if owner == 0:
+        os.chown(tmp_path / "pepper", 4242, -1)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert checks.files(here).result == "ok"
+
+
+def test_three_open_secrets_are_named(tmp_path: Path):
+    for number in range(3):
+        (tmp_path / f"{number}.key").touch()
+        (tmp_path / f"{number}.key").chmod(0o644)
+    found = checks.files(pretended(tmp_path))
+    assert (found.text.count(".key"), "more" in found.text) == (3, False)
+    (tmp_path / "3.key").touch()
+    (tmp_path / "3.key").chmod(0o644)
+    found = checks.files(pretended(tmp_path))
+    assert (found.text.count(".key"), found.text.endswith(" and 1 more")) == (3, True)
+
+
+def test_a_large_state_folder_is_looked_through_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "MOST_LOOKED", 2)
+    for number in range(3):
+        (tmp_path / f"{number}.key").touch(mode=0o600)
+    assert checks.files(pretended(tmp_path)).numbers == {"secrets": 2}

@@ -34,6 +34,7 @@ def test_the_firewall(text: str, on: bool | None):
     [
         ("Firewall has block all state set to enabled.", True),
         ("Block all ENABLED!", True),
+        ("Firewall is set to block all non-essential incoming connections", True),
         ("Firewall has block all state set to disabled.", False),
         ("Block all DISABLED!", False),
         ("", None),
@@ -126,3 +127,12 @@ def test_no_text_breaks_a_reader(text: str):
         read(text)
     macos.blocked_in(text, "python")
     macos.neighbours_in(text, None)
+
+
+def test_neighbours_are_machines_beside_the_gateway():
+    listing = "".join(
+        f"? ({address}) at {at} on en0\n"
+        for address, at in (("192.168.1.1", "a4:b1"), ("192.168.1.7", "a4:b2"), ("192.168.1.8", "(incomplete)"),
+                            ("192.168.1.255", "ff:ff"), ("223.0.0.1", "a4:b3"), ("224.0.0.251", "1:0"))
+    )  # fmt: skip
+    assert macos.neighbours_in(listing, "192.168.1.1") == ["192.168.1.7", "223.0.0.1"]

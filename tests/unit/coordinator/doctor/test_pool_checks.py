@@ -6,17 +6,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.authority import Authority
+from coordinator.cli.session import PIN
 from coordinator.doctor import pool_checks as checks
 from coordinator.doctor.finding import Finding
+from coordinator.doctor.here import Answer, Here, Said
 from tests.support.pretended_mac import pretended
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
@@ -135,7 +138,87 @@ def test_the_identity_names_node_and_cluster(tmp_path: Path):
     assert seen(found) == ("ok", "studio (n-1) of cluster c-1", "")
 
 
+def silent(here: Here) -> Here:
+    """Return a machine whose own modules do not answer."""
+
+    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+        return None if command[0] == sys.executable else here.ask(command, seconds)
+
+    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+
+
+def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
+    joined(tmp_path)
+    found = {check: check(silent(pretended(tmp_path))) for check in (checks.coordinator, checks.identity)}
+    examine = "run `python -m node.examine --state STATE`"
+    assert {seen(one) for one in found.values()} == {("warn", "the node's part did not answer in time", examine)}
+    found_settings = seen(checks.settings(silent(pretended(tmp_path))))
+    assert found_settings == ("warn", "the node's part did not answer in time", "run `cluster config check`")
+    assert seen(checks.video(silent(pretended(tmp_path))))[:2] == ("not here", "the node's part did not answer in time")
+    assert seen(checks.video(pretended(tmp_path)))[:2] == ("not here", "video is not enabled here")
+
+
+def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, answering: Answering):
+    here = pretended(tmp_path)
+    object.__setattr__(here, "version", lambda: Answer(None, PIN, "the fingerprint is another one"))
+    found = checks.coordinator(here)
+    assert seen(found)[:2] == ("fail", "the fingerprint is another one")
+    assert found.intercepted
+
+
 # the local network
+
+
+def dialling(
+    state: Path, reach: dict[str, int], tools: dict[str, str | None], **examined: Any
+) -> tuple[Here, list[Any]]:
+    """Return a Mac, and the addresses that are dialled from it."""
+    here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()
+
+    def dial(host: str, port: int) -> int:
+        dialled.append((host, port))
+        return reach.get(host, 61)
+
+    return Here(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
+
+
+GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]
+ARP = {"/usr/sbin/arp -an": "".join(f"? (192.168.1.{number}) at a4:b1:c1 on en0\n" for number in (20, 21, 22))}
+
+
+@pytest.mark.parametrize(
+    ("reach", "tools", "dialled", "text", "result"),
+    [
+        ({}, ARP, [*NEAR, GATEWAY], "gateway: answers; 192.168.1.20: answers, 192.168.1.21: answers", "ok"),
+        ({"192.168.1.20": -1}, ARP, [*NEAR, GATEWAY],
+         "gateway: answers; 192.168.1.20: no answer, 192.168.1.21: answers", "ok"),
+        ({"192.168.1.20": 1, "192.168.1.21": 51}, ARP, [*NEAR, GATEWAY],
+         "gateway: answers; 192.168.1.20: errno 1, 192.168.1.21: errno 51", "warn"),
+        ({}, {**ARP, "/sbin/route -n get default": None}, NEAR,
+         "gateway: none; 192.168.1.20: answers, 192.168.1.21: answers", "ok"),
+    ],
+)  # fmt: skip
+def test_the_gateway_and_two_neighbours_are_dialled(
+    tmp_path: Path, reach: dict[str, int], tools: dict[str, str | None], dialled: list[Any], text: str, result: str
+):
+    here, found = dialling(tmp_path, reach, tools)
+    assert seen(checks.local_network(here))[:2] == (result, text)
+    assert found == dialled
+
+
+@pytest.mark.parametrize(
+    ("errno", "dialled", "text"),
+    [(0, [GATEWAY], "gateway: answers; 192.168.1.20:8081: answers"),
+     (None, [*NEAR, GATEWAY],
+      "gateway: answers; 192.168.1.20:8081: no answer, 192.168.1.20: answers, 192.168.1.21: answers")],
+)  # fmt: skip
+def test_neighbours_are_dialled_only_where_no_known_coordinator_answers(
+    tmp_path: Path, errno: int | None, dialled: list[Any], text: str
+):
+    joined(tmp_path)
+    here, found = dialling(tmp_path, {}, ARP, dialled=[{**PEER, "errno": errno}])
+    assert seen(checks.local_network(here))[:2] == ("ok", text)
+    assert found == dialled
 
 
 @pytest.mark.parametrize(
@@ -215,6 +298,20 @@ def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_p
     assert (found.result, "node is over" in found.text) == ("fail", True)
 
 
+def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    joined(tmp_path)
+    now = 2e9
+    monkeypatch.setattr("time.time", lambda: now)
+    found = [checks.certificates(pretended(tmp_path, identity={"expires": now + left})) for left in (0, 1, 14 * DAY)]
+    assert [(one.result, one.numbers) for one in found] == [
+        ("fail", {"node": 0}), ("warn", {"node": 1}), ("ok", {"node": 14 * DAY}),
+    ]  # fmt: skip
+    assert found[0].text == "node is over"
+    assert checks.certificates(pretended(tmp_path)).result == "not here", "an identity that cannot be read has none"
+
+
 @pytest.mark.parametrize(
     ("skew", "result"), [(0.0, "ok"), (4.0, "ok"), (-6.0, "warn"), (590.0, "warn"), (-610.0, "fail"), (610.0, "fail")]
 )
@@ -237,7 +334,37 @@ def test_the_clock_of_the_last_link_is_the_newest_in_the_log(tmp_path: Path, ske
     assert found.text == f"{skew:+.1f} s beside the last link"
 
 
+def test_a_clock_that_nobody_told_is_not_here(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
+    answering.answers["/api/v1/version"] = {"version": "1"}
+    assert checks.clock(pretended(tmp_path)).result == "not here"
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)
+    answering.answers["/api/v1/version"] = {"version": "1", "time": now - 1.23456}
+    assert checks.clock(pretended(tmp_path)).numbers == {"skew": 1.235}
+
+
+def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "LONGEST_TAIL", 100)
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "node.log"
+    log.write_text(json.dumps({"skew": 9.0}))
+    assert checks.clock(pretended(tmp_path)).numbers == {"skew": 9.0}
+    log.write_text(json.dumps({"skew": 9.0}) + "x" * 200)
+    assert checks.clock(pretended(tmp_path)).result == "not here"
+
+
 # versions
+
+
+def test_versions_without_a_coordinator_or_its_nodes_are_those_that_are_known(tmp_path: Path, answering: Answering):
+    ours = version("macpool")
+    answering.answers["/api/v1/version"] = {"version": ours}
+    assert checks.protocol(pretended(tmp_path)).numbers == {"nodes": 0}
+    answering.answers.clear()
+    text = f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not say"
+    assert seen(checks.protocol(pretended(tmp_path)))[:2] == ("not here", text)
+    text = f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)"
+    assert seen(checks.protocol(pretended(tmp_path / "elsewhere")))[:2] == ("not here", text)
 
 
 def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
@@ -267,6 +394,35 @@ def test_a_setting_that_is_wrong_is_named(tmp_path: Path):
     assert "cluster config check" in found.fix
     (tmp_path / "config.toml").unlink()
     assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "every setting has its default")
+
+
+def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_path: Path):
+    (tmp_path / "config.toml").write_text("[router]\nqueue_seconds = 7\n")
+    assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "1 settings are not the default")
+    (tmp_path / "config.toml").write_text("[router]\n" + "".join(f"wrong{number} = 1\n" for number in range(4)))
+    found = checks.settings(pretended(tmp_path))
+    assert (found.result, found.numbers, found.text.count("router.wrong")) == ("fail", {"wrong": 4}, 3)
+
+
+@pytest.mark.parametrize(("differing", "more"), [(1, ""), (2, " (and 1 more)"), (3, " (and 2 more)")])
+def test_settings_that_differ_from_what_runs_are_counted(tmp_path: Path, differing: int, more: str):
+    drift = [{"key": f"node.x{number}", "running": "a", "now": "b"} for number in range(differing)]
+    found = checks.settings(pretended(tmp_path, running={"settings": [], "drift": drift}))
+    assert (found.result, found.numbers["drift"]) == ("warn", differing)
+    assert found.text.endswith(f"config.toml says node.x0 = b, what runs uses a{more}")
+
+
+def test_logs_that_there_are_not_have_no_errors(tmp_path: Path):
+    assert seen(checks.log_errors(pretended(tmp_path)))[:2] == ("not here", "there are no logs yet")
+
+
+def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "LONGEST_TAIL", 1000)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "node.log").write_text(event(10) * 100 + event(10, name="e" * 100))
+    found = checks.log_errors(pretended(tmp_path))
+    assert found.text.endswith(f"the last: {'e' * 80}")
+    assert 5 < int(found.numbers["errors"] or 0) < 20
 
 
 def event(seconds_ago: float, level: str = "error", name: str = "denied") -> str:
@@ -326,4 +482,36 @@ def test_taken_ports_of_ray_are_a_failure_unless_our_own_ray_runs(tmp_path: Path
         assert int(found.numbers["taken"] or 0) >= 1
         assert "worker.ray_ports" in found.fix
         (tmp_path / "node" / "video" / "ray").mkdir(parents=True)
-        assert checks.video(here).result == "ok", "they are our own Ray's"
+        ours = checks.video(here)
+        assert (ours.result, ours.text) == ("ok", f"{found.text.partition(': ')[0]}, {ours.numbers['taken']} in use")
+
+
+@pytest.mark.usefixtures("ray")
+def test_free_ports_of_ray_are_no_fault(tmp_path: Path):
+    here = pretended(tmp_path, video={"enabled": True, "first_port": free_range(60)})
+    found = checks.video(here)
+    assert (found.result, found.text.endswith(", all free"), found.numbers) == ("ok", True, {"taken": 0})
+
+
+def test_without_ray_its_ports_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    found = checks.video(pretended(tmp_path, video={"enabled": True, "first_port": 6480}))
+    assert (found.result, found.text.startswith("Ray is not installed")) == ("not here", True)
+
+
+def free_range(count: int) -> int:
+    """Return the first of so many ports below those that the system gives out, none of which is taken."""
+    for first in range(20_000, 30_000, count):
+        with ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    line = held.enter_context(socket.socket())
+                    line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    line.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no range of ports is free")

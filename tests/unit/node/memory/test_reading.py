@@ -39,7 +39,9 @@ def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: l
         assert len(recent.polls) <= POLLS
 
 
-@pytest.mark.parametrize(("phys", "age", "live"), [(1, 0.0, True), (1, STALE + 1, False), (None, 0.0, False)])
+@pytest.mark.parametrize(
+    ("phys", "age", "live"), [(1, 0.0, True), (1, STALE, True), (1, STALE + 1, False), (None, 0.0, False)]
+)
 def test_a_reading_is_live_when_it_was_readable_and_recent(phys: int | None, age: float, live: bool):
     assert Reading(phys, "statm", 100.0).live(100.0 + age) is live
 
@@ -58,3 +60,19 @@ def test_a_clock_that_stood_still_keeps_the_last_good_reading():
     reading = LastGood()
     reading.take(7, 100.0)
     assert [reading.take(None, 100.0) for _ in range(1000)] == [7] * 1000
+
+
+def test_recent_keeps_the_start_and_the_height_of_each_poll():
+    recent = Recent()
+    for now, phys in ((10.0, 5), (10.5, 7), (11.25, 3), (12.0, 4), (12.25, 6), (13.5, 2)):
+        recent = recent.observed(phys, now)
+    assert recent.polls == ((10.0, 7), (11.25, 4), (12.25, 6), (13.5, 2))
+    assert recent.observed(1, 15.0).polls == ((11.25, 4), (12.25, 6), (13.5, 2), (15.0, 1))
+
+
+def test_recent_falls_when_the_last_of_its_highest_polls_is_over():
+    recent = Recent()
+    for now, phys in ((10.0, 9), (12.0, 9), (13.0, 3)):
+        recent = recent.observed(phys, now)
+    assert [recent.falls_at(floor, 13.0) for floor in (2, 8, 9)] == [17.0, 17.0, None]
+    assert Recent().falls_at(0, 13.0) is None

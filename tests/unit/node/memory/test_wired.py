@@ -25,10 +25,12 @@ def missing(before: int | None, last: int | None, after: int | None, weights: in
         (None, 103, 103, 100, 0),
         (3, 103, None, 100, 0),
         (3, 43, 43, 0, 0),
+        (3, 5, 203, 100, 100),
     ],
     ids=[
         "all came back", "nothing came back", "part came back", "half of it is not yet a leak", "more than half is",
         "at rest nothing was wired", "never read while it lived", "not read before", "cannot be read now", "no model",
+        "others wired more than the weights meanwhile",
     ],
 )  # fmt: skip
 def test_a_leak(before: int | None, last: int | None, after: int | None, weights: int, lost: int):
