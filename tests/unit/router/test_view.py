@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,19 +79,21 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
 SIZES = (
     "cap", "ceiling", "margin", "active", "recent", "reserved", "leases", "total", "base", "cache", "peak", "canary",
 )  # fmt: skip
+NEGATIVE: dict[str, Any] = dict.fromkeys(SIZES, -1)
+POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
 
 
 @pytest.mark.parametrize(
     ("memory", "honest"),
     [
         (
-            Memory(**dict.fromkeys(SIZES, -1), phys=-1, current=-1, headroom=-1, reusable=-1, age=-0.1, source="\x1b"),
+            Memory(**NEGATIVE, phys=-1, current=-1, headroom=-1, reusable=-1, age=-0.1, source="\x1b"),
             Memory(headroom=-1, source="?"),
         ),
         (Memory(phys=0, current=0), Memory(phys=0, current=0)),
         (
-            Memory(**{name: 9 + place for place, name in enumerate(SIZES)}, phys=5, current=6, reusable=8, age=600.0),
-            Memory(**{name: 9 + place for place, name in enumerate(SIZES)}, phys=5, current=6, reusable=8, age=600.0),
+            Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
+            Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
         ),
         (Memory(age=0.5), Memory(age=0.5)),
         (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8)),
