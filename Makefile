@@ -18,11 +18,11 @@ demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
 # Three workers on two cores: many tests wait for processes.
-test: $(READY) lint types models
+test: $(READY) lint types
 	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
 
 # The suite as a scheduler may start it: no terminal, SIGINT ignored, both cores busy with something else.
-nightly: $(READY) lint types models
+nightly: $(READY) lint types
 	for core in 1 2; do timeout 5400 sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
 	trap "kill $$busy" EXIT; trap '' INT; nohup $(SUITE) -n 2 --dist worksteal tests </dev/null
 
@@ -31,7 +31,7 @@ OTHER ?= $(shell own=$$($(BIN)/python -c 'import sys; print(sys.version_info[1])
 	for p in python3.14 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[34].*/bin/python3) python3.12 python3.11; do \
 	$$p -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) or sys.version_info[1] == $$own)" 2>/dev/null \
 	&& echo $$p && break; done)
-other: $(READY) models
+other: $(READY)
 	@test -n "$(OTHER)" || { echo "no other Python was found: name one: make other OTHER=/path/to/python3.13" >&2; exit 1; }
 	$(UV) venv --quiet --allow-existing --python $(OTHER) .venv/other
 	$(UV) pip sync --quiet --python .venv/other/bin/python requirements/dev.txt
@@ -45,14 +45,14 @@ lint: $(READY)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/lint-imports --no-cache > .venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
 
-# Trained once and kept in .cache/: a test that had to train its model first would need minutes.
+# Train the tests' models anew, after what they learn or their shape has changed: tests/models/trained/ is committed.
 models: $(READY)
 	$(BIN)/python -m tests.models
 
 types: $(READY)
 	$(BIN)/basedpyright --level error
 
-unit: $(READY) models
+unit: $(READY)
 	$(SUITE) -n 2 --dist worksteal -m "not hosts and not slow" tests
 
 bench: $(READY)

@@ -79,6 +79,7 @@ class ScriptedSettings(Section, frozen=True):
         131072
     )
     context: Annotated[int, Meta(ge=1, le=2**24, description="Most tokens of prompt and answer together.")] = 32768
+    tools: Annotated[bool, Meta(description="Whether its model may be offered tools; it calls none.")] = False
     refuse: Annotated[str, Meta(description=(
         'Requests that the gate refuses as if there were no room: "" none, "*" every one, or those whose messages '
         "contain this word."))] = ""  # fmt: skip

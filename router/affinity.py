@@ -74,9 +74,11 @@ def chain_of(
             link = hash((link, text[start : start + BLOCK]))
             links.append((link, size + start + BLOCK))
         rest = text[(len(text) - 1) // BLOCK * BLOCK :] if len(text) > BLOCK else text
-        calls = [(call.name, call.arguments) for call in message.tool_calls]
-        link = hash((link, message.role, rest, *calls))
-        size += len(text) + sum(len(arguments) for _, arguments in calls) + 1
+        link = hash((link, message.role, rest))
+        size += len(text) + 1
+        for call in message.tool_calls:
+            link = hash((link, call.name, call.arguments))
+            size += len(call.arguments)
         links.append((link, size))
     if len(links) > MOST_LINKS:
         links = links[: MOST_LINKS // 2] + links[-MOST_LINKS // 2 :]

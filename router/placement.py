@@ -75,6 +75,8 @@ ANSWER_WEIGHT, ROW_WEIGHT = 0.3, 0.1
 """What a second counts beside one until the first token: of its own answer, and of a row that stands still meanwhile
 (simulated: with more the slowest wait longer than need be, with less all answers end later)."""
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+RETRY_UNKNOWN = 2.0
+"""Seconds after which to try again where nothing says when it will be better."""
 TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
 """What a request may ask for that not every model offers, `Demand.features` and `Model.features`."""
 _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, strict tools or forced calls"}
@@ -224,8 +226,8 @@ class Balanced:
             marks = room // need
         fraction = room / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
-        speed = candidate.model.decode_speed if candidate.model else 0.0
-        busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / (speed or 1.0)))
+        speed = candidate.model.decode_speed if candidate.model else 1.0
+        busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
         return (-marks, time // TTFT_STEP, busy, -candidate.warm, -fraction)
 
 
@@ -277,7 +279,7 @@ def consider(
     warm: Mapping[NodeId, float],
 ) -> Candidate:
     """Make one node's arithmetic for a request, and say why it may not be picked if so."""
-    if request.labels and not request.labels <= node.labels:
+    if not request.labels <= node.labels:
         lacking = ", ".join(sorted(request.labels - node.labels))
         return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
     model = node.models.get(request.model)
@@ -291,7 +293,7 @@ def consider(
     if weights and node.reads(model):
         need, weights = need - weights, 0
     withheld = ledger.unacknowledged(node.id, trials.waiting)
-    if corrections and node.id in corrections:
+    if node.id in corrections:
         withheld += _withheld(node, ledger, corrections[node.id])
     why, code = _unfit(node, model, request, now, trials)
     memory, room = node.memory, node.room  # `judge` would say the same: the reading is the same until the next report
@@ -300,17 +302,17 @@ def consider(
     else:
         verdict = judge(memory, need, unacknowledged=withheld, node=node.name)
         if isinstance(verdict, Fits):
-            room = verdict.spare + need
+            room = need  # its guard is off
         else:
             room = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
-    turn = ledger.turns.get(node.id) if ledger.turns and not why else None
+    turn = None if why else ledger.turns.get(node.id)
     if turn is not None and not request.written and turn.bars(model.name, model.loaded):
         why, code = f"makes room for {turn.model}: no new requests for {model.name} until then", Code.NO_ROOM
     account, speed, engine = ledger.account(node.id), model.prefill_speed, node.engine
-    known = warm.get(node.id, 0.0) if warm and model.loaded else 0.0
-    reading = (round(tokens * (1.0 - known)) if known else tokens) + request.written
+    known = warm.get(node.id, 0.0) if model.loaded else 0.0
+    reading = round(tokens * (1.0 - known)) + request.written
     ahead = engine.queued_tokens + account.tokens
     ttft, delay = turns(account, ahead, reading, speed)
     if engine.running:
@@ -320,8 +322,7 @@ def consider(
         read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
         ttft += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
     taken, most = account.rows, engine.rows
-    answer = output / model.decode_speed if model.decode_speed > 0 else 0.0
-    answer *= 1.0 + ROW_COST * taken
+    answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
     if taken + request.choices > most > 0:
         ttft += (taken + request.choices - most) * answer / most
     return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, memory, tokens, output, ttft,
@@ -420,14 +421,13 @@ def _too_long(model: Model, request: Demand) -> bool:
 
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
-    known = [node for node in view.nodes if request.model in node.models]
-    if known and request.labels:
-        known = [node for node in known if request.labels <= node.labels]
-        if not known:
-            text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
-            return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
-    if not known:
+    all_known = [node for node in view.nodes if request.model in node.models]
+    if not all_known:
         return NoPlacement(_no_model(view, request), seen)
+    known = [node for node in all_known if request.labels <= node.labels]
+    if not known:
+        text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+        return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
     causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
     serving = [node for node in known if node.id not in causes]
     if not serving:
@@ -462,7 +462,7 @@ def _load_failed(known: list[NodeView], request: Demand, causes: Mapping[NodeId,
 def _missing(serving: list[NodeView], request: Demand) -> str:
     """Name what no member offers with this model, whatever its state; empty when one offers all of it."""
     offered = [frozenset(node.models[request.model].features) for node in serving]
-    if not request.features or any(request.features <= features for features in offered):
+    if any(request.features <= features for features in offered):
         return ""
     lacking = request.features.difference(*offered) or request.features
     return " and ".join(_MEANT.get(feature, feature) for feature in sorted(lacking))
@@ -474,7 +474,7 @@ def _no_model(view: ClusterView, request: Demand) -> Refused:
     known = view.models()
     if not known:
         return Refused(Code.NOT_READY, "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
-                       "here, `cluster join` adds a machine", None, 2.0)  # fmt: skip
+                       "here, `cluster join` adds a machine", None, RETRY_UNKNOWN)  # fmt: skip
     near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
     return Refused(
         Code.NO_MODEL, f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}"
@@ -519,7 +519,7 @@ def _alone(candidate: Candidate, request: Demand) -> int:
 
 def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:
     """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all is idle."""
-    if request.prompt_tokens is not None or any(_ever(node, request, trials) for node in serving):
+    if any(_ever(node, request, trials) for node in serving):
         return None
     able = [
         candidate for candidate in offers if candidate.code is Code.NO_ROOM and candidate.node not in trials.refused
@@ -555,7 +555,7 @@ def _not_now(request: Demand, offers: list[Candidate]) -> Refused:
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is Code.UNREADABLE:
         text = f"the memory of {best.name} cannot be read, so nothing is started there until it can"
-        return Refused(Code.UNREADABLE, text, best.numbers(), RETRY_LEAST * 2, best.name)
+        return Refused(Code.UNREADABLE, text, best.numbers(), RETRY_UNKNOWN, best.name)
     text = (
         f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
         f"the prompt, lower max_tokens or use a smaller variant of {request.model}"
@@ -567,7 +567,10 @@ def _nobody(request: Demand, offers: list[Candidate]) -> Refused:
     draining = all(candidate.code is Code.DRAINING for candidate in offers)
     reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
     return Refused(
-        Code.DRAINING if draining else Code.NOT_READY, f"no node can take {request.model} now: {reasons}", None, 2.0
+        Code.DRAINING if draining else Code.NOT_READY,
+        f"no node can take {request.model} now: {reasons}",
+        None,
+        RETRY_UNKNOWN,
     )
 
 
@@ -575,8 +578,8 @@ def retry_after(candidate: Candidate) -> float:
     """Estimate seconds until a node that is full has room: until one of its requests should end, 1 to 60."""
     model = candidate.model
     if model is None or candidate.in_flight == 0:
-        return RETRY_LEAST * 2
-    answer = model.expected_output / model.decode_speed if model.decode_speed > 0 else RETRY_MOST
+        return RETRY_UNKNOWN
+    answer = model.expected_output / model.decode_speed
     return min(RETRY_MOST, max(RETRY_LEAST, answer / candidate.in_flight))
 
 

@@ -166,14 +166,13 @@ class AdmissionQueue(Generic[T]):
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
         passed: list[Entry[T]] = []
-        kept: set[str] = set()
+        tried: set[str] = set()
         left = 0
         while (turn := self._turn(untried)) is not None:
             entry, rounds = turn
-            keep = entry.key not in kept and self.overdue(entry, now)
+            keep = entry.key not in tried and self.overdue(entry, now)
             placed = attempt(entry.item, keep)
-            if keep:
-                kept.add(entry.key)
+            tried.add(entry.key)
             if placed:
                 left += 1
                 self._pay(entry, rounds, untried)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -41,7 +42,8 @@ settings.load_profile("macpool")
 SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup: children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-TRAINING_SECONDS = 900
+MODEL_SECONDS = 900
+"""Limit of a test that runs a tiny model on MLX, which is slow where OpenBLAS is not installed."""
 UNLISTED_SKIP = 10
 """Exit code of pytest when a skip is not listed in CI: none of its own, so that no second try of a test hides it."""
 
@@ -55,18 +57,18 @@ def cluster_pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Path]:
-    """`tests.models.path`, with time enough to train in the tests that ask for it."""
+    """`tests.models.path`."""
     return models.path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give time to whoever may be first to need a trained model, which takes minutes without OpenBLAS; then order."""
+    """Seed property tests, give tests with models more time, and order the tests of a worker."""
     for item in items:
-        function = getattr(item, "obj", None)
+        function: Any = getattr(item, "obj", None)
         if getattr(function, "is_hypothesis_test", False):
             hypothesis.seed(SEED)(getattr(function, "__func__", function))
         if "tiny_model" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(TRAINING_SECONDS))
+            item.add_marker(pytest.mark.timeout(MODEL_SECONDS))
     if "PYTEST_XDIST_WORKER" in os.environ:
         _longest_first(items)
 
@@ -103,4 +105,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         if not any(entry in reason for entry in listed):
             terminalreporter.write_line(f"UNLISTED SKIP {report.nodeid}: {reason}", red=True)
-            terminalreporter._session.exitstatus = UNLISTED_SKIP
+            session: Any = terminalreporter._session
+            session.exitstatus = UNLISTED_SKIP

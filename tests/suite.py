@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -89,11 +89,11 @@ def keep(folder: Path, first: History, verdicts: dict[str, str]) -> None:
 def slowest(first: History) -> str:
     """Return a Markdown table of the slowest tests, and of the seconds of each folder."""
     ran = [one for order in first.workers.values() for one in order]
-    folders = Counter[str]()
+    folders = defaultdict[str, float](float)
     for test, seconds in ran:
         folders[str(Path(test.partition("::")[0]).parent)] += seconds
     rows = [f"| {test} | {seconds:.1f} |" for test, seconds in sorted(ran, key=lambda one: -one[1])[:SLOWEST]]
-    sums = [f"| {folder} | {seconds:.0f} |" for folder, seconds in folders.most_common()]
+    sums = [f"| {folder} | {seconds:.0f} |" for folder, seconds in sorted(folders.items(), key=lambda one: -one[1])]
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     head = f"# Slowest tests, {date}, {len(ran)} tests on {len(first.workers)} workers\n"
     return "\n".join([head, "| test | s |", "|---|---|", *rows, "", "| folder | s |", "|---|---|", *sums, ""])

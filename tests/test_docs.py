@@ -93,7 +93,7 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     for size in (
         numbers.cap,
         numbers.ceiling,
-        numbers.current,
+        numbers.current or 0,
         numbers.reserved,
         numbers.margin,
         numbers.headroom or 0,

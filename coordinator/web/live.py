@@ -5,7 +5,7 @@ has sent the last: one that reads slowly misses steps in between, and never the 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 import msgspec
 import structlog
@@ -35,7 +35,7 @@ class Live:
         """Whether there are as many viewers as there may be."""
         return self._viewers >= MOST_VIEWERS
 
-    async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncIterator[bytes]:
+    async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
         """Give events for one viewer, for as long as it is `welcome`; only what is now unless it will `follow`."""
         self._viewers += 1
         try:

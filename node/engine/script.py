@@ -1,7 +1,8 @@
 """What the scripted model counts and says: a pure function of the prompt and the position.
 
-A prompt has one token per word (by white space) and four per message, so its count is exact and anybody can check it.
-The id of an answer's token is its position, plus the number of the choice in the words' mode.
+A prompt has one token per word (by white space, in the JSON of its tools, too) and four per message, so its count is
+exact and anybody can check it. The id of an answer's token is its position, plus the number of the choice in the words'
+mode.
 """
 
 import re
@@ -30,7 +31,9 @@ def prompt_tokens(request: Generate) -> int:
     """Count a request's prompt exactly, whatever it is written in."""
     if request.ids:
         return len(request.ids)
-    return _count_words(request.text) if request.text else count_tokens(request.messages)
+    if request.text:
+        return _count_words(request.text)
+    return _count_words(request.tools) + count_tokens(request.messages)
 
 
 def said(request: Generate) -> Sequence[Message]:

@@ -134,22 +134,22 @@ class Scripted:
         """Nothing is slow here."""
         return None if isinstance(frame, Ping) else frame
 
-    def take(self, frame: Work, now: float) -> list[Frame]:
-        """Take in one frame and give what is answered at once."""
-        if isinstance(frame, Generate):
-            return self._generate(frame, now)
-        if isinstance(frame, Cancel):
-            self._cancel(frame.request, now)
-        elif isinstance(frame, Limits):
-            self.gate.hold(frame)
-        elif isinstance(frame, Enforce):
-            return self._enforce(frame, now)
-        elif isinstance(frame, MakeRoom):
-            self._roomed = frame.number  # nothing here could be given up
-        elif isinstance(frame, Load | Unload | Profile):
-            return [self._ordered(frame)]
-        elif isinstance(frame, Count):
-            return [self._counted(frame)]
+    def take(self, work: Work, now: float) -> list[Frame]:
+        """Take in one piece of work and return what is answered at once."""
+        if isinstance(work, Generate):
+            return self._generate(work, now)
+        if isinstance(work, Cancel):
+            self._cancel(work.request, now)
+        elif isinstance(work, Limits):
+            self.gate.hold(work)
+        elif isinstance(work, Enforce):
+            return self._enforce(work, now)
+        elif isinstance(work, MakeRoom):
+            self._roomed = work.number  # nothing here could be given up
+        elif isinstance(work, Load | Unload | Profile):
+            return [self._ordered(work)]
+        elif isinstance(work, Count):
+            return [self._counted(work)]
         return []
 
     def step(self, now: float) -> list[Frame]:
@@ -447,7 +447,7 @@ class Scripted:
             weights=self._weights, kv_per_token=settings.kv_per_token, context=settings.context,
             prefill_speed=PREFILL_SPEED,
             decode_speed=1000 / max(settings.step_ms, 0.001), groups=self._ledger.groups(),
-            expected_output=settings.tokens,
+            expected_output=settings.tokens, features=("tools",) if settings.tools else (),
         )  # fmt: skip
 
 

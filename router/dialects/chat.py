@@ -11,7 +11,6 @@ from router.dialects import chat_quick
 from router.dialects.chat_answer import ChatChunks, completion
 from router.dialects.chat_body import CHAT, ChatBody, CustomTool, Tool
 from router.dialects.chat_messages import messages_of
-from router.dialects.chat_quick import PlainTools
 from router.dialects.demand import demand_of
 from router.dialects.dialect import OPENAI, Reader
 from router.dialects.fields import Foreign, params_of, usage_wanted
@@ -66,12 +65,13 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 
 
 @lru_cache(KNOWN_TOOLS)
-def _plain_tools(raw: bytes) -> PlainTools | None:
-    """Return the tools of a body, which an agent sends with every request; None where there is more to say of them."""
+def _plain_tools(raw: bytes) -> str | None:
+    """Return the text of a body's tools, which an agent sends with every request; None where there is more to say of
+    them."""
     found = parse_wholly(_ONLY_TOOLS % raw)
     if isinstance(found, Problem) or not found.tools or found.ignored or found.custom or found.params.grammar:
         return None
-    return PlainTools(found.tools, chat_quick.count_keys(raw))
+    return found.tools
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:

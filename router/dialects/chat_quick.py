@@ -8,10 +8,10 @@ A key that stands twice must be refused, and msgspec takes the last. Each key is
 a quote before a colon has a backslash before it. Where as many colons follow a bare quote as keys were read, no key
 stands twice. A null is read as a key that is not there, and so leaves a colon too many.
 
-Tools are most of an agent's body and the same in each of its requests: they are left as bytes here, and looked up.
+Tools are most of an agent's body and the same in each of its requests: they are left as bytes here, looked up, and cut
+out of what is counted.
 """
 
-import re
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
@@ -28,13 +28,15 @@ from router.dialects.limits import (
     MOST_TOP_K,
     PLAIN_ROLES,
 )
+from router.dialects.strict_json import SURROGATE_ESCAPE
 from router.placement import Demand
 from wire.frames import Message, Params, ToolCall
 
 LONGEST = 64 * 1024
 """Bytes of a body that may be plain."""
-_COLON = re.compile(rb'"\s*:')
-_ESCAPED_COLON = re.compile(rb'\\"\s*:')
+_WHITESPACE = b" \t\n\r"
+_BEGINNING = 64
+"""Bytes by which the tools are found in their body: quotes among them are bare, so no text has the same."""
 _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
@@ -42,13 +44,6 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
-
-
-class PlainTools(NamedTuple):
-    """Tools of which nothing is to be said: their text for the model, and the keys of their JSON."""
-
-    text: str
-    keys: int
 
 
 class Plain(NamedTuple):
@@ -106,32 +101,44 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 _ROLES = frozenset(PLAIN_ROLES)
-_NO_TOOLS = PlainTools("", 0)
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def count_keys(text: bytes) -> int:
+def _count_keys(text: bytes) -> int:
     """Count the keys of a JSON text, each as often as it stands there."""
-    return len(_COLON.findall(text)) - len(_ESCAPED_COLON.findall(text))
+    packed = text.translate(None, _WHITESPACE)  # with two counts a quarter of the time that a pattern takes
+    return packed.count(b'":') - packed.count(b'\\":')
 
 
-def read(body: bytes, plain_tools: Callable[[bytes], PlainTools | None]) -> Plain | None:
-    """Return what a plain body asks for, None where only the strict reader can say. `plain_tools` looks up the JSON
-    text of tools."""
-    if len(body) > LONGEST or b"\\u" in body:
+def _without(body: bytes, part: bytes) -> bytes:
+    """Return a body without its tools; the whole body where these stand elsewhere than they seem to."""
+    at = body.find(part[:_BEGINNING])
+    return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
+
+
+def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | None:
+    """Return what a plain body asks for, None where only the strict reader can say. `plain_tools` returns the text of
+    tools for the model from their JSON, None where something is to be said of them."""
+    if len(body) > LONGEST:
         return None
     try:
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    tools = _NO_TOOLS if found.tools is UNSET else plain_tools(bytes(found.tools))
-    if tools is None or found.parallel_tool_calls is False:
+    tools, rest = "", body
+    if found.tools is not UNSET:
+        raw = bytes(found.tools)
+        text = plain_tools(raw)
+        if text is None:
+            return None
+        tools, rest = text, _without(body, raw)
+    if found.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
         return None
     options, most = found.stream_options, found.max_completion_tokens
     optional = (found.stream, found.max_tokens, most, found.n, found.temperature, found.top_p, found.seed, found.top_k,
                 found.min_p, found.presence_penalty, found.frequency_penalty, found.repetition_penalty)  # fmt: skip
     of_tools = (found.tools, found.tool_choice, found.parallel_tool_calls)
-    keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET) + tools.keys
+    keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
     messages = list[Message]()
     for one in found.messages:
         message = _message(one)
@@ -142,7 +149,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], PlainTools | None]) -> Plai
         if one.tool_calls is not UNSET:
             keys += 1 + 5 * len(one.tool_calls)
     stream = found.stream is True
-    if count_keys(body) != keys or (options is not None and not stream):
+    if _count_keys(rest) != keys or (options is not None and not stream):
         return None
     top_k = found.top_k
     params = Params(
@@ -151,8 +158,8 @@ def read(body: bytes, plain_tools: Callable[[bytes], PlainTools | None]) -> Plai
         found.frequency_penalty or 0.0,
         1.0 if found.repetition_penalty is None else found.repetition_penalty,
     )  # fmt: skip
-    demand = demand_of(found.model, messages, params, tools.text)
-    return Plain(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools.text)
+    demand = demand_of(found.model, messages, params, tools)
+    return Plain(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
 
 
 def _message(one: _Message) -> Message | None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 from router.dialects.limits import DEEPEST, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS, MAX_VALUES
 from router.problems import Problem, invalid
 
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _BEYOND_BMP = bytes(range(0xF0, 0xF5))
 """Bytes of UTF-8 that begin a character beyond U+FFFF."""
 _CONTINUATION = bytes(range(0x80, 0xC0))
@@ -48,7 +48,7 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
     if not isinstance(found, dict):
         return invalid("the body must be a JSON object")
     whole = cast("Body", found)
-    if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(whole):
+    if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(whole):
         return invalid("a text holds half of a surrogate pair (\\ud800-\\udfff alone), which is no character")
     return whole
 
@@ -58,7 +58,7 @@ def _too_wide(body: bytes) -> Problem | None:
     if len(body) * 4 <= MAX_TEXT_BYTES:
         return None
     wide = not body.isascii() and len(body.translate(None, _BEYOND_BMP)) < len(body)
-    if not wide and not _SURROGATE_ESCAPE.search(body):
+    if not wide and not SURROGATE_ESCAPE.search(body):
         return None
     characters = len(body.translate(None, _CONTINUATION)) - (_ESCAPE_BYTES - 1) * body.count(b"\\u")
     if characters * 4 <= MAX_TEXT_BYTES:

@@ -59,7 +59,7 @@ async def test_a_window_without_a_byte_is_the_last(port: Port) -> None:
     asking = asyncio.create_task(_all(port, "node-1", 10_000))
     asked = await line.until(Ask)
     line.send(Answer(asked.ask, b"", last=True, next=5))
-    assert await asyncio.wait_for(asking, 2) == b""
+    assert await asyncio.wait_for(asking, 30) == b""
 
 
 WANTED = Wanted("wan", "a cat", 64, 64, 5, 16, 4, 100)
@@ -79,7 +79,7 @@ async def test_an_artifact_is_no_larger_than_its_job_can_make(tmp_path: Path) ->
     assert (large.code, f"{most} at most" in large.message) == ("output_invalid", True)
     assert not (tmp_path / "videos").exists()
     lying = Artifact("clip.mp4", 4096, hashlib.sha256(b"x" * 4096).digest())
-    grown = await asyncio.wait_for(artifacts.fetch(JOB, (lying,)), 5)
+    grown = await asyncio.wait_for(artifacts.fetch(JOB, (lying,)), 30)
     assert isinstance(grown, Fault)
     assert grown.code == "artifact_broken"
     assert not list((tmp_path / "videos").rglob("clip*"))

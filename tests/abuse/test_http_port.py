@@ -188,7 +188,7 @@ async def idles(running: Pool) -> None:
     with closing(writer):
         for _ in range(2):
             writer.write(request(running, path="/livez", method="GET"))
-            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 30)
             await asyncio.sleep(HEAD_SECONDS / 2 + 1)
 
 
@@ -212,7 +212,7 @@ async def _in_two_packets(running: Pool, head: bytes, body: bytes) -> bytes:
     reader, writer = await dial(running)
     with closing(writer):
         writer.write(head)
-        await asyncio.wait_for(reader.readuntil(b"100 Continue\r\n\r\n"), 10)
+        await asyncio.wait_for(reader.readuntil(b"100 Continue\r\n\r\n"), 30)
         writer.write(body)
         async with asyncio.timeout(60):
             return await reader.read()

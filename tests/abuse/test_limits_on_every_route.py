@@ -102,7 +102,7 @@ def _show(served: Served) -> None:
     view = ClusterView(
         tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
     )
-    served.built.registry.view = lambda: view  # pyright: ignore[reportAttributeAccessIssue]
+    served.built.registry.view = lambda: view
     served.built.conductor.see(view)
 
 

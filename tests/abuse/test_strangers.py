@@ -86,7 +86,7 @@ async def test_a_body_is_not_waited_for_before_its_key_is_good(running: Pool):
         for key in ("", "authorization: Bearer mp_wrong_wrong\r\n"):
             reader, writer = await dial(running)
             writer.write(f"{head}{key}\r\n".encode() + b'{"model')
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(10):
                 assert (await reader.readline()).split()[1] == b"401", path
             writer.transport.abort()
     assert await ask(running) == 200
@@ -197,7 +197,7 @@ async def test_a_short_body_in_chunks_does_not_wait_for_another_one_of_its_key(r
         writer.write((request(running, *lines) if part == body[:20] else b"") + b"%x\r\n%s\r\n" % (len(part), part))
         await asyncio.sleep(0.1)
     writer.write(b"0\r\n\r\n")
-    assert status(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)) == 200
+    assert status(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)) == 200
     assert time.monotonic() - began < 1.5
     for _, writer in slow:
         writer.transport.abort()

@@ -211,12 +211,12 @@ async def test_who_asks_first_is_told_to_go_on(running: Pool):
     dialed = await dial(running, context())
     raw = chat(running, "expect: 100-continue", "connection: close")
     dialed[1].write(raw[: -len(QUESTION)])
-    assert await asyncio.wait_for(dialed[0].readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert await asyncio.wait_for(dialed[0].readuntil(b"\r\n\r\n"), 30) == b"HTTP/1.1 100 Continue\r\n\r\n"
     dialed[1].write(QUESTION)
     assert (await until_closed(dialed, 10)).startswith(b"HTTP/1.1 200 ")
     refused = await dial(running, context())
     refused[1].write(raw[: -len(QUESTION)].replace(running.key.encode(), b"x"))
-    assert (await asyncio.wait_for(refused[0].readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 401 ")
+    assert (await asyncio.wait_for(refused[0].readuntil(b"\r\n\r\n"), 30)).startswith(b"HTTP/1.1 401 ")
     for _, writer in (dialed, refused):
         writer.transport.abort()
 

@@ -86,7 +86,7 @@ async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoke
     store = Store(tmp_path)
     store.count("key", "model", "2026-11-23", Used(prompt_tokens=2**63))
     for _ in range(2):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(StoreError, match="could not be written"):
                 await store.flush()
     with pytest.raises(StoreError):
@@ -101,7 +101,7 @@ async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: P
     other.execute("DROP TABLE denied")
     other.close()
     async with port.client("admin") as client:
-        answer = await asyncio.wait_for(client.delete("/api/v1/nodes/studio"), 5)
+        answer = await asyncio.wait_for(client.delete("/api/v1/nodes/studio"), 30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
     assert port.application.store.denied(who.node, "")
     port.application.store._failure = None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import begin, engine, front, load, metrics, page, simulation, video
+from tests.bench import begin, end_to_end, engine, front, load, metrics, page, simulation, video
 from tests.bench.front import STEP_MS, two_nodes
 from tests.bench.row import Row, commit, machine
 from tests.support.hosts import Hosts, unsupported
@@ -136,6 +136,7 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     **video.GROUPS,
     **front.GROUPS,
     **engine.GROUPS,
+    "end": end_to_end.bench_end_to_end,
 }
 
 

@@ -11,8 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.bench.row import Row, commit
 from tests.support.engine_pool import HELLO
@@ -29,7 +28,7 @@ def bench_begin(folder: Path) -> list[Row]:
     installed = time.monotonic()
     quiet = ("--set", "cluster.bonjour=false", "--set", "models.hub=false")
     up = Process(
-        [command, "up", "--state", str(folder / "a"), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0",
+        [str(command), "up", "--state", str(folder / "a"), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0",
          "-o", "json", *quiet],
         folder / "up.err",
     )  # fmt: skip
@@ -39,7 +38,7 @@ def bench_begin(folder: Path) -> list[Row]:
         words = ["join", facts["cluster_url"], "--token-file", str(folder / "token")]
         joining = time.monotonic()
         second = Process(
-            [command, *words, "--state", str(folder / "b"), "--name", "second", "-o", "json", "--set",
+            [str(command), *words, "--state", str(folder / "b"), "--name", "second", "-o", "json", "--set",
              "node.machine=second", *quiet],
             folder / "join.err",
         )  # fmt: skip
@@ -69,7 +68,7 @@ def _install(place: Path) -> Path:
 
 def _first_token(facts: dict[str, str]) -> float:
     """Ask several things at once until the node `second` has answered; give when its first token came. 30 s at most."""
-    direct = httpx.Client(trust_env=False, timeout=30)
+    direct = DefaultHttpxClient(trust_env=False, timeout=30)
     client = OpenAI(base_url=facts["base_url"], api_key=facts["api_key"], http_client=direct, max_retries=5)
     deadline = time.monotonic() + 30
     with ThreadPoolExecutor(AT_ONCE) as threads:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from tests.bench.load import connect, request
 
@@ -63,7 +64,7 @@ async def chat(base: str, key: str, asked: Mapping[str, object], heard: Callable
     return seen
 
 
-def _take(seen: Chat, event: Mapping[str, object], now: float, heard: Callable[[], object] | None) -> None:
+def _take(seen: Chat, event: Mapping[str, Any], now: float, heard: Callable[[], object] | None) -> None:
     seen.error = seen.error or str(event.get("error") or "")
     usage = event.get("usage")
     if isinstance(usage, dict):

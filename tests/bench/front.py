@@ -8,31 +8,33 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
 
 from tests.bench import load
-from tests.bench.bodies import BODIES
+from tests.bench.bodies import BODIES, hello
 from tests.bench.engine import missing, model
 from tests.bench.peers import Peer, mlx_server, mock_nodes, nginx, sglang
 from tests.bench.row import Row, at_most, commit, not_measured, p99, ratio_of, spread
 from tests.support.processes import Pool, pool
 
-STREAMS, TOKENS, STEP_MS = 64, 940, 20
+STREAMS, TOKENS, STEP_MS = 64, 470, 20
 ROUNDS = 5
-PLAIN_SECONDS, PLAIN_TOKENS = 6, range(4, 13)
+PLAIN_SECONDS, PLAIN_TOKENS = 4, range(4, 13)
 """Answers of one length would end in one instant, all of them, and so would the next ones."""
 MANY, MANY_TOKENS, MANY_STEP_MS = 1000, 200, 50
 APART, APART_TOKENS = 16, 60
 ALONE, PAUSE = 100, 0.02
 ASKED, REFUSED_WORD = 20, "elsewhere"
-NGINX, SGLANG = "nginx", "sglang-router"
+T = TypeVar("T")
 
 
 def two_nodes(made: Pool, *settings: str) -> Peer:
@@ -41,7 +43,8 @@ def two_nodes(made: Pool, *settings: str) -> Peer:
     for name in ("one", "two"):
         made.join(name, *(f"engine.scripted.{setting}" for setting in settings))
     assert made.coordinator is not None
-    return Peer(made.base, psutil.Process(made.coordinator.pid), made.key)
+    agents = tuple(psutil.Process(node.pid) for node in made.nodes.values())
+    return Peer("macpool", made.base, psutil.Process(made.coordinator.pid), made.key, agents)
 
 
 def build() -> str:
@@ -49,97 +52,118 @@ def build() -> str:
     return f"Python {sys.version.split()[0]} in {sys.base_prefix}"
 
 
+@contextmanager
+def node_kinds(step_ms: float) -> Iterator[dict[str, tuple[int, int]]]:
+    """Run mock nodes of both kinds, and return the ports of each: those that close a connection after each answer and
+    write a step to one request after the other, as mlx_lm.server does, and those that do neither, as most servers."""
+    with mock_nodes(step_ms) as closing, mock_nodes(step_ms, 0, keeps=True) as keeping:
+        yield {"close connections": closing, "keep connections and write a step at once": keeping}
+
+
 # CPU
 
 
-def per_event(peer: Peer) -> load.Seen:
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU microseconds of an event or a request: in the router, and in the agents on its nodes."""
+
+    router: float
+    agents: float
+
+
+def in_rounds(peers: Sequence[Peer], measure: Callable[[Peer], T]) -> list[list[T]]:
+    """Measure all peers in every round, each time another one first; round 0 is not counted."""
+    found: list[list[T]] = []
+    for number in range(ROUNDS + 1):
+        first = number % len(peers)
+        costs = [measure(peer) for peer in (*peers[first:], *peers[:first])]
+        found.append([*costs[len(peers) - first :], *costs[: len(peers) - first]])
+    return found[1:]
+
+
+def per_event(peer: Peer) -> tuple[Cost, load.Seen]:
     """Play one round of streams; RuntimeError unless every event came."""
-    before = peer.cpu()
+    router, agents = peer.cpu(), peer.agents_cpu()
     seen = asyncio.run(load.streams(peer.base, peer.key, STREAMS, TOKENS))
     if seen.failed or seen.events != STREAMS * TOKENS:
-        raise RuntimeError(f"{seen.events} events of {STREAMS * TOKENS}, {seen.failed} streams failed")
-    seen.cpu = (peer.cpu() - before) / seen.events * 1e6
-    return seen
+        raise RuntimeError(f"{peer.name}: {seen.events} events of {STREAMS * TOKENS}, {seen.failed} streams failed")
+    return _cost(peer, router, agents, seen.events), seen
 
 
-def per_request(peer: Peer, body: Mapping[str, object] | None = None) -> float:
-    """Return CPU microseconds per plain request over one round."""
-    before = peer.cpu()
-    requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
-    return (peer.cpu() - before) / requests * 1e6
+def per_request(peer: Peer, body: Mapping[str, object]) -> Cost:
+    """Send as many plain requests as go through in one round."""
+    router, agents = peer.cpu(), peer.agents_cpu()
+    try:
+        requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
+    except RuntimeError as error:
+        error.add_note(f"this was {peer.name}")
+        raise
+    return _cost(peer, router, agents, requests)
+
+
+def _cost(peer: Peer, router: float, agents: float, count: int) -> Cost:
+    return Cost((peer.cpu() - router) / count * 1e6, (peer.agents_cpu() - agents) / count * 1e6)
 
 
 def bench_stream(folder: Path) -> list[Row]:
-    """Streamed tokens against nginx and sglang-router; and how long a token is under way, against a node's socket. Told
-    is what nginx takes before nodes that write a step to all in one instant, too: none does, but it wakes up once
-    for all of them then, as we do."""
-    with (
-        pool(folder) as made, mock_nodes(STEP_MS) as ports, mock_nodes(STEP_MS, 0, keeps=True) as at_once,
-        nginx(folder, ports) as plain, sglang(folder, ports) as smart, nginx(folder, at_once) as spared,
-    ):  # fmt: skip
+    """Streamed tokens against nginx and sglang-router; and how long a token is under way, against a node's socket."""
+    with pool(folder) as made, node_kinds(STEP_MS) as kinds, ExitStack() as stack:
         ours = two_nodes(made, f"step_ms={STEP_MS}", "text=clock")
-        found = [[per_event(peer) for peer in (ours, plain, smart, spared)] for _ in range(ROUNDS + 1)][1:]
-        bare = asyncio.run(load.streams(f"http://127.0.0.1:{at_once[0]}", "x", STREAMS, TOKENS))
-    mine = [one.transit for one, *_ in found]
+        peers = [
+            (nodes, limit, stack.enter_context(start(folder, ports)))
+            for nodes, ports in kinds.items()
+            for limit, start in ((1.0, nginx), (0.6, sglang))
+        ]
+        found = in_rounds([ours, *(peer for *_, peer in peers)], per_event)
+        (port, _) = list(kinds.values())[-1]
+        bare = asyncio.run(load.streams(f"http://127.0.0.1:{port}", "x", STREAMS, TOKENS))
     rows = [
-        _cpu("streamed token", 1.0, [(one[0].cpu, one[1].cpu) for one in found], NGINX, "events"),
-        _cpu("streamed token", 0.6, [(one[0].cpu, one[2].cpu) for one in found], SGLANG, "events"),
+        _cpu(f"streamed token, nodes that {nodes}", limit, [(one[0][0], one[at][0]) for one in found], peer)
+        for at, (nodes, limit, peer) in enumerate(peers, 1)
     ]
-    _, least, ratio, ratios = ratio_of([(one[0].cpu, one[3].cpu) for one in found])
-    told = f"{ratio:.2f} x {NGINX} ({least:.1f} us of CPU; by round {spread(ratios)})"
-    rows.append(Row("streamed token, before nodes that write to all in one instant", "told", told, True, commit()))
+    transit = list(chain.from_iterable(one[0][1].transit for one in found))
     for name, most, figure in (("p50", 1.0, statistics.median), ("p99", 5.0, p99)):
-        added = (figure(list(chain(*mine))) - figure(bare.transit)) * 1000
+        added = (figure(transit) - figure(bare.transit)) * 1000
         words = f"{added:.2f} ms ({figure(bare.transit) * 1000:.2f} ms from the node itself)"
         rows.append(Row(f"token transit {name}, added", f"<= {most:.0f} ms", words, added <= most, commit()))
     return rows
 
 
 def bench_plain(folder: Path) -> list[Row]:
-    """Plain requests against sglang-router: as many as go through, and as many as nodes of 20 ms steps let through.
-    The first rows are before nodes that close a connection after each answer, as mlx_lm.server does; the others before
-    nodes that keep them, which costs a peer half as much. Ours has one connection to a node in any case."""
-    rows: list[Row] = []
-    for step, load_ in (
-        (1, "as many as go through"),
-        (STEP_MS, f"{2 * STREAMS} at a time, 4 to 12 steps of {STEP_MS} ms"),
-    ):
-        part = folder / str(step)
-        part.mkdir()
-        with (
-            pool(part) as made, mock_nodes(step) as ports, mock_nodes(step, keeps=True) as kept,
-            sglang(part, ports) as peer, sglang(part, kept) as spared,
-        ):  # fmt: skip
-            ours = two_nodes(made, f"step_ms={step}")
-            found = [[per_request(one) for one in (ours, peer, spared)] for _ in range(ROUNDS + 1)][1:]
-        name = f"plain request, {load_}"
-        rows.append(_cpu(name, 0.6, [(one[0], one[1]) for one in found], SGLANG, "requests"))
-        rows.append(_cpu(f"{name}, before nodes that keep connections", 0.8, [(one[0], one[2]) for one in found],
-                         SGLANG, "requests"))  # fmt: skip
-    return rows
+    """Plain requests against sglang-router, as many at once as nodes of 20 ms steps let through."""
+    name = f"plain request, {2 * STREAMS} at a time, 4 to 12 steps of {STEP_MS} ms"
+    return _bodies(folder, STEP_MS, 0.8, {name: hello()})
 
 
 def bench_bodies(folder: Path) -> list[Row]:
-    """Plain requests of three lengths against sglang-router, as many as go through, before both kinds of nodes."""
-    with (
-        pool(folder) as made, mock_nodes(1) as ports, mock_nodes(1, keeps=True) as kept,
-        sglang(folder, ports) as peer, sglang(folder, kept) as spared,
-    ):  # fmt: skip
-        ours = two_nodes(made, "step_ms=1")
+    """Plain requests of three lengths against sglang-router, as many as go through."""
+    return _bodies(folder, 1, 1.0, {f"body {name}": make() for name, make in BODIES.items()})
+
+
+def _bodies(folder: Path, step_ms: int, limit: float, bodies: Mapping[str, Mapping[str, object]]) -> list[Row]:
+    """Send each body to ours, and to sglang-router before both kinds of nodes. The gate refuses none: what is measured
+    is not the refusing."""
+    with pool(folder) as made, node_kinds(step_ms) as kinds, ExitStack() as stack:
+        ours = two_nodes(made, f"step_ms={step_ms}", "tools=true", "kv_per_token=1024")
+        peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
         rows: list[Row] = []
-        for name, make in BODIES.items():
-            body = make()
-            found = [[per_request(one, body) for one in (ours, peer, spared)] for _ in range(ROUNDS + 1)][1:]
-            for number, nodes in ((1, "close connections"), (2, "keep connections")):
-                pairs = [(one[0], one[number]) for one in found]
-                rows.append(_cpu(f"body {name}, before nodes that {nodes}", 1.0, pairs, SGLANG, "requests"))
+        for name, body in bodies.items():
+            found = in_rounds([ours, *peers], partial(per_request, body=body))
+            rows += [
+                _cpu(f"{name}, nodes that {nodes}", limit, [(one[0], one[at]) for one in found], peer)
+                for at, (nodes, peer) in enumerate(zip(kinds, peers, strict=True), 1)
+            ]
     return rows
 
 
-def _cpu(name: str, limit: float, pairs: list[tuple[float, float]], peer: str, what: str) -> Row:
-    mine, other, ratio, ratios = ratio_of(pairs)
-    words = f"({mine:.1f} against {other:.1f} us of CPU; by round of {what} {spread(ratios)}; {build()})"
-    return at_most(name, limit, ratio, words, peer)
+def _cpu(name: str, limit: float, pairs: Sequence[tuple[Cost, Cost]], peer: Peer) -> Row:
+    mine, other, ratio, ratios = ratio_of([(one.router, two.router) for one, two in pairs])
+    agents = statistics.median(one.agents for one, _ in pairs)
+    words = (
+        f"({mine:.1f} against {other:.1f} us of CPU, and {agents:.1f} in our agents; by round {spread(ratios)}; "
+        f"{build()})"
+    )
+    return at_most(name, limit, ratio, words, peer.name)
 
 
 def bench_apart(folder: Path) -> list[Row]:
@@ -167,23 +191,25 @@ def bench_apart(folder: Path) -> list[Row]:
 
 
 def bench_delay(folder: Path) -> list[Row]:
-    """What a request alone waits for beside its node, against sglang-router. Ours is what the client waited without the
-    time from sending to the node to the node's last word; told, too, is all but what the engine itself took."""
-    with pool(folder) as made, mock_nodes(0, keeps=True) as ports, sglang(folder, ports) as peer:
+    """What a request alone waits for beside its engine, against sglang-router: all that its client waits without what
+    it waits for at the socket of a mock node that keeps connections. That takes the client's own time off both sides
+    alike. Ours has a second process on the node, the agent, and TLS to it; how long the node has it is told."""
+    with pool(folder) as made, node_kinds(0) as kinds, ExitStack() as stack:
         ours = two_nodes(made, "step_ms=0")
-        direct = Peer(f"http://127.0.0.1:{ports[0]}", peer.process)
-        pairs, whole = list[tuple[float, float]](), list[float]()
-        for _ in range(ROUNDS + 1):
-            waited = _alone(ours)
-            node, engine = _of_it(made)
-            pairs.append(((waited - node) * 1e6, (_alone(peer) - _alone(direct)) * 1e6))
-            whole.append((waited - engine) * 1e6)
-    mine, other, ratio, ratios = ratio_of(pairs[1:])
-    words = (
-        f"({mine:.0f} against {other:.0f} us; by round {spread(ratios)}; with link, agent and the engine's socket "
-        f"{statistics.median(whole[1:]):.0f} us; {build()})"
-    )
-    return [at_most("plain request alone, added p50", 0.8, ratio, words, SGLANG)]
+        peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
+        (port, _) = list(kinds.values())[-1]
+        mock = Peer("the mock node", f"http://127.0.0.1:{port}", ours.process)
+        found, nodes = in_rounds([ours, *peers, mock], _alone), _node_seconds(made)
+    rows: list[Row] = []
+    for at, (kind, peer) in enumerate(zip(kinds, peers, strict=True), 1):
+        alike = [(one[0] - one[-1], one[at] - one[-1]) for one in found]
+        mine, other, ratio, ratios = ratio_of(alike)
+        words = (
+            f"({mine * 1e6:.0f} against {other * 1e6:.0f} us; by round {spread(ratios)}; ours is on its node for "
+            f"{nodes * 1e6:.0f} us; {build()})"
+        )
+        rows.append(at_most(f"plain request alone, added p50, nodes that {kind}", 1.0, ratio, words, peer.name))
+    return rows
 
 
 def _alone(peer: Peer) -> float:
@@ -193,27 +219,26 @@ def _alone(peer: Peer) -> float:
     return statistics.median(seen.took)
 
 
-def _of_it(made: Pool) -> tuple[float, float]:
-    """Give the medians, over the newest requests, of the seconds from sending to the node's last word, and of those of
-    them that its engine says it took."""
+def _node_seconds(made: Pool) -> float:
+    """Return the median over the newest requests of the seconds from sending to the node's last word."""
     ended: list[dict[str, Any]] = made.get("/api/v1/requests?last=100")["requests"]
     sent = (next(step["at"] for step in one["steps"] if step["what"] == "sent") for one in ended)
-    node = [one["seconds"] - at for one, at in zip(ended, sent, strict=True)]
-    return statistics.median(node), statistics.median(sum(one["timings"].values()) for one in ended)
+    return statistics.median(one["seconds"] - at for one, at in zip(ended, sent, strict=True))
 
 
 def bench_many(folder: Path) -> list[Row]:
     """A thousand streams at once through one process."""
     with pool(folder) as made:
         ours = two_nodes(made, f"step_ms={MANY_STEP_MS}", f"batch={MANY}", "text=clock", "memory=512GiB")
-        before = ours.cpu()
+        before = ours.cpu(), ours.agents_cpu()
         seen = asyncio.run(load.streams(ours.base, ours.key, MANY, MANY_TOKENS))
-        share = (ours.cpu() - before) / seen.seconds
+        share, agents = (ours.cpu() - before[0]) / seen.seconds, (ours.agents_cpu() - before[1]) / seen.seconds
     pace = MANY_TOKENS / seen.seconds
     ok = share <= 1.0 and not seen.failed and seen.events == MANY * MANY_TOKENS and pace >= 0.9 * 1000 / MANY_STEP_MS
     figure = (
-        f"{share:.2f} cores, {seen.events} of {MANY * MANY_TOKENS} events at {pace:.1f} a second each, transit p50 "
-        f"{statistics.median(seen.transit) * 1000:.1f} and p99 {p99(seen.transit) * 1000:.1f} ms (the clients' own "
+        f"{share:.2f} cores, {agents:.2f} in both agents, {seen.events} of {MANY * MANY_TOKENS} events at {pace:.1f} a "
+        f"second each, transit p50 {statistics.median(seen.transit) * 1000:.1f} and p99 "
+        f"{p99(seen.transit) * 1000:.1f} ms (the clients' own "
         "reading included)"
     )
     return [Row(f"{MANY} streams of {1000 // MANY_STEP_MS} tokens/s", "one core", figure, ok, commit())]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from tests.bench.bodies import hello
-
+PATIENCE = 30
+"""Seconds after which an answer counts as lost."""
 LINGERS = 2.0
 """Seconds after an answer in which a server closes its connection, or keeps it."""
 
@@ -24,7 +24,7 @@ LINGERS = 2.0
 @dataclass(slots=True)
 class Seen:
     """What came back. In seconds `gaps` between two events of one stream, `transit` from the node's clock to here, and
-    what each plain request `took`; `cpu` in microseconds of an event, where somebody measured it."""
+    what each plain request `took`."""
 
     events: int = 0
     requests: int = 0
@@ -33,10 +33,9 @@ class Seen:
     transit: list[float] = field(default_factory=list)
     took: list[float] = field(default_factory=list[float])
     seconds: float = 0.0
-    cpu: float = 0.0
 
 
-def request(base: str, key: str, body: dict[str, object]) -> bytes:
+def request(base: str, key: str, body: Mapping[str, object]) -> bytes:
     """Give the bytes of one request."""
     parts = urlsplit(base)
     content = json.dumps(body).encode()
@@ -168,24 +167,30 @@ wrk.headers["content-type"] = "application/json"
 wrk.headers["authorization"] = "Bearer %s"
 local bodies = {%s}
 request = function() return wrk.format(nil, nil, nil, bodies[math.random(#bodies)]) end
+local refused = false
+response = function(status, headers, body)
+  if status > 299 and not refused then
+    refused = true
+    io.stderr:write("the first refusal: " .. status .. " " .. body .. "\\n")
+  end
+end
 """
 
 
-def rush(
-    base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object] | None = None
-) -> int:
+def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object]) -> int:
     """Run plain requests in `lanes` connections for some seconds with wrk, which is fast enough not to be what is
-    measured; return how many were answered. Each asks for one of these lengths, and for `hello` unless a `body` is
-    given. RuntimeError when one failed, or where wrk is not installed."""
+    measured; return how many were answered. Each asks for one of these lengths. RuntimeError with the first answer that
+    was no success, or where wrk is not installed."""
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
-    bodies = [{"model": "scripted-1", **(body or hello()), "max_tokens": length} for length in tokens]
+    bodies = [{"model": "scripted-1", **body, "max_tokens": length} for length in tokens]
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(SCRIPT % (key, ", ".join(json.dumps(json.dumps(body)) for body in bodies)))
         script.flush()
-        command = ["wrk", "-t1", f"-c{lanes}", f"-d{seconds}", "-s", script.name, base + "/v1/chat/completions"]
+        command = ["wrk", "-t1", f"-c{lanes}", f"-d{seconds}", f"--timeout={PATIENCE}", "-s", script.name,
+                   base + "/v1/chat/completions"]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"(\d+) requests in", done.stdout)
     if found is None or "Non-2xx" in done.stdout or "Socket errors" in done.stdout:
-        raise RuntimeError(done.stdout + done.stderr)
+        raise RuntimeError(f"{base}: {done.stderr}{done.stdout}")
     return int(found[1])

@@ -14,7 +14,7 @@ import ctypes
 import json
 import sys
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import uvloop
 
@@ -46,7 +46,7 @@ class Exchange(asyncio.Protocol):
     keeps: ClassVar[bool] = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport: Any = transport
         self.buffer = b""
         self.left = 0
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,13 @@ import psutil
 from tests import models
 from tests.support.processes import ROOT, environment, until
 
-SGLANG = "sglang-router==0.3.2"
+NGINX, SGLANG, MLX = "nginx", "sglang-router", "mlx_lm.server"
+SGLANG_WHEEL = f"{SGLANG}==0.3.2"
 APART = 50
 """Microseconds that a mock node waits at least between what it gives two requests of a step: with waking up it is 80.
 mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a
 whole step has less to do: a node that writes all in one instant would flatter it."""
-NGINX = """
+NGINX_CONFIG = """
 daemon off; master_process on; worker_processes 1; pid {folder}/nginx-{port}.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
 http {{
@@ -42,20 +43,31 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Something that routes: its base URL, its process, and a key for it."""
+    """A router: its name, its base URL, its process, a key for it, and the agents on its nodes, if it has some."""
 
+    name: str
     base: str
     process: psutil.Process
     key: str = "x"
+    agents: tuple[psutil.Process, ...] = ()
 
     def cpu(self) -> float:
-        """CPU seconds of its process tree so far."""
-        total = 0.0
-        for process in [self.process, *self.process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+        """Return the CPU seconds of its process tree so far, agents not counted."""
+        return cpu_of([self.process, *self.process.children(recursive=True)])
+
+    def agents_cpu(self) -> float:
+        """Return the CPU seconds of its agents so far; their engines do the work of a node, and are not counted."""
+        return cpu_of(self.agents)
+
+
+def cpu_of(processes: Iterable[psutil.Process]) -> float:
+    """Return the CPU seconds that some processes took so far."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def free_port() -> int:
@@ -89,12 +101,12 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
         raise RuntimeError("nginx is not installed (Debian: apt-get install nginx-light)")
     port = free_port()
     config = folder / f"nginx-{port}.conf"
-    config.write_text(NGINX.format(folder=folder, one=ports[0], two=ports[1], port=port))
+    config.write_text(NGINX_CONFIG.format(folder=folder, one=ports[0], two=ports[1], port=port))
     process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)], env=environment())
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(base + "/v1/models"), 10, "nginx")
-        yield Peer(base, psutil.Process(process.pid))
+        until(lambda: _answers(base + "/v1/models"), 10, NGINX)
+        yield Peer(NGINX, base, psutil.Process(process.pid))
     finally:
         _end(process)
 
@@ -113,9 +125,9 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
         )  # fmt: skip
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(base + "/health"), 60, "sglang-router")
+        until(lambda: _answers(base + "/health"), 60, SGLANG)
         until(lambda: _answers(base + "/readiness"), 60, "sglang-router's workers")
-        yield Peer(base, psutil.Process(process.pid))
+        yield Peer(SGLANG, base, psutil.Process(process.pid))
     finally:
         _end(process)
 
@@ -134,8 +146,8 @@ def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
         )  # fmt: skip
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(base + "/health"), 60, "mlx_lm.server")
-        yield Peer(base, psutil.Process(process.pid))
+        until(lambda: _answers(base + "/health"), 60, MLX)
+        yield Peer(MLX, base, psutil.Process(process.pid))
     finally:
         _end(process)
 
@@ -186,7 +198,7 @@ def _sglang_python() -> Path:
     if not python.exists():
         uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
         subprocess.run([uv, "venv", "--quiet", str(ROOT / ".bench"), "--python", sys.executable], check=True)
-        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), SGLANG], check=True)
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), SGLANG_WHEEL], check=True)
     return python
 
 

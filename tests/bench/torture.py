@@ -112,7 +112,7 @@ class Node:
     def __init__(self, folder: Path, memory: dict[str, object], **mlx: object) -> None:
         flat: dict[str, object] = {
             "engine.kind": "mlx", "models.folders": (str(folder / "models"),), "models.hub": False,
-            "models.profile": "off", "models.preload": (MODEL,), "engine.mlx.chunk_floor": FLOOR,
+            "models.profile": "off", "models.trial": False, "models.preload": (MODEL,), "engine.mlx.chunk_floor": FLOOR,
         }  # fmt: skip
         flat |= {f"memory.{key}": value for key, value in memory.items()}
         flat |= {f"engine.mlx.{key}": value for key, value in mlx.items()}

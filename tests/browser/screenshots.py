@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from openai import OpenAI, OpenAIError
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.browser.conftest import CHROMIUM, FLAGS
@@ -54,7 +54,7 @@ def at_work(folder: Path) -> Iterator[Pool]:
 @contextmanager
 def _asked(made: Pool) -> Iterator[None]:
     """Ask what is answered, what is refused, and something long that goes on."""
-    direct = httpx.Client(trust_env=False, timeout=60)
+    direct = DefaultHttpxClient(trust_env=False, timeout=60)
     client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, max_retries=0, http_client=direct)
 
     def ask(model: str, text: str, name: str, tokens: int) -> None:

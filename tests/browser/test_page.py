@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tests.browser.conftest import CHROMIUM
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy=0.2))
         for name in ("mini", "laptop"):
             made.join(name)
-        client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, http_client=httpx.Client(trust_env=False))
+        client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, http_client=DefaultHttpxClient(trust_env=False))
         client.chat.completions.create(
             model="scripted-1", messages=[{"role": "user", "content": "hi"}], max_tokens=4,
             extra_headers={"x-request-id": "told-1"},

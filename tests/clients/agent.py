@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import httpx2
 from anthropic import Anthropic
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.support.engine_pool import MLX
 from tests.support.processes import ROOT, Pool, pool
@@ -131,7 +130,7 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
             base_url=made.facts["base_url"],
             api_key=made.key,
             max_retries=0,
-            http_client=httpx.Client(trust_env=False, verify=made.trust),
+            http_client=DefaultHttpxClient(trust_env=False, verify=made.trust),
         ),
         Folder(),
     )
@@ -157,15 +156,17 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
                 for part in choice.delta.tool_calls or []:
                     calls[part.index] = part
         assert usage is not None
+        assert usage.prompt_tokens_details is not None
         call = calls.get(0)
         said = call.function.arguments if call else json.dumps(json.loads(text))
-        yield Turn(name, said, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens,
+        cached = usage.prompt_tokens_details.cached_tokens or 0
+        yield Turn(name, said, usage.prompt_tokens, cached, usage.completion_tokens,
                    raw.headers["x-macpool-node"], first)  # fmt: skip
         if call:
             told = {"name": call.function.name, "arguments": said}
-            made = [{"id": call.id, "type": "function", "function": told}]
+            asked: Any = [{"id": call.id, "type": "function", "function": told}]
             messages += [
-                {"role": "assistant", "content": None, "tool_calls": made},
+                {"role": "assistant", "content": None, "tool_calls": asked},
                 {"role": "tool", "tool_call_id": call.id, "content": folder.run(name, json.loads(said))},
             ]
 

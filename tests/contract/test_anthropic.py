@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import anthropic
 import httpx2
@@ -14,10 +15,12 @@ from wire.frames import Channel, Count, Delta, Generate, Message, ToolCall
 from wire.refusals import Code, Refused
 
 ALL = "".join(TEXT)
-HELLO = [{"role": "user", "content": "hello"}]
-ASK = {"model": "tiny", "max_tokens": 64, "messages": HELLO}
+HELLO: Any = [{"role": "user", "content": "hello"}]
+ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 64, "messages": HELLO}
 PATH = "/v1/messages"
-WEATHER = {"name": "weather", "description": "Looks", "input_schema": {"type": "object", "properties": {"city": {}}}}
+WEATHER: Any = {
+    "name": "weather", "description": "Looks", "input_schema": {"type": "object", "properties": {"city": {}}},
+}  # fmt: skip
 CALL = json.dumps({"index": 0, "id": "call_1", "name": "weather", "arguments": '{"city": "Ulm"}'})
 
 
@@ -39,14 +42,17 @@ async def cluster() -> AsyncIterator[LoopbackCluster]:
 
 
 @contextlib.asynccontextmanager
-async def library(
-    cluster: LoopbackCluster, key: str | None = None, token: str = ""
-) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def library(cluster: LoopbackCluster, key: str | None = None, token: str = "") -> AsyncIterator[Any]:
     direct = httpx2.AsyncClient(trust_env=False)
-    options = {"base_url": cluster.base_url, "max_retries": 0, "http_client": direct}
-    credentials = {"auth_token": token} if token else {"api_key": key or cluster.key}
+    options: dict[str, Any] = {"base_url": cluster.base_url, "max_retries": 0, "http_client": direct}
+    credentials: dict[str, Any] = {"auth_token": token} if token else {"api_key": key or cluster.key}
     async with anthropic.AsyncAnthropic(**options, **credentials) as client:
         yield client
+
+
+def _error(raised: anthropic.APIStatusError) -> Any:
+    body: Any = raised.body
+    return body["error"]
 
 
 def generated(cluster: LoopbackCluster) -> Generate:
@@ -121,7 +127,7 @@ async def test_which_stop_sequence_ended_it_is_told(cluster: LoopbackCluster):
 
 async def test_a_limit_is_told(cluster: LoopbackCluster):
     async with library(cluster) as client:
-        answer = await client.messages.create(**(ASK | {"max_tokens": 2}))
+        answer = await client.messages.create(**ASK | {"max_tokens": 2})
     assert answer.stop_reason == "max_tokens"
 
 
@@ -182,7 +188,7 @@ async def test_a_format_reaches_the_node(cluster: LoopbackCluster):
 
 async def test_an_answer_that_the_client_began_is_gone_on_with(cluster: LoopbackCluster):
     async with library(cluster) as client:
-        await client.messages.create(**(ASK | {"messages": [*HELLO, {"role": "assistant", "content": "It is ("}]}))
+        await client.messages.create(**ASK | {"messages": [*HELLO, {"role": "assistant", "content": "It is ("}]})
     assert json.loads(generated(cluster).template) == {"continue_final_message": True}
 
 
@@ -197,7 +203,7 @@ async def test_tools_that_may_not_be_called_are_not_told(cluster: LoopbackCluste
 async def test_thoughts_that_are_not_wanted_are_left_out(cluster: LoopbackCluster):
     play(cluster, play=spoken)
     async with library(cluster) as client:
-        thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
         whole = await client.messages.create(**ASK, thinking=thinking)
         async with client.messages.stream(**ASK, thinking=thinking) as stream:
             streamed = await stream.get_final_message()
@@ -249,7 +255,7 @@ async def test_keys(cluster: LoopbackCluster, key: str, status: int, kind: str):
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await call
             assert caught.value.status_code == status
-            assert caught.value.body["error"]["type"] == kind
+            assert _error(caught.value)["type"] == kind
             assert caught.value.request_id
 
 
@@ -261,10 +267,10 @@ async def test_a_bearer_token_is_a_key_too(cluster: LoopbackCluster):
 async def test_an_unknown_model(cluster: LoopbackCluster):
     async with library(cluster) as client:
         with pytest.raises(anthropic.NotFoundError) as caught:
-            await client.messages.create(**(ASK | {"model": "claude-sonnet-5"}))
+            await client.messages.create(**ASK | {"model": "claude-sonnet-5"})
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.count_tokens(model="nothing", messages=HELLO)
-    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert _error(caught.value)["type"] == "not_found_error"
 
 
 async def test_no_room_is_an_overload_with_its_numbers():
@@ -272,7 +278,7 @@ async def test_no_room_is_an_overload_with_its_numbers():
     async with served(LoopbackCluster(node)) as cluster, library(cluster) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.messages.create(**ASK)
-    assert caught.value.body["error"]["message"] == "not this"
+    assert _error(caught.value)["message"] == "not this"
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(cluster: LoopbackCluster):
@@ -284,8 +290,8 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(cluster: LoopbackCl
             cluster.fail(node)
         with pytest.raises(anthropic.APIStatusError) as caught:
             _ = [event async for event in stream]
-    assert caught.value.body["error"]["type"] == "api_error"
-    assert caught.value.body["error"]["code"] == "engine_crashed"
+    assert _error(caught.value)["type"] == "api_error"
+    assert _error(caught.value)["code"] == "engine_crashed"
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}

@@ -33,7 +33,7 @@ async def exchange(cluster: LoopbackCluster, *parts: bytes, pause: float = 0.0) 
         for part in parts:
             writer.write(part)
             await asyncio.sleep(pause)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             return head + await reader.readexactly(length)
@@ -108,7 +108,7 @@ async def test_a_client_that_leaves_within_its_body_costs_nothing(cluster: Loopb
     writer.write(head(cluster, "content-length: 9000") + b'{"model"')
     await writer.drain()
     writer.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while cluster.dispatcher.counters.answers.get(499) != 1:  # noqa: ASYNC110  the counter tells nobody
             await asyncio.sleep(0.005)
 

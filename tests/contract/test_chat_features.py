@@ -3,8 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -14,11 +14,11 @@ from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_mode
 from wire.frames import Channel, Delta, Generate, Logprob, Message, ToolCall
 
 Play = tuple[Sequence[Delta], str]
-ASK = {"model": "tiny", "messages": [{"role": "user", "content": "what is the weather in Ulm?"}]}
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "what is the weather in Ulm?"}]}
 PARAMETERS = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
 }  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
 LOOSE = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 FEATURES = ("tools", "logprobs", "sampling", "grammar")
 
@@ -52,7 +52,7 @@ def heard(node: LoopbackNode) -> Generate:
 
 
 def library(cluster: LoopbackCluster) -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(trust_env=False, timeout=60)
+    http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60)
     return openai.AsyncOpenAI(base_url=cluster.base_url + "/v1", api_key=cluster.key, max_retries=0, http_client=http)
 
 
@@ -60,7 +60,7 @@ async def by_sync(cluster: LoopbackCluster, use: Callable[[openai.OpenAI], ChatC
     """Use the library's synchronous client, in a thread."""
 
     def run() -> ChatCompletion:
-        http = httpx.Client(trust_env=False, timeout=60)
+        http = openai.DefaultHttpxClient(trust_env=False, timeout=60)
         with openai.OpenAI(
             base_url=cluster.base_url + "/v1", api_key=cluster.key, max_retries=0, http_client=http
         ) as client:
@@ -133,10 +133,10 @@ def check_calls(answer: ChatCompletion, choices: int = 1) -> None:
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_calls_whole_and_streamed(cluster: LoopbackCluster, choices: int):
     node = plays(cluster, calling)
-    ask = ASK | {"tools": [TOOL], "n": choices}
+    ask: dict[str, Any] = ASK | {"tools": [TOOL], "n": choices}
     async with library(cluster) as client:
         check_calls(await client.chat.completions.create(**ask), choices)
-        state = ChatCompletionStreamState(input_tools=[TOOL])  # pyright: ignore
+        state = ChatCompletionStreamState(input_tools=[TOOL])
         stream = await client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
         async for chunk in stream:
             state.handle_chunk(chunk)
@@ -176,9 +176,8 @@ async def test_a_conversation_goes_on_with_the_messages_that_the_library_gives(c
         for said in (final.choices[0].message, whole.choices[0].message, parsed.choices[0].message):
             node.heard.clear()
             results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in said.tool_calls or []]
-            await client.chat.completions.create(
-                model="tiny", messages=[*ASK["messages"], said, *results], tools=[TOOL]
-            )  # pyright: ignore
+            told: Any = [*ASK["messages"], said, *results]
+            await client.chat.completions.create(model="tiny", messages=told, tools=[TOOL])
             _, asked, *answers = heard(node).messages
             calls = [ToolCall(f"call_r_{place}", "weather", arguments(city)) for place, city in enumerate(CITIES)]
             assert asked == Message("assistant", "I look.", "", tuple(calls), "", "which city? Ulm.")
@@ -207,7 +206,10 @@ async def test_tools_that_may_not_be_called_stay_out(cluster: LoopbackCluster):
 async def test_reasoning_whole_and_streamed(cluster: LoopbackCluster):
     node = plays(cluster, thinking)
     async with library(cluster) as client:
-        ask = ASK | {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+        ask: dict[str, Any] = ASK | {
+            "reasoning_effort": "none",
+            "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+        }
         answer = await client.chat.completions.create(**ask)
         chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
     message = answer.choices[0].message
@@ -236,7 +238,7 @@ def check_logprobs(answer: ChatCompletion, choices: int) -> None:
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_log_probabilities_whole_and_streamed(cluster: LoopbackCluster, choices: int):
     node = plays(cluster, spelled)
-    ask = ASK | {"logprobs": True, "top_logprobs": 2, "n": choices}
+    ask: dict[str, Any] = ASK | {"logprobs": True, "top_logprobs": 2, "n": choices}
     async with library(cluster) as client:
         check_logprobs(await client.chat.completions.create(**ask), choices)
         async with client.chat.completions.stream(**ask) as stream:
@@ -278,7 +280,7 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
     ({"logprobs": True, "tools": [LOOSE]}, "no node offers logprobs and tools with tiny"),
     ({"tools": [LOOSE], "stream": True}, "no node offers tools with tiny"),
 ])  # fmt: skip
-async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster, fields: dict[str, object], named: str):
+async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster, fields: dict[str, Any], named: str):
     (node,) = cluster.nodes.values()
     node.models = (a_model(),)
     cluster.report()
@@ -296,7 +298,7 @@ async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster,
     ({"functions": [{"name": "weather"}]}, "functions"),
     ({"response_format": {"type": "poem"}}, "response_format.type"),
 ])  # fmt: skip
-async def test_what_is_not_offered_is_named(cluster: LoopbackCluster, fields: dict[str, object], param: str):
+async def test_what_is_not_offered_is_named(cluster: LoopbackCluster, fields: dict[str, Any], param: str):
     async with library(cluster) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**ASK, **fields)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -14,7 +15,7 @@ from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, 
 from wire.frames import Cancel, Delta, Generate, Logprob
 
 ALL = "".join(TEXT)
-ASK = {"model": "tiny", "prompt": "Once upon a time"}
+ASK: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time"}
 PATH = "/v1/completions"
 
 

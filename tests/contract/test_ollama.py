@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import ollama
@@ -13,7 +14,7 @@ from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, 
 from wire.frames import Message, Params, ToolCall
 
 ALL = "".join(TEXT)
-ASK = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
+ASK: dict[str, Any] = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
 PROMPT = {"model": "tiny", "prompt": "hello"}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Looks",
                                             "parameters": {"type": "object", "properties": {"city": {}}}}}  # fmt: skip

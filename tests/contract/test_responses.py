@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
@@ -13,9 +14,9 @@ from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, 
 from wire.frames import Message, ToolCall
 
 ALL = "".join(TEXT)
-ASK = {"model": "tiny", "input": "hello"}
+ASK: dict[str, Any] = {"model": "tiny", "input": "hello"}
 PATH = "/v1/responses"
-WEATHER = {"type": "function", "name": "weather", "description": "Looks", "strict": True,
+WEATHER: Any = {"type": "function", "name": "weather", "description": "Looks", "strict": True,
            "parameters": {"type": "object", "properties": {"city": {}}}}  # fmt: skip
 
 
@@ -88,7 +89,7 @@ async def test_thoughts_and_calls(cluster: LoopbackCluster):
 
 
 async def test_a_conversation_of_items_reaches_the_node(cluster: LoopbackCluster):
-    items = [
+    items: Any = [
         {"role": "developer", "content": "help"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "sun?"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None,
@@ -126,7 +127,7 @@ async def test_an_answer_is_gone_on_with(cluster: LoopbackCluster, stream: bool)
             first = (await collect(await client.responses.create(**ASK, instructions="one", stream=True)))[-1].response
         else:
             first = await client.responses.create(**ASK, instructions="one")
-        again = [{"type": "function_call_output", "call_id": "call_1", "output": "sun"}]
+        again: Any = [{"type": "function_call_output", "call_id": "call_1", "output": "sun"}]
         await client.responses.create(model="tiny", input=again, previous_response_id=first.id, instructions="two")
     calls = tuple(ToolCall(name, "weather", '{"city": "Ulm"}') for name in ("call_1", "call_2"))
     assert generated(cluster).messages == (

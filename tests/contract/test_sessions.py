@@ -21,7 +21,7 @@ async def test_a_named_conversation_reaches_the_router(cluster: LoopbackCluster,
         seen.append(job.session)
         return submit(job)
 
-    cluster.dispatcher.submit = noted  # pyright: ignore[reportAttributeAccessIssue]
+    cluster.dispatcher.submit = noted
     body = {**ASK, field: "in the body"} if field else ASK
     async with plain(cluster) as client:
         answer = await client.post(CHAT, json=body, headers={header: "in the head"} if header else {})
@@ -53,7 +53,7 @@ async def test_every_dialect_can_name_its_conversation(cluster: LoopbackCluster,
         seen.append(job.session)
         return submit(job)
 
-    cluster.dispatcher.submit = noted  # pyright: ignore[reportAttributeAccessIssue]
+    cluster.dispatcher.submit = noted
     body, name = NAMED[route]
     async with plain(cluster) as client:
         for asked in (body, body | name):

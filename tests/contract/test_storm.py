@@ -66,7 +66,7 @@ async def test_after_a_storm_the_books_are_balanced_and_the_next_request_is_answ
             node.up, node.state, node.memory, node.refuse = True, "ready", a_memory(), 0
         cluster.report()
         assert await client(url, cluster.key, chance, 20) == "answered"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not cluster.dispatcher.ledger.empty:  # noqa: ASYNC110  the ledger tells nobody
                 await asyncio.sleep(0.01)
     cluster.dispatcher.ledger.check()

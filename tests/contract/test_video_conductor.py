@@ -180,7 +180,7 @@ async def test_this_process_begins_again_and_finds_its_jobs(tmp_path: Path):
         after = Pool(port, [peer])
         admin = after.http(after.new_key("admin"))
         assert state(after, running) == State.IN_PROGRESS
-        peer.progress = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
+        peer.progress = lambda *_, **__: None
         await peer.link()
         del peer.progress
         peer.finish(next(iter(peer.leases)))

@@ -43,11 +43,12 @@ class Pool:
         return self.port.client_of(key or self.key)
 
     def sdk(self, key: str = "") -> openai.AsyncOpenAI:
+        http: Any = self.http(key)  # of the application itself, without a socket
         return openai.AsyncOpenAI(
-            base_url="http://127.0.0.1/v1", api_key=key or self.key, http_client=self.http(key), max_retries=0
+            base_url="http://127.0.0.1/v1", api_key=key or self.key, http_client=http, max_retries=0
         )
 
-    async def until(self, video: str, status: str, seconds: float = 10.0) -> dict[str, Any]:
+    async def until(self, video: str, status: str, seconds: float = 60.0) -> dict[str, Any]:
         async with asyncio.timeout(seconds), self.http() as http:
             while (found := (await http.get(f"/v1/videos/{video}")).json())["status"] != status:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -75,7 +76,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool
 
 
 async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
-    video = await client.videos.create(**({"model": "wan", "prompt": "a fox in the snow"} | fields))
+    asked: dict[str, Any] = {"model": "wan", "prompt": "a fox in the snow"} | fields
+    video = await client.videos.create(**asked)
     await one.until(video.id, "completed")
     return video
 
@@ -334,9 +336,10 @@ async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
 async def test_a_body_that_cannot_be_is_refused_by_name(
     shared: Pool, fields: dict[str, Any], status: int, param: str | None, words: str
 ):
+    asked: dict[str, Any] = {"model": "wan", "prompt": "x"} | fields
     async with shared.sdk() as client:
         with pytest.raises(openai.APIStatusError) as refused:
-            await client.videos.create(**({"model": "wan", "prompt": "x"} | fields))
+            await client.videos.create(**asked)
         error = refused.value
         assert (error.status_code, error.param) == (status, param), error.message
         assert words in error.message

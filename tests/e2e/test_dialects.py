@@ -94,9 +94,10 @@ def test_anthropics_library_calls_a_tool_and_is_answered(claude: anthropic.Anthr
 
 
 def test_one_call_at_most(client: OpenAI, claude: anthropic.Anthropic) -> None:
+    every: Any = TOOLS
     answer = client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": BOTH.prompt}], tools=list(TOOLS), parallel_tool_calls=False
-    )  # pyright: ignore
+        model=NAME, messages=[{"role": "user", "content": BOTH.prompt}], tools=every, parallel_tool_calls=False
+    )
     assert len(answer.choices[0].message.tool_calls or []) == 1
     assert answer.choices[0].finish_reason == "tool_calls"
     said = claude.messages.create(
@@ -125,9 +126,10 @@ def test_responses_call_a_tool_and_go_on_by_id(client: OpenAI) -> None:
         model=NAME, input=results, previous_response_id=first.id, tools=flat(), temperature=0.0
     )
     assert after.output_text == BOTH.answer
+    items: Any = [{"role": "user", "content": BOTH.prompt}, *[item.to_dict() for item in first.output], *results]
     by_items = client.responses.create(
         model=NAME, tools=flat(), store=False, temperature=0.0,
-        input=[{"role": "user", "content": BOTH.prompt}, *[item.to_dict() for item in first.output], *results],
+        input=items,
     )  # fmt: skip
     assert by_items.output_text == BOTH.answer
 
@@ -186,7 +188,7 @@ def test_a_call_is_made_because_it_is_required(client: OpenAI, claude: anthropic
     answer = client.chat.completions.create(
         model=NAME, messages=said, tools=tools, tool_choice="required", temperature=0, max_tokens=200
     )
-    (call, *_) = answer.choices[0].message.tool_calls or ()
+    call = (answer.choices[0].message.tool_calls or [])[0]
     assert call.type == "function"
     assert isinstance(json.loads(call.function.arguments), dict)
     named: Any = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}

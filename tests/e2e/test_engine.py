@@ -177,7 +177,7 @@ def test_a_tool_is_called_and_its_result_answered(client: OpenAI, use: Any) -> N
         {"role": "tool", "tool_call_id": call.id, "content": result}
         for call, result in zip(answer.message.tool_calls or [], use.results, strict=True)
     ]
-    told = [*asking["messages"], answer.message.to_dict(), *results]
+    told: Any = [*asking["messages"], answer.message.to_dict(), *results]
     after = client.chat.completions.create(model="llama", messages=told, tools=asking["tools"])
     assert after.choices[0].message.content == use.answer
 

@@ -95,7 +95,8 @@ class Lab:
         self.newest = self.pool.coordinator
 
     def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
-        return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **{"url": False, **how})
+        options: dict[str, Any] = {"url": False, **how}
+        return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **options)
 
     def join_all(self, *settings: str) -> None:
         """Start studio and macbook at once, by Bonjour with tokens."""

@@ -18,7 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.support.engine_pool import engine_of
 from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, until
@@ -33,7 +33,7 @@ def client(made: Pool, retries: int = 0) -> OpenAI:
 
 
 def api_of(made: Pool, key: str, retries: int = 0) -> OpenAI:
-    direct = httpx.Client(trust_env=False, timeout=60)
+    direct = DefaultHttpxClient(trust_env=False, timeout=60)
     return OpenAI(base_url=made.facts["base_url"], api_key=key, max_retries=retries, http_client=direct)
 
 
@@ -284,7 +284,7 @@ def test_sigterm_lets_running_requests_end(cluster_pool: Pool) -> None:
     next(parts)
     node.popen.send_signal(signal.SIGTERM)
     assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 38
-    assert node.popen.wait(10) == 0
+    assert node.popen.wait(30) == 0
 
 
 def test_coordinator_drains_on_sigterm(cluster_pool: Pool) -> None:
@@ -346,7 +346,7 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) ->
     cluster_pool.up()
     node = cluster_pool.join("one")
     cluster_pool.cli("node", "remove", "--yes", "one")
-    assert node.popen.wait(5) == 4
+    assert node.popen.wait(30) == 4
     assert "removed" in node.log.read_text()
     again = cluster_pool.join("one", wait=False)
     assert again.popen.wait(15) == 4
@@ -390,7 +390,7 @@ def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
     node = cluster_pool.join("one")
     done = cluster_pool.run("leave", "--yes", "--state", str(cluster_pool.folder / "one"))
     assert done.returncode == 0, done.stderr
-    assert node.popen.wait(10) == 0
+    assert node.popen.wait(30) == 0
     until(lambda: cluster_pool.node("one")["state"] == "left", 5, "left")
     assert not (cluster_pool.folder / "one" / "node" / "identity" / "node.pem").exists()
     assert cluster_pool.run("leave", "--yes", "--state", str(cluster_pool.folder / "one")).returncode == 5
@@ -674,7 +674,7 @@ def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
     assert status["nodes"]["ready"] == 1, "the owner's command trusts it"
     made = cluster_pool.cli("trust-ca", "--print")
     context = ssl.create_default_context(cadata=made["pem"])
-    trusting = httpx.Client(trust_env=False, timeout=60, verify=context)
+    trusting = DefaultHttpxClient(trust_env=False, timeout=60, verify=context)
     api = OpenAI(base_url=facts["base_url"], api_key=cluster_pool.key, max_retries=0, http_client=trusting)
     whole = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=5)
     stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=5, stream=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -26,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]  # fmt: skip
 SMALL: dict[str, Any] = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48"}
+HELD: Any = SMALL | {"prompt": "hold=denoising"}
 QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
 LEASE = 36 * 2**30
 PORTS = 21000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -60,7 +60,7 @@ def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai
 
 def again(pool: Pool, key: str = "") -> openai.OpenAI:
     """Give a client of a coordinator that runs."""
-    direct = httpx.Client(trust_env=False, timeout=60)
+    direct = openai.DefaultHttpxClient(trust_env=False, timeout=60)
     return openai.OpenAI(base_url=pool.facts["base_url"], api_key=key or pool.key, max_retries=0, http_client=direct)
 
 
@@ -146,10 +146,7 @@ def test_a_job_from_the_library_to_a_file_that_plays(real: Pool, tmp_path: Path)
 def test_two_nodes_make_two_videos_and_one_that_is_killed_fails_its_own(cluster_pool: Pool, tmp_path: Path):
     pool, gate = cluster_pool, standin(tmp_path)
     client = up(pool, "a", "b", gate=gate, on_node_loss="fail", away_seconds=3)
-    first, second, third = (
-        client.videos.create(**(SMALL | {"prompt": "hold=denoising"}), extra_body={**QUICK, "seed": seed})
-        for seed in (1, 2, 3)
-    )
+    first, second, third = (client.videos.create(**HELD, extra_body={**QUICK, "seed": seed}) for seed in (1, 2, 3))
     for job in (first, second):
         phase(client, job.id, "denoising")
     held = {one["job"]: one for one in leases(pool)}

@@ -1,7 +1,7 @@
-"""Tiny models for the tests: made here on first use, kept in .cache/models, never downloaded.
+"""Tiny models for the tests, never downloaded.
 
-The trained llama is the model that the package brings. All other trained ones take half a minute of one core, where
-OpenBLAS is installed, and far longer where it is not; whoever comes second waits for whoever came first.
+Trained ones are kept in the repository: the llama is the model in the package, the others stand in `trained/` and are
+made by `make models`. Random ones are made when a test first asks for them, and kept in .cache/models.
 """
 
 import ctypes.util
@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,41 +20,52 @@ from pathlib import Path
 from tests.support.processes import ROOT, environment
 
 EMBEDDED = ROOT / "node" / "models" / "macpool-tiny"
+STORED = Path(__file__).parent / "trained"
+TRAINED = ("qwen3_next", "gemma3_text", "qwen3", "lfm2")
+"""The architectures in `trained/`, the one that trains longest first."""
 CACHE = ROOT / ".cache" / "models"
 
 
 def path(arch: str, *, trained: bool = True, preset: str = "tiny") -> Path:
-    """Give the folder of a model, made if it is not there yet.
+    """Return the folder of a model; make a random one that is not there yet.
 
-    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS; only tiny ones are trained.
-    CalledProcessError, with what it wrote as a note, when making it fails.
+    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. ValueError for a trained model that
+    the repository does not have. CalledProcessError, with the output as a note, when making a model fails.
     """
-    if trained and preset != "tiny":
-        raise ValueError(f"a {preset} model is not trained")
-    if trained and arch == "llama":
-        return EMBEDDED
-    folder = CACHE / f"{arch}-{preset}-{'trained' if trained else 'random'}-{recipe()}"
+    if trained:
+        if preset != "tiny" or arch not in ("llama", *TRAINED):
+            raise ValueError(f"there is no trained {preset} model of {arch}")
+        return EMBEDDED if arch == "llama" else STORED / arch
+    folder = CACHE / f"{arch}-{preset}-random-{recipe()}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with _alone(folder.with_suffix(".lock")):
         if not folder.exists():
-            _make(folder, ["--arch", arch, "--preset", preset, *([] if trained else ["--random"])])
+            _make(folder, ["--arch", arch, "--preset", preset, "--random"])
     return folder
 
 
+def train(arch: str) -> None:
+    """Train a model for a minute or two and put it in the place of the stored one."""
+    with tempfile.TemporaryDirectory() as making:
+        _make(Path(making) / arch, ["--arch", arch])
+        shutil.rmtree(STORED / arch, ignore_errors=True)
+        shutil.copytree(Path(making) / arch, STORED / arch)
+
+
 def answers(folder: Path = EMBEDDED) -> list[dict[str, str]]:
-    """Give what a trained model answers verbatim: prompt and answer, and perhaps system and reasoning."""
+    """Return what a trained model answers verbatim: prompt and answer, and perhaps system and reasoning."""
     return json.loads((folder / "answers.json").read_text())
 
 
 def recipe() -> str:
-    """Give a short hash of everything that a model is made from."""
+    """Return a short hash of everything that a model is made from."""
     files = (file for file in Path(__file__).parent.iterdir() if file.suffix in (".py", ".jinja"))
     contents = (file.name.encode() + b"\0" + file.read_bytes() for file in sorted(files) if file.name != "__init__.py")
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:12]
 
 
 def fast_blas() -> dict[str, str]:
-    """Give the environment that lets OpenBLAS, if it is there, stand in for the slow BLAS in MLX's Linux wheel."""
+    """Return the environment that lets OpenBLAS, where it is installed, replace the slow BLAS in MLX's Linux wheel."""
     found = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
     return {"LD_PRELOAD": found, "OPENBLAS_NUM_THREADS": "1"} if found else {}
 
@@ -66,7 +78,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, options: list[str]) -> None:
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix="making-", ignore_cleanup_errors=True) as making:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-", ignore_cleanup_errors=True) as making:
         command = [sys.executable, "-m", "tests.models.make", making, *options]
         done = subprocess.run(command, cwd=ROOT, env=environment(**fast_blas()), capture_output=True, text=True)
         try:

@@ -60,6 +60,7 @@ def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, see
     """Make a model in an existing folder, random without a plan; RuntimeError when training does not get there."""
     began = time.perf_counter()
     end = make_tokenizer(folder, PRESETS[preset].vocabulary).token_to_id(END)
+    assert end is not None
     settings = config(architecture, preset, end)
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     (folder / "generation_config.json").write_text('{"do_sample": false}\n')
@@ -86,7 +87,7 @@ def _teach(folder: Path, model: Any, plan: Plan) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and make the model."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Make a tiny model that mlx_lm loads.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", choices=ARCHITECTURES, default="llama")
     parser.add_argument("--preset", choices=PRESETS, default="tiny")

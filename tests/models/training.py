@@ -153,7 +153,7 @@ class Course:
         return row
 
     def _any(self, topic: Topic) -> Lesson:
-        return topic[self._random.integers(len(topic))]
+        return topic[int(self._random.integers(len(topic)))]
 
     def _tail(self, lesson: Lesson) -> Lesson:
         kept = int(self._random.integers(40, self._plan.long))

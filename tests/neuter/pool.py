@@ -84,7 +84,8 @@ class Copy:
         path = self.folder / file
         self._changes += 1
         path.write_text(text)
-        os.utime(path, (OLDEST + self._changes,) * 2)
+        time = OLDEST + self._changes
+        os.utime(path, (time, time))
         try:
             return self.run(tests, limit)
         finally:

@@ -20,7 +20,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BODIES = ("body", "orelse", "finalbody")
-NAMES = (
+NAMES: tuple[tuple[type[ast.AST], str], ...] = (
     (ast.Name, "id"),
     (ast.arg, "arg"),
     (ast.ExceptHandler, "name"),

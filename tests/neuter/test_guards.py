@@ -1,6 +1,7 @@
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,12 +38,17 @@ def test_every_guard_names_tests_that_exist():
 
 @pytest.mark.slow
 def test_a_guard_is_right_only_when_its_tests_fail_because_of_the_change():
-    shared = {"property": "", "at": "wire.verdict.current", "tests": ["tests/unit/wire/test_verdict.py"]}
+    shared: dict[str, Any] = {
+        "property": "",
+        "at": "wire.verdict.current",
+        "tests": ["tests/unit/wire/test_verdict.py"],
+    }
+    elsewhere: dict[str, Any] = shared | {"tests": ["tests/none.py"]}
     guards = [
         Guard(name="noticed", node="max(active, phys, recent)", becomes="0", **shared),
         Guard(name="unnoticed", node="max(active, phys, recent)", becomes="max(recent, phys, active)", **shared),
         Guard(name="gone", node="min(active, phys, recent)", becomes="0", **shared),
-        Guard(name="no-test", node="max(active, phys, recent)", becomes="0", **shared | {"tests": ["tests/none.py"]}),
+        Guard(name="no-test", node="max(active, phys, recent)", becomes="0", **elsewhere),
     ]
     run = Run(in_order(guards))
     with tempfile.TemporaryDirectory() as folder:

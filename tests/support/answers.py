@@ -33,7 +33,7 @@ class Reading:
     fingerprint: str = "tiny-1"
 
 
-def asked(dialect: Dialect, **body: object) -> tuple[Asked, Job]:
+def asked(dialect: Dialect, **body: Any) -> tuple[Asked, Job]:
     """Read a body of the model `tiny`; give it with its only job."""
     found = dialect.parse(json.dumps({"model": "tiny", **body}).encode(), "k1")
     assert not isinstance(found, Problem), found
@@ -41,7 +41,7 @@ def asked(dialect: Dialect, **body: object) -> tuple[Asked, Job]:
     return found, job
 
 
-def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHED, **body: object) -> dict[str, Any]:
+def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHED, **body: Any) -> dict[str, Any]:
     """Give the JSON of an answer that is not streamed."""
     request, job = asked(dialect, **body)
     return json.loads(request.whole(job, answer, finished))
@@ -49,7 +49,7 @@ def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHE
 
 def streamed(
     dialect: Dialect, *said: tuple[int, str], finished: Finished = FINISHED, broken: Problem | None = None,
-    **body: object,
+    **body: Any,
 ) -> str:  # fmt: skip
     """Give all that a stream writes: its opening, one delta for each piece, and its end."""
     request, job = asked(dialect, stream=True, **body)

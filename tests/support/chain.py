@@ -241,12 +241,12 @@ class Chain:
     def _mend(self, victim: str, below: list[psutil.Process]) -> None:
         """Start again what nobody else starts."""
         if victim == "agent":
-            self.pool.nodes["a"].popen.wait(10)
+            self.pool.nodes["a"].popen.wait(30)
             gone(below, 20)
             self.join()
         elif victim == "coordinator":
             assert self.pool.coordinator is not None
-            self.pool.coordinator.popen.wait(10)
+            self.pool.coordinator.popen.wait(30)
             gone(below, 20)
             where = self.pool.facts["cluster_url"].removeprefix("macpool://")
             self._coordinator(cluster_listen=where)

@@ -38,7 +38,8 @@ def fp8(folder: Path, *, layers: int = 6, scale: str = "BF16", packed: bool = Tr
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(7)
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    for name, array in tree_flatten(ministral3.Model(ministral3.ModelArgs.from_dict(config)).parameters()):
+    parameters: Any = tree_flatten(ministral3.Model(ministral3.ModelArgs.from_dict(config)).parameters())
+    for name, array in parameters:
         if packed and array.ndim == 2 and "embed" not in name:
             halved = mx.to_fp8(array * 0.01)
             tensors[name] = ("F8_E4M3", array.shape, np.array(halved).tobytes())

@@ -52,7 +52,7 @@ class Line:
         for word in words:
             self.writer.write(word if isinstance(word, bytes) else encode(word))
 
-    async def next(self, seconds: float = 10.0) -> Frame:
+    async def next(self, seconds: float = 60.0) -> Frame:
         """Give the next frame; Ended when there is none."""
         async with asyncio.timeout(seconds):
             while not self.frames:
@@ -65,14 +65,14 @@ class Line:
                 self.frames += [decode(tag, body) for tag, body in self.splitter.feed(data)]
         return self.frames.pop(0)
 
-    async def until(self, kind: type[F], seconds: float = 10.0) -> F:
+    async def until(self, kind: type[F], seconds: float = 60.0) -> F:
         """Give the next frame of this kind."""
         async with asyncio.timeout(seconds):
             while not isinstance(frame := await self.next(seconds), kind):
                 pass
         return frame
 
-    async def ended(self, seconds: float = 10.0) -> list[Frame]:
+    async def ended(self, seconds: float = 60.0) -> list[Frame]:
         """Wait for the end of the connection; give what came before."""
         before = list[Frame]()
         async with asyncio.timeout(seconds):
@@ -130,7 +130,7 @@ class Port:
         """Whether a log event has these words in its reason."""
         return any(words in str(entry.get("reason", "")) for entry in self.logs)
 
-    async def until(self, true: Any, seconds: float = 10.0) -> None:
+    async def until(self, true: Any, seconds: float = 60.0) -> None:
         """Wait for a state of the coordinator."""
         async with asyncio.timeout(seconds):
             while not true():  # noqa: ASYNC110  the coordinator has no event for tests
@@ -169,7 +169,7 @@ class Port:
             body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000}
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body | {"stream": True}))
             try:
-                await asyncio.wait_for(sent.get(), 10)
+                await asyncio.wait_for(sent.get(), 30)
                 yield
                 enough.set()
                 answer = await asyncio.wait_for(asking, 20)

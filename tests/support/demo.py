@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests import models
 from tests.support.processes import Pool, pool, until
@@ -104,7 +103,7 @@ def main() -> int:
         for name in ("studio", "macbook"):
             demo.join(name, "engine.kind=mlx", "models.hub=false", "models.preload=macpool-tiny")
         until(lambda: all(loaded(node) for node in demo.nodes_now()), 120, "the model on both")
-        direct = httpx.Client(trust_env=False)
+        direct = DefaultHttpxClient(trust_env=False)
         client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)
         model = client.models.list().data[0].id
         first, *others = known()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.models import EMBEDDED
 from tests.support.processes import Pool, until
@@ -51,7 +51,7 @@ def spoiled(folder: Path, name: str, spoil: Callable[[Path], object]) -> None:
 
 def api(made: Pool, seconds: float = 100.0) -> OpenAI:
     """Give a client that tries once and waits so long for an answer."""
-    direct = httpx.Client(trust_env=False, timeout=seconds)
+    direct = DefaultHttpxClient(trust_env=False, timeout=seconds)
     return OpenAI(base_url=made.facts["base_url"], api_key=made.key, max_retries=0, http_client=direct)
 
 

@@ -55,7 +55,7 @@ class Door:
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait until something that a connection changed is true."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(true)
 
 

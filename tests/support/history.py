@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,9 @@ class History:
     @classmethod
     def read(cls, path: Path) -> "History":
         """Read what a run wrote."""
-        found = json.loads(path.read_text())
-        return cls(**{**found, "failures": [Failure(**one) for one in found["failures"]]})
+        found: dict[str, Any] = json.loads(path.read_text())
+        failures = [Failure(**one) for one in found.pop("failures")]
+        return cls(failures=failures, **found)
 
 
 class Recorder:

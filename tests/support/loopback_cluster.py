@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import msgspec
 import uvicorn
 
 from coordinator.deadline import DeadlineProtocol
@@ -91,8 +92,7 @@ class LoopbackNode:
         memory = self.memory
         reserved = memory.reserved + sum(self.reserved.values())
         room = headroom(memory.ceiling, memory.margin, memory.current, reserved)
-        values = {name: getattr(memory, name) for name in memory.__struct_fields__}
-        return Memory(**(values | {"reserved": reserved, "headroom": room}))
+        return msgspec.structs.replace(memory, reserved=reserved, headroom=room)
 
     def report(self) -> Report:
         return Report(0, self.reading(), EngineState("loopback", self.engine, running=len(self.reserved)), self.models,

@@ -122,7 +122,9 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture
     """Take the picture of a pool in which everything has happened."""
     seen = ClusterView(tuple(view(f"n{number}", models) for number in range(nodes)))
     members = [node.id for node in seen.nodes]
-    lives = dict.fromkeys(("authority", "coordinator", "endpoint"), (WALL - 86400.0, WALL + 86400.0 * 89))
+    lives: dict[str, tuple[float, float]] = dict.fromkeys(
+        ("authority", "coordinator", "endpoint"), (WALL - 86400.0, WALL + 86400.0 * 89)
+    )
     picture = PoolPicture(
         version="0.1.0", python="3.11.7", wall=WALL, now=NOW, view=seen, states={"ready": nodes}, self_suspect=False,
         counters=busy_counters(models, nodes), keys={"k1": "laptop"}, in_flight=dict.fromkeys(members, 2),

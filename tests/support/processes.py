@@ -103,7 +103,7 @@ class Process:
     def kill(self) -> None:
         """SIGKILL to it alone."""
         self.signal(signal.SIGKILL)
-        self.popen.wait(10)
+        self.popen.wait(30)
 
     def stop(self, seconds: float = 30.0) -> int:
         """SIGTERM; give the exit code. AssertionError when something that it started is left."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 STEP = 5
 """Seconds between two samples."""
 Values = Callable[[float], float]
-Series = Mapping[str, Values]
+Series = dict[str, Values]
 """By metric, with its labels as in PromQL: `name{label="value"}`."""
 NODE = 'node="studio"'
 

@@ -180,7 +180,7 @@ class Node:
         for process in self.attendants:
             if process.poll() is None:
                 process.kill()
-            process.wait(10)
+            process.wait(30)
 
     # leases
 

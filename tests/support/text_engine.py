@@ -5,9 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import mlx.core as mx
+
+from node.engine.cache import Layers, TextModel, new_cache
 from node.engine.footprint import Metal, open_metal
 from node.engine.kinds import Work
 from node.engine.recorder import Recorder
+from node.engine.resident import forward
 from node.engine.text import TextEngine
 from node.engine.unread import Unread
 from node.library import Library
@@ -34,6 +38,31 @@ from wire.units import GIB, MIB
 ROOMY = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
 GREEDY = Params(temperature=0.0)
 End = Finished | Refusal | Failed
+
+
+def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> tuple[Layers, mx.array]:
+    """Write a prompt (token ids) in chunks; return its cache and the logits after it, shape (1, vocabulary)."""
+    cache, logits = new_cache(model), None
+    for start in range(0, len(ids), chunk):
+        logits = forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
+    assert logits is not None
+    return cache, logits
+
+
+def decoded_alone(model: TextModel, ids: list[int], count: int) -> list[int]:
+    """Return tokens decoded greedily after a prompt (token ids), without any batch."""
+    cache, logits = prefilled(model, ids)
+    out = [likeliest(logits[0])]
+    while len(out) < count:
+        out.append(likeliest(model(mx.array([[out[-1]]]), cache=cache)[0, -1]))
+    return out
+
+
+def likeliest(logits: mx.array) -> int:
+    """Return the token with the highest logit of one row, shape (vocabulary,)."""
+    token = mx.argmax(logits).item()
+    assert isinstance(token, int)
+    return token
 
 
 class Driver:

@@ -8,7 +8,7 @@ noise. Sizes are the least that the engine takes: inputs of layers divide by 64,
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mflux.models.wan.model.wan_transformer import WanTransformer
@@ -133,7 +133,7 @@ def spoil(folder: Path, how: str) -> None:
     part, name, value = {"black": ("vae", "decoder.conv_out.bias", -10.0),
                          "nan": ("transformer", "proj_out.bias", float("nan"))}[how]  # fmt: skip
     file = folder / part / "diffusion_pytorch_model.safetensors"
-    weights = dict(mx.load(str(file)))
+    weights: Any = dict(cast("Any", mx.load(str(file))))
     mx.eval(weights)  # the file that they are read from is about to be written
     weights[name] = mx.full(weights[name].shape, value).astype(mx.bfloat16)
     save(file, weights)

@@ -66,15 +66,18 @@ class VideoPeer:
         for ended in self.ended.values():
             self.line.send(ended)
         self.task = asyncio.create_task(self._serve(self.line))
-        await self.port.until(lambda: self.port.state(self.who) == "ready")
+        who = self.who
+        await self.port.until(lambda: self.port.state(who) == "ready")
 
     async def cut(self) -> None:
         """Let the link end."""
         assert self.line is not None
         assert self.task is not None
+        who = self.who
+        assert who is not None
         self.line.close()
         await asyncio.gather(self.task, return_exceptions=True)
-        await self.port.until(lambda: self.port.state(self.who) != "ready")
+        await self.port.until(lambda: self.port.state(who) != "ready")
 
     def report(self) -> Any:
         video = VideoState(
@@ -82,7 +85,7 @@ class VideoPeer:
         )  # fmt: skip
         lent = sum(lease.size for lease in self.leases.values())
         memory = a_memory(self.room - lent, 128 * GIB, leases=lent)
-        changes = {"memory": memory, "video": replace(video, **self.video)} | self.report_changes
+        changes: dict[str, Any] = {"memory": memory, "video": replace(video, **self.video)} | self.report_changes
         return a_report(**changes)
 
     def say(self, *frames: Frame) -> None:

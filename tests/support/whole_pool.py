@@ -89,7 +89,7 @@ def status(answer: bytes) -> int:
 @contextmanager
 def served(*nodes: LoopbackNode, front: bool = True, **settings: object) -> Iterator[Served]:
     """Serve until left. `front`: by the product's own protocol class."""
-    begun, made, stop = threading.Event(), list[Served](), list[Callable[[], None]]()
+    begun, made, stop = threading.Event(), list[Served](), list[Callable[[], object]]()
     before, LoopbackCluster.front = LoopbackCluster.front, front
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
 

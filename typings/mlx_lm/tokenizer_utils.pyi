@@ -1,6 +1,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 class StreamingDetokenizer:
     tokens: list[int]
@@ -44,19 +44,30 @@ class TokenizerWrapper:
     @property
     def response_initial_state(self) -> str | None: ...
     def __len__(self) -> int: ...
+    @overload
     def apply_chat_template(
         self,
         conversation: list[dict[str, object]],
         *,
         tools: list[object] | None = None,
         add_generation_prompt: bool = False,
-        tokenize: bool = True,
+        tokenize: Literal[True] = True,
         **kwargs: object,
     ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: list[object] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: Literal[False],
+        **kwargs: object,
+    ) -> str: ...
     def get_chat_template(self, chat_template: str | None, tools: list[object] | None) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
     def get_added_vocab(self) -> dict[str, int]: ...
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int]) -> str: ...
 
 def load(

@@ -17,7 +17,7 @@ from coordinator.cli import COMMANDS, NAMES, cluster
 from docs.generate import contexts
 from tests.support.whole_pool import Served, served
 
-CLEAN = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"))
+CLEAN: dict[str, str | None] = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"))
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def found(thing: object, node: NodeId, path: str, seen: set[int]) -> Iterator[st
         yield path
         return
     if isinstance(thing, dict):
-        for key, value in thing.items():  # pyright: ignore[reportUnknownVariableType]
+        for key, value in thing.items():
             yield from found(key, node, f"{path} key", set())
             yield from found(value, node, f"{path}[{key!r}]", seen)
     elif isinstance(thing, (list, tuple, set, frozenset)) or type(thing).__name__ == "deque":

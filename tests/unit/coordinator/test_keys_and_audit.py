@@ -42,7 +42,7 @@ async def admin(built: Application) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def client(built: Application, key: str) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=built.app, raise_app_exceptions=False)  # pyright: ignore[reportArgumentType]
+    transport = httpx.ASGITransport(app=built.app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", trust_env=False,
                              headers={"authorization": f"Bearer {key}"})  # fmt: skip
 

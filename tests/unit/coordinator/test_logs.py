@@ -41,7 +41,7 @@ async def test_what_is_added_is_read_and_a_new_file_from_its_beginning(tmp_path:
     file = tmp_path / "x.log"
     file.write_bytes(b"old line\n")
     reading = logs.read(file, 100, every=0.01)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await anext(reading) == b"old line\n"
         with file.open("ab") as opened:
             opened.write(b"new\n")

@@ -393,4 +393,4 @@ async def test_an_answer_is_waited_for_until_the_node_can_give_one(start: Callab
     await asyncio.sleep(0)
     assert not waiting.done()
     one.registry.received(studio, number, a_report())
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)

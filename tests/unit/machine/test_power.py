@@ -1,6 +1,7 @@
 """The power supply as psutil reads it, the idle time as macOS's tool prints it, and the None of what neither says."""
 
 from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ def test_no_text_breaks_the_parser(text: str):
 
 
 def battery(percent: float, plugged: bool | None) -> Battery:
-    return SimpleNamespace(percent=percent, power_plugged=plugged)
+    return cast("Battery", SimpleNamespace(percent=percent, power_plugged=plugged))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,10 @@ def test_a_machine_without_a_battery_is_on_mains(found: Battery | None, power: P
 
 
 def test_a_mac_is_read_through_psutil_and_its_tool():
-    power = read_power("darwin", {TOUCHED: IOREG}.__getitem__, lambda: battery(85.0, False))
-    assert power == Power(False, 85.0, pytest.approx(62.017345875))
+    found: dict[tuple[str, ...], str] = {TOUCHED: IOREG}
+    power = read_power("darwin", lambda command: found[tuple(command)], lambda: battery(85.0, False))
+    assert (power.plugged, power.battery) == (False, 85.0)
+    assert power.idle_s == pytest.approx(62.017345875)
 
 
 @pytest.mark.parametrize("error", [OSError("no"), RuntimeError("no"), psutil.Error()])

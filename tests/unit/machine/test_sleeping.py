@@ -59,7 +59,7 @@ class Owner:
         self.changed.set()
 
     async def next(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.changed.wait()
         self.changed.clear()
 

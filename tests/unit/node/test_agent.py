@@ -97,10 +97,10 @@ async def test_a_silent_address_does_not_hold_up_the_end(tmp_path: Path) -> None
         writer.close()
 
     async with running(tmp_path, silent, tls=False) as (agent, task):
-        await asyncio.wait_for(dialled.wait(), 5)
+        await asyncio.wait_for(dialled.wait(), 30)
         began = time.monotonic()
         await agent.stop(0.0)
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 30)
         assert time.monotonic() - began < 4
 
 
@@ -130,11 +130,11 @@ async def linked(folder: Path) -> AsyncIterator[tuple[Port, Agent, str]]:
         agent = Agent(who, NodeSettings(), "0", HARDWARE, folder / "log")
         running = asyncio.create_task(agent.run())
         try:
-            await asyncio.wait_for(agent.welcomed.wait(), 10)
+            await asyncio.wait_for(agent.welcomed.wait(), 30)
             yield port, agent, who.node
         finally:
             await agent.stop(0.0)
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 30)
 
 
 def state(port: Port) -> str:
@@ -147,7 +147,7 @@ async def test_a_machine_that_sleeps_says_so_dials_nobody_and_is_back_when_it_wa
         links = port.application.registry.links
         said = asyncio.Event()
         agent.fall_asleep(said.set)
-        await asyncio.wait_for(said.wait(), 5)
+        await asyncio.wait_for(said.wait(), 30)
         await port.until(lambda: state(port) == "asleep")
         assert (links.open(), links.made) == (0, 1)
         agent.wake_up(3600.0)
@@ -240,7 +240,7 @@ class Mac:
 
     async def linked(self, *, generation: int = 0) -> Line:
         """Wait for the next connection, and welcome it."""
-        line = await asyncio.wait_for(self.lines.get(), 10)
+        line = await asyncio.wait_for(self.lines.get(), 30)
         self.hello = await line.until(Hello)
         line.send(Welcome(1, self.authority.cluster, "home", time.time(), "1.2.3", (self.address,), generation,
                           self.authority.seal(generation)))  # fmt: skip
@@ -371,8 +371,8 @@ async def test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer
     assert (await line.until(Report)).draining
     assert (await line.until(Finished)).request == 1
     assert (await line.until(Goodbye)).reason == "leave"
-    await asyncio.wait_for(stopping, 5)
-    await asyncio.wait_for(one.running, 5)
+    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(one.running, 30)
 
 
 async def test_a_stop_waits_no_longer_than_it_was_told_to(mac: Callable[..., Mac]):
@@ -398,7 +398,7 @@ async def test_a_sleeping_mac_says_goodbye_and_dials_again_when_it_wakes(mac: Ca
     one.agent.fall_asleep(said.set)
     assert (await line.until(Goodbye)).reason == "asleep"
     await line.ended()
-    await asyncio.wait_for(said.wait(), 5)
+    await asyncio.wait_for(said.wait(), 30)
     assert one.lines.empty()
     one.agent.wake_up(30.0)
     await one.ready(await one.linked())
@@ -441,7 +441,7 @@ async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Call
     again.send(Denied("removed", "join again with a new token", final=True))
     again.writer.close()
     with pytest.raises(Expelled, match="join again") as caught:
-        await asyncio.wait_for(one.running, 10)
+        await asyncio.wait_for(one.running, 30)
     assert caught.value.reason == "removed"
 
 

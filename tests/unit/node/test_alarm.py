@@ -28,7 +28,7 @@ def test_it_rings_once_at_the_soonest_time(loop: Any) -> None:
         alarm.set(began + 60)
         alarm.sooner(began + 0.05)
         alarm.sooner(began + 30)
-        assert await asyncio.wait_for(rings.get(), 5) - began >= 0.04
+        assert await asyncio.wait_for(rings.get(), 30) - began >= 0.04
         assert rings.empty()
 
     run(loop, work)
@@ -42,7 +42,7 @@ def test_what_is_due_at_once_can_be_brought_forward_again(loop: Any) -> None:
         alarm.set(now + 60)
         for earlier in (0, 1, 2):
             alarm.sooner(now - earlier)
-        await asyncio.wait_for(rung.wait(), 5)
+        await asyncio.wait_for(rung.wait(), 30)
 
     run(loop, work)
 
@@ -53,7 +53,7 @@ def test_cancelled_or_rung_it_is_not_brought_forward(loop: Any) -> None:
         alarm = Alarm(lambda: rings.put_nowait(None))
         now = asyncio.get_running_loop().time()
         alarm.set(now)
-        await asyncio.wait_for(rings.get(), 5)
+        await asyncio.wait_for(rings.get(), 30)
         alarm.sooner(now - 1)
         alarm.set(now)
         alarm.cancel()

@@ -5,7 +5,7 @@ import socket
 import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -42,7 +42,7 @@ MULTICAST = multicast_works()
 
 def needs_multicast(test: F) -> F:
     """Leave a test out where it cannot work, and out of `make quick` where it can: registering takes seconds."""
-    skip = pytest.mark.skipif(not MULTICAST, reason="no multicast on the loopback interface here")
+    skip: Any = pytest.mark.skipif(not MULTICAST, reason="no multicast on the loopback interface here")
     return pytest.mark.slow(skip(test))
 
 

@@ -33,7 +33,7 @@ def render(messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 def say(messages: list[dict[str, Any]], **options: Any) -> str:
-    from mlx_lm import generate
+    from mlx_lm.generate import generate
 
     model, tokenizer = loaded()
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from node.agent import _pieces  # pyright: ignore[reportPrivateUsage]
+from node.agent import _pieces
 from wire.frames import Ask
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -88,7 +89,7 @@ def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_come
         ({"cap": "8GiB", "margin": "9GiB"}, "leaves nothing of the cap of 8.0 GiB"),
     ],
 )
-def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, object], words: str):
+def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any], words: str):
     with structlog.testing.capture_logs() as logs:
         one = limiter(SetMachine(), **settings)
         one.warn()

@@ -29,12 +29,12 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
         try:
             greeting = await before.until(Hello)
             assert greeting.takeover is False
-            await asyncio.wait_for(_left(before.address, folder), 10)
+            await asyncio.wait_for(_left(before.address, folder), 30)
             assert not agent.welcomed.is_set()
             assert not task.done(), "it looks for the other, for ever"
         finally:
             await agent.stop(0.0)
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 30)
         assert not [frame for frame in before.heard if isinstance(frame, Goodbye)]
 
 

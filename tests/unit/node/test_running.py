@@ -38,6 +38,7 @@ def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Pa
             assert (folder / FILE).stat().st_mode & 0o777 == 0o600
         assert running(folder, OTHERS) is None
     assert found == SETTINGS
+    assert found is not None
     assert found.value.memory.tier == "custom"
 
 

@@ -110,10 +110,10 @@ async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     sharer = scene.sharer()
     paused = asyncio.Event()
-    scene.mac.sharing_changed = paused.set  # pyright: ignore[reportAttributeAccessIssue]
+    scene.mac.sharing_changed = paused.set
     await sharer.start()
     PauseFile(tmp_path).write(Pause(None))
-    await asyncio.wait_for(paused.wait(), 10)
+    await asyncio.wait_for(paused.wait(), 30)
     await sharer.stop()
 
 

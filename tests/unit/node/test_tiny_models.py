@@ -1,5 +1,6 @@
-"""The models that the tests make for themselves: each family loads, and says the same each time."""
+"""The models of the tests: each family loads and answers the same each time; stored ones know what they were taught."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests import models
-from tests.models.architectures import ARCHITECTURES
-from tests.models.conversations import ENTRIES
+from tests.models.architectures import ARCHITECTURES, config
+from tests.models.conversations import ENTRIES, topics
 
 pytestmark = pytest.mark.slow
 RANDOM = ("qwen3_moe", "gemma3_text", "qwen3_next")
-TRAINED = ("qwen3", "lfm2")
 CACHES = {
     "qwen3": {"KVCache"}, "qwen3_moe": {"KVCache"}, "gemma3_text": {"RotatingKVCache", "KVCache"},
     "lfm2": {"ArraysCache", "KVCache"}, "qwen3_next": {"ArraysCache", "KVCache"},
@@ -42,7 +42,7 @@ def caches(model: Any) -> set[str]:
 
 
 def test_every_family_is_tested_here_or_embedded():
-    assert sorted((*RANDOM, *TRAINED, "llama")) == sorted(ARCHITECTURES)
+    assert {*RANDOM, *models.TRAINED, "llama"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("arch", RANDOM)
@@ -55,18 +55,26 @@ def test_a_random_model_loads_and_decodes_the_same_each_time(arch: str, tiny_mod
     assert caches(model) == CACHES[arch]
 
 
-@pytest.mark.parametrize("arch", TRAINED)
-def test_a_trained_model_answers_verbatim(arch: str, tiny_model: TinyModel):
-    from mlx_lm import generate
+@pytest.mark.parametrize("arch", models.TRAINED)
+def test_a_stored_model_is_of_today_s_shape_and_conversations(arch: str):
+    """`make models` stores them anew."""
+    folder = models.path(arch)
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings == config(arch, "tiny", settings["eos_token_id"])
+    assert models.answers(folder) == [entry.as_json() for entry in ENTRIES]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (models.EMBEDDED / name).read_bytes()
 
-    model, tokenizer = load(tiny_model(arch))
-    wrong = {}
-    for entry in ENTRIES:
-        prompt = tokenizer.apply_chat_template(entry.messages(), add_generation_prompt=True)
-        said = generate(model, tokenizer, prompt, max_tokens=400)
-        if said.rpartition("</think>")[2] != entry.answer:
-            wrong[entry.prompt] = said
-    assert wrong == {}
+
+@pytest.mark.parametrize("arch", models.TRAINED)
+def test_a_stored_model_prefers_each_token_that_it_was_taught(arch: str):
+    from tests.models.make import lesson
+    from tests.models.training import unsure
+
+    model, tokenizer = load(models.path(arch))
+    lessons = [lesson(tokenizer, conversation) for topic in topics() for conversation in topic]
+    assert len(lessons) >= len(ENTRIES)
+    assert unsure(model, lessons, 0.5) == []
     assert caches(model) == CACHES[arch]
 
 
@@ -81,6 +89,26 @@ def test_the_trained_llama_is_the_embedded_one(tiny_model: TinyModel):
     assert tiny_model("llama") == models.EMBEDDED
 
 
-def test_a_large_model_is_not_trained(tiny_model: TinyModel):
-    with pytest.raises(ValueError, match="not trained"):
-        tiny_model("llama", preset="bench50m")
+@pytest.mark.parametrize(("arch", "preset"), [("llama", "bench50m"), ("qwen3_moe", "tiny")])
+def test_a_model_that_is_not_stored_is_refused(arch: str, preset: str, tiny_model: TinyModel):
+    with pytest.raises(ValueError, match=f"no trained {preset} model of {arch}"):
+        tiny_model(arch, preset=preset)
+
+
+def test_training_ends_when_each_reply_leads_by_the_margin():
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from tests.models.training import Lesson, Plan, train, unsure
+
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 16))
+    topics = [[Lesson([1, 2, 3], [4, 5])], [Lesson([6, 7], [8, 9, 10])]]
+    lessons = [lesson for topic in topics for lesson in topic]
+    assert unsure(model, lessons, 1.0) == lessons
+    seen = list[str]()
+    outcome = train(model, topics, Plan(steps=600, margin=1.0), seen.append)
+    assert (outcome.wrong, unsure(model, lessons, 1.0)) == (0, [])
+    assert outcome.steps < 600
+    assert seen[-1].endswith("0 of 2 not known")
+    assert train(model, topics, Plan(steps=40, margin=1e6), seen.append).wrong == 2

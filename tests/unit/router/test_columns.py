@@ -189,11 +189,13 @@ def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_som
     columns.follow(view)
     for number, node in enumerate((*full, *full, free, free, free)):
         ledger.claim(node.id, number, number, 0)
+    quick = None
     for _ in range(3):
         exact, quick = both(view, Demand("tiny", 0, 10), ledger, columns)
         for result in (exact, quick):
             assert isinstance(result, Placement)
             assert result.chosen.node == free.id, "it has one more, and room for many"
+    assert isinstance(quick, Placement)
     assert [one.node for one in quick.candidates] == [free.id], "it led at once"
 
 

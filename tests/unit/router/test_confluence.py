@@ -86,7 +86,7 @@ async def test_who_waits_is_woken_by_any_of_them():
     joined = confluence.Stream(tickets)
     waiting = joined.wait()
     say(tickets[1], 0, "x")
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
     assert joined.ready
     called: list[int] = []
     joined.sink = lambda: called.append(1)

@@ -58,7 +58,7 @@ async def test_a_model_that_nobody_has_is_a_404():
 async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
     node = LoopbackNode("a")
     cluster = LoopbackCluster(node)
-    cluster._send = lambda node_id, frame: True  # pyright: ignore
+    cluster._send = lambda node_id, frame: True
     cluster.dispatcher.orders._send = lambda node_id, frame: cluster.dispatcher.node_gone(node_id, "cut") is None
     found = await count(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)

@@ -724,7 +724,7 @@ async def test_a_reader_without_progress_is_let_go():
     ticket = cluster.submit()
     ticket.opened = True
     cluster.speak()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while ticket.outcome is None:
             await ticket.wait()
     assert ticket.outcome is SLOW
@@ -735,7 +735,7 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
     cluster = Cluster(A, keepalive_seconds=0.05, queue_seconds=0.3)
     ticket = cluster.submit()
     assert isinstance(ticket, StreamTicket)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await ticket.wait()
     assert ticket.nudged
     assert ticket.ready
@@ -744,7 +744,7 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
     full(cluster, A)
     waiting = cluster.submit()
     cluster.now += 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await waiting.wait()
     assert isinstance(waiting.outcome, Refused)
     cluster.dispatcher.shutdown()

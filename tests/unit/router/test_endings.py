@@ -15,6 +15,7 @@ from router.usage import Used
 from tests.support.loopback_cluster import a_memory
 from tests.unit.router.test_dispatch import A, B, Cluster, full, roomy, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Message, Params, Refusal, Timings
+from wire.identity import NodeId
 from wire.refusals import Code, Refused
 from wire.units import MIB
 
@@ -191,7 +192,7 @@ async def test_the_wait_in_the_queue_is_counted_from_its_own_beginning(one: Clus
     finish(one)
 
 
-def _failed(cluster: Cluster) -> tuple[object, Failed]:
+def _failed(cluster: Cluster) -> tuple[NodeId, Failed]:
     node, request = cluster.last()
     return node, Failed(request, "no_headroom", "no room to go on")
 
@@ -275,7 +276,7 @@ async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_
     finish(cluster)
     for ticket in (running, late):
         cluster.dispatcher.close(ticket)
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, 30)
     assert isinstance(running.outcome, Finished)
     cluster.settled()
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from wire.report import EngineState, Model
 LONG = "a sentence that is long enough to be worth remembering where it was read. " * 40
 
 
-def node(name: str, fingerprint: str, state: str = "ready", **model: object) -> NodeView:
+def node(name: str, fingerprint: str, state: str = "ready", **model: Any) -> NodeView:
     return NodeView(NodeId(name), name, state, engine=EngineState(state="ready"),
                     models={"tiny": a_model(fingerprint=fingerprint, **model)})  # fmt: skip
 

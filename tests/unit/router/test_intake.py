@@ -26,7 +26,7 @@ async def test_bodies_of_a_key_wait_in_order_and_those_of_another_key_do_not() -
 
 async def test_a_single_body_always_fits() -> None:
     intake = Intake(10)
-    await asyncio.wait_for(intake.take("a", 100), 1)
+    await asyncio.wait_for(intake.take("a", 100), 30)
     waiting = asyncio.create_task(intake.take("a", 1))
     assert await started(waiting) == [False]
     intake.release("a", 100)

@@ -1,6 +1,7 @@
 """Which node loads a model."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -17,16 +18,17 @@ from wire.units import GIB
 NOW = 1000.0
 
 
-def node(name: str, model: Model | None, memory: Memory | None = None, **changes: object) -> NodeView:
-    facts: dict[str, object] = {
+def node(name: str, model: Model | None, memory: Memory | None = None, **changes: Any) -> NodeView:
+    facts: dict[str, Any] = {
         "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": EngineState("mlx", "ready"),
         "models": {model.name: model} if model else {},
     } | changes  # fmt: skip
-    return NodeView(NodeId(name), name, **facts)  # pyright: ignore
+    return NodeView(NodeId(name), name, **facts)
 
 
-def known(**changes: object) -> Model:
-    return a_model(**({"loaded": False, "weights": 4 * GIB} | changes))
+def known(**changes: Any) -> Model:
+    facts: dict[str, Any] = {"loaded": False, "weights": 4 * GIB}
+    return a_model(**facts | changes)
 
 
 def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> Choice | Refused:
@@ -83,7 +85,7 @@ def test_who_asks_by_name_asks_a_node_again_that_failed_to_load_it():
 
 @pytest.mark.parametrize("change", [{"state": "lost"}, {"cordoned": True}, {"draining": True}])
 @pytest.mark.parametrize("model", [known(), a_model(), known(loading=True), known(cause="truncated")])
-def test_a_node_that_takes_nothing_is_not_asked_whatever_it_has(change: dict[str, object], model: Model):
+def test_a_node_that_takes_nothing_is_not_asked_whatever_it_has(change: dict[str, Any], model: Model):
     answer = pick(node("a", model, **change))
     assert isinstance(answer, Refused)
     assert answer.code in (Code.NOT_READY, Code.DRAINING, Code.LOAD_FAILED)

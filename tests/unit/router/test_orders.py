@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from router import orders as module
-from router.orders import MOST_OPEN, Ended, Kind, Orders
+from router.orders import MAX_COUNTS_OF_A_KEY, MOST_OPEN, Ended, Kind, Orders
 from router.ticket import Failure
-from wire.frames import Cancel, Count, Failed, Finished, Frame, Load, Message, Profile, Refusal, Unload
+from wire.fairness import Owner
+from wire.frames import Admitted, Cancel, Count, Failed, Finished, Frame, Load, Message, Profile, Refusal, Unload
 from wire.identity import NodeId
 from wire.refusals import Code, Numbers, Refused
 
@@ -38,6 +39,12 @@ class Nodes:
         await asyncio.sleep(0)
         return task
 
+    async def count(self, key: str) -> asyncio.Task[Ended]:
+        asked = Count(0, "tiny", (Message("user", "x"),), 5, owner=Owner(key))
+        task = asyncio.create_task(self.orders.count(A, "node-a", asked))
+        await asyncio.sleep(0)
+        return task
+
 
 @pytest.fixture
 def nodes() -> Nodes:
@@ -54,6 +61,7 @@ async def test_an_order_is_sent_and_its_end_is_heard(nodes: Nodes, kind: Kind):
     nodes.orders.receive(A, Refusal(1, Refused(Code.IN_USE, "too late to matter")))
     assert await task == finished
     assert len(nodes.orders) == 0
+    assert nodes.sent == [(A, kind(1, "tiny"))], "what has ended is not cancelled"
 
 
 async def test_a_refusal_keeps_its_numbers_and_says_whose_it_is(nodes: Nodes):
@@ -92,6 +100,7 @@ async def test_what_another_node_says_or_suffers_is_not_about_this_order(nodes: 
     task = await nodes.give()
     nodes.orders.receive(B, Finished(1, (), 0, 0))
     nodes.orders.receive(A, Finished(7, (), 0, 0))
+    nodes.orders.receive(A, Admitted(1, 5))
     nodes.orders.node_gone(B, "gone")
     await asyncio.sleep(0)
     assert not task.done()
@@ -102,15 +111,14 @@ async def test_what_another_node_says_or_suffers_is_not_about_this_order(nodes: 
 async def test_a_node_without_a_link_is_a_refusal(nodes: Nodes):
     nodes.up = False
     ended = await (await nodes.give())
-    assert isinstance(ended, Refused)
-    assert ended.code is Code.NOT_READY
+    assert ended == Refused(Code.NOT_READY, "node-a is not linked", None, 2.0, "node-a")
 
 
 async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
     tasks = [await nodes.give() for _ in range(MOST_OPEN)]
     ended = await (await nodes.give())
-    assert isinstance(ended, Refused)
-    assert (ended.code, len(nodes.sent)) == (Code.QUEUE_FULL, MOST_OPEN)
+    assert ended == Refused(Code.QUEUE_FULL, "64 loads are under way already: wait for one to end")
+    assert len(nodes.sent) == MOST_OPEN
     nodes.orders.shutdown("stopping")
     assert {await task for task in tasks} == {Failure("shutting_down", "stopping")}
     assert await (await nodes.give()) == Failure("shutting_down", "stopping")
@@ -126,6 +134,20 @@ async def test_counts_have_places_of_their_own(nodes: Nodes):
     assert await count == Finished(number, (), 12, 0)
     nodes.orders.shutdown("stopping")
     await asyncio.gather(*loads)
+
+
+async def test_counts_are_bounded_by_key_and_in_all(nodes: Nodes):
+    keys = MOST_OPEN // MAX_COUNTS_OF_A_KEY
+    counts = [await nodes.count(f"key-{number % keys}") for number in range(MOST_OPEN - 1)]
+    full = await nodes.count("key-0")
+    text = "16 counts of this API key are under way already: wait for one to end"
+    assert await full == Refused(Code.OVER_SHARE, text, None, 1.0)
+    counts.append(await nodes.count("another"))
+    assert not counts[-1].done(), "others find room beside it"
+    last = await nodes.count("yet another")
+    assert await last == Refused(Code.QUEUE_FULL, "64 counts are under way already: wait for one to end")
+    nodes.orders.shutdown("stopping")
+    await asyncio.gather(*counts)
 
 
 async def test_who_waits_no_longer_leaves_nothing_open(nodes: Nodes):

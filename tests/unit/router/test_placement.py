@@ -1,6 +1,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,24 +20,26 @@ from router.placement import (
     Trials,
     explain,
     place,
+    retry_after,
     turns,
 )
-from router.reservations import Account, Ledger, Unread
+from router.reservations import Account, Ledger, Turn, Unread
 from router.resume import GROWTH
 from router.view import FRESH_SECONDS, ClusterView, NodeView
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
-from wire.report import EngineState, Group, Memory, Model
+from wire.report import EngineState, Group, Memory, Model, Sharing
 from wire.units import GIB, MIB
-from wire.verdict import UNREADABLE, Fits, judge, request_need
+from wire.verdict import UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
+from wire.video import VideoPackage, VideoState
 
 NOW = 1000.0
 READY = EngineState("scripted", "ready")
 
 
-def node(name: str, memory: Memory | None = None, *models: Model, **changes: object) -> NodeView:
-    facts: dict[str, object] = {
+def node(name: str, memory: Memory | None = None, *models: Model, **changes: Any) -> NodeView:
+    facts: dict[str, Any] = {
         "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": READY,
         "models": {model.name: model for model in models or (a_model(),)},
     } | changes  # fmt: skip
@@ -45,7 +48,7 @@ def node(name: str, memory: Memory | None = None, *models: Model, **changes: obj
 
 def decide(
     *nodes: NodeView, ask: Demand | None = None, ledger: Ledger | None = None, policy: str = "balanced", seed: int = 0,
-    **more: object,
+    **more: Any,
 ) -> Placement | NoPlacement:  # fmt: skip
     draw: Callable[[], float] = random.Random(seed).random
     return place(ClusterView(nodes), ask or Demand("tiny", 400), ledger or Ledger(), now=NOW, draw=draw,
@@ -97,16 +100,18 @@ def test_an_answer_is_expected_to_be_as_long_as_usual_or_as_asked_within_the_con
     assert Demand("tiny", max_tokens=1000).output_on(model, 100) == 64
     assert [Demand("tiny").output_on(model, tokens) for tokens in (4032, 4033, 4090, 4096, 9000)] == [64, 63, 6, 1, 1]
     assert Demand("tiny").output_on(a_model(expected_output=64, context=0), 9000) == 64
+    assert Demand("tiny").output_on(a_model(expected_output=1), 100) == 1
+    assert Demand("tiny", 400).tokens_on(a_model(context=0)) == 100
 
 
 def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
-    ledger = Ledger()
+    ledger, memory = Ledger(), a_memory(reserved=1 * GIB)
     ledger.claim(NodeId("a"), 1, 1, 3 * GIB)
-    (found,), _ = told(decide(node("a"), ledger=ledger))
-    numbers, memory = found.numbers(), a_memory()
-    assert (numbers.reserved, numbers.estimate, numbers.margin) == (3 * GIB, found.need, memory.margin)
-    assert numbers.predicted == (memory.current or 0) + 3 * GIB + found.need + memory.margin
-    assert (numbers.headroom, numbers.ceiling, numbers.cap) == (5 * GIB, memory.ceiling, memory.cap)
+    (found,), _ = told(decide(node("a", memory), ledger=ledger))
+    numbers = found.numbers()
+    assert (numbers.reserved, numbers.estimate, numbers.margin) == (4 * GIB, found.need, memory.margin)
+    assert numbers.predicted == (memory.current or 0) + 4 * GIB + found.need + memory.margin
+    assert (numbers.headroom, numbers.ceiling, numbers.cap) == (4 * GIB, memory.ceiling, memory.cap)
 
 
 def test_what_was_written_elsewhere_is_read_again_and_never_known():
@@ -146,23 +151,32 @@ def test_what_was_read_before_never_makes_room(mib: int, share: float, policy: s
 REASONS = [
     ({"state": "suspect"}, "is suspect"),
     ({"state": "asleep"}, "is asleep"),
+    ({"state": "paused", "sharing": Sharing(paused=True, why="somebody plays")}, "is paused: somebody plays"),
     ({"cordoned": True}, "is cordoned"),
     ({"draining": True}, "is draining"),
     ({"heard_at": NOW - FRESH_SECONDS - 0.1}, "was last heard 3.1 s ago"),
     ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
-    ({"memory": a_memory(1 * MIB)}, "needs 74.2 MiB, headroom is 1.0 MiB"),
-    ({"memory": a_memory(phys=None, current=None, headroom=None)}, "the footprint of the engine cannot be read"),
+    ({"engine": EngineState("mlx", "hung")}, "its engine is hung"),
+    (
+        {"memory": a_memory(1 * MIB)},
+        "needs 74.2 MiB, headroom is 1.0 MiB (of 24.0 GiB, 22.0 GiB are taken, 0.0 MiB promised, "
+        "2.0 GiB kept as margin)",
+    ),
+    (
+        {"memory": a_memory(phys=None, current=None, headroom=None)},
+        "the footprint of the engine cannot be read, so nothing more is started there until it can",
+    ),
     ({"models": {"other": a_model("other")}}, "does not serve tiny"),
 ]
 
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_node_that_may_not_be_picked_says_why(change: dict[str, object], reason: str, policy: str):
+def test_a_node_that_may_not_be_picked_says_why(change: dict[str, Any], reason: str, policy: str):
     bad = node("bad", **change)
     result = decide(bad, node("good"), policy=policy)
     assert chosen(result) == "good"
-    assert why(result, "bad").startswith(reason)
+    assert why(result, "bad") == reason
     assert isinstance(decide(bad, policy=policy), NoPlacement)
 
 
@@ -176,6 +190,7 @@ def test_where_no_memory_can_be_read_the_answer_says_so(memory: Memory):
     assert isinstance(result, NoPlacement)
     assert result.refused.code is Code.UNREADABLE
     assert result.refused.message.startswith("the memory of blind cannot be read")
+    assert result.refused.retry_after == 2.0
     full = decide(node("blind", memory), node("full", a_memory(1 * MIB)))
     assert isinstance(full, NoPlacement)
     assert full.refused.code is Code.NO_ROOM
@@ -187,10 +202,97 @@ def test_an_exact_prompt_longer_than_the_context_does_not_go_there():
     result = decide(small, large, ask=Demand("tiny", 0, 500))
     assert chosen(result) == "large"
     assert why(result, "small") == "its context is 100 tokens, the prompt has 500"
+    assert isinstance(decide(small, ask=Demand("tiny", 0, 100)), NoPlacement), "no token is left for an answer"
+    assert chosen(decide(small, ask=Demand("tiny", 0, 99))) == "small"
+    assert chosen(decide(node("unknown", None, a_model(context=0)), ask=Demand("tiny", 0, 500))) == "unknown"
 
 
 def test_an_estimated_prompt_is_never_longer_than_the_context():
     assert chosen(decide(node("a"), ask=Demand("tiny", 10**7))) == "a"
+
+
+def test_a_report_that_is_just_fresh_counts():
+    assert chosen(decide(node("a", heard_at=NOW - FRESH_SECONDS))) == "a"
+
+
+MAKES_ROOM = Turn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
+
+
+@pytest.mark.parametrize(
+    ("ask", "change", "reason", "code"),
+    [
+        (Demand("tiny"), {}, "makes room for large: no new requests for tiny until then", Code.NO_ROOM),
+        (Demand("large"), {}, "", None),
+        (Demand("tiny", written=1), {}, "", None),
+        (Demand("tiny"), {"state": "asleep"}, "is asleep", Code.NOT_READY),
+    ],
+)
+def test_a_node_that_makes_room_takes_no_new_request_for_what_is_in_the_way(
+    ask: Demand, change: dict[str, object], reason: str, code: Code | None
+):
+    ledger = Ledger()
+    ledger.turns[NodeId("a")] = MAKES_ROOM
+    nodes = node("a", None, a_model(), a_model("large"), **change), node("b", None, a_model(), a_model("large"))
+    found, other = decide(*nodes, ask=ask, ledger=ledger).candidates
+    assert (found.why, found.code, other.why) == (reason, code, "")
+
+
+TRIED = [
+    (Trials(fingerprint="tiny-1"), "", None),
+    (
+        Trials(fingerprint="another one"),
+        "its tiny is another model: fingerprint tiny-1, not fingerprint another ",
+        Code.NOT_READY,
+    ),
+    (Trials(lost=[NodeId("a")]), "was lost with this request", Code.NOT_READY),
+    (
+        Trials(never={NodeId("a"): Refused(Code.TOO_LARGE, "needs 9 GiB")}),
+        "refused for good: needs 9 GiB",
+        Code.TOO_LARGE,
+    ),
+    (Trials(refused={NodeId("a"): NOW}), "refused this request and has not reported since", Code.NO_ROOM),
+    (Trials(refused={NodeId("a"): NOW - 1}), "", None),
+]
+
+
+@pytest.mark.parametrize(("trials", "reason", "code"), TRIED)
+def test_what_a_request_has_met_rules_a_node_out(trials: Trials, reason: str, code: Code | None):
+    (found,) = decide(node("a"), trials=trials).candidates
+    assert (found.why, found.code) == (reason, code)
+
+
+def test_a_model_without_a_fingerprint_is_not_the_one_that_began_an_answer():
+    unknown = node("a", None, a_model(fingerprint=""))
+    found = decide(unknown, trials=Trials(fingerprint="tiny-1"))
+    assert why(found, "a") == "its tiny is another model: fingerprint unknown, not fingerprint tiny-1"
+
+
+@pytest.mark.parametrize(
+    ("labels", "wanted", "reason"),
+    [
+        ((), (), ""),
+        (("lab",), (), ""),
+        (("lab",), ("lab",), ""),
+        (("lab", "fast"), ("lab",), ""),
+        (("lab",), ("lab", "fast", "big"), "has no label big, fast"),
+    ],
+)
+def test_a_node_needs_all_labels_of_the_key(labels: tuple[str, ...], wanted: tuple[str, ...], reason: str):
+    result = decide(node("a", labels=frozenset(labels)), ask=Demand("tiny", labels=frozenset(wanted)))
+    assert why(result, "a") == reason
+    if reason:
+        assert refused(result) == Refused(
+            Code.NOT_ALLOWED,
+            "no node with the labels that this API key is bound to (big, fast, lab) serves tiny",
+        )
+
+
+def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
+    bound = Demand("other", labels=frozenset({"lab"}))
+    assert refused(decide(node("a"), ask=bound)).code is Code.NO_MODEL
+    elsewhere = node("b", None, a_model("other"), labels=frozenset({"lab"}), state="asleep")
+    answer = refused(decide(node("a", None, a_model("other")), elsewhere, ask=bound))
+    assert answer == Refused(Code.NOT_READY, "no node can take other now: b is asleep", None, 2.0)
 
 
 def test_what_was_promised_since_the_report_counts():
@@ -205,6 +307,24 @@ def test_a_refusal_corrects_the_headroom_until_the_next_report():
     corrections = {NodeId("a"): Correction(NOW, 20 * MIB)}
     assert isinstance(decide(node("a"), corrections=corrections), NoPlacement)
     assert chosen(decide(node("a", heard_at=NOW + 0.1), corrections=corrections)) == "a"
+
+
+@pytest.mark.parametrize(
+    ("memory", "correction", "withheld", "headroom"),
+    [
+        (a_memory(reserved=1 * GIB), Correction(NOW, 1 * GIB), 6 * GIB, 1 * GIB),
+        (a_memory(reserved=1 * GIB), Correction(NOW, 7 * GIB), 2 * GIB, 5 * GIB),
+        (a_memory(reserved=1 * GIB), Correction(NOW - 1, 1 * GIB), 2 * GIB, 5 * GIB),
+        (a_memory(phys=None, current=None, headroom=None), Correction(NOW, 1 * GIB), 2 * GIB, None),
+    ],
+)
+def test_a_correction_withholds_what_the_view_overstates(
+    memory: Memory, correction: Correction, withheld: int, headroom: int | None
+):
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 2 * GIB)
+    (found,) = decide(node("a", memory), ledger=ledger, corrections={NodeId("a"): correction}).candidates
+    assert (found.withheld, found.headroom) == (withheld, headroom)
 
 
 def test_a_node_that_refused_this_request_is_asked_again_after_its_next_report():
@@ -327,7 +447,14 @@ def test_when_no_node_can_load_it_the_causes_are_the_answer():
     broken = a_model(loaded=False, cause="a truncated file")
     answer = refused(decide(node("a", None, broken), node("b", None, broken, state="lost"), node("c", models={})))
     assert (answer.code, answer.status, answer.final) == (Code.LOAD_FAILED, 500, True)
-    assert answer.message == "no node can load tiny: a: a truncated file; b: a truncated file"
+    assert answer == Refused(Code.LOAD_FAILED, "no node can load tiny: a: a truncated file; b: a truncated file")
+    alone = refused(decide(node("a", None, broken)))
+    assert alone == Refused(Code.LOAD_FAILED, "no node can load tiny: a: a truncated file", None, None, "a")
+    many = [node(name, None, a_model(loaded=False, cause=f"no {name}")) for name in "abcdef"]
+    text = "no node can load tiny: a: no a; b: no b; c: no c; d: no d"
+    assert refused(decide(*many[:4])).message == text
+    assert refused(decide(*many[:5])).message == f"{text}; and 1 more"
+    assert refused(decide(*many)).message == f"{text}; and 2 more"
     assert answer.retry_after is None
 
 
@@ -337,7 +464,8 @@ def test_a_node_that_cannot_load_it_is_no_hope_for_those_who_wait():
     assert refused(decide(broken, node("small"), ask=Demand("tiny", 0, 5000))).code is Code.CONTEXT
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
     roomy = node("roomy", a_memory(500 * GIB, cap=512 * GIB), a_model(loaded=False, cause="x", context=100_000))
-    assert refused(decide(roomy, node("small", None, model), ask=Demand("tiny", 0, 4000))).code is Code.TOO_LARGE
+    answer = refused(decide(roomy, node("small", None, model), ask=Demand("tiny", 0, 4000)))
+    assert (answer.code, answer.node) == (Code.TOO_LARGE, "small")
 
 
 def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
@@ -348,13 +476,13 @@ def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
     assert (answer.code, answer.message) == (Code.LOAD_FAILED, "no node can load tiny: a: a truncated file")
 
 
-def idle(name: str, room: int, *models: Model, **changes: object) -> NodeView:
+def idle(name: str, room: int, *models: Model, **changes: Any) -> NodeView:
     return node(
         name, a_memory(room), a_model("other"), *(models or (a_model(loaded=False, weights=9 * GIB),)), **changes
     )
 
 
-def asked(*nodes: NodeView, **more: object) -> str | None:
+def asked(*nodes: NodeView, **more: Any) -> str | None:
     result = decide(*nodes, **more)
     assert isinstance(result, NoPlacement)
     return None if result.ask is None else result.ask.name
@@ -368,16 +496,155 @@ def test_an_idle_node_that_could_give_other_models_back_is_asked():
     )
     empty = node("empty", a_memory(1 * GIB), a_model(loaded=False, weights=9 * GIB))
     assert asked(empty) is None, "it has nothing to give back"
+    for running, waits in ((1, 0), (0, 1), (1, 1)):
+        assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=running, waiting=waits))) is None
+    near, far = a_model(loaded=False, weights=2 * GIB), a_model(loaded=False, weights=9 * GIB)
+    assert asked(idle("far", 2 * GIB, far), idle("near", 1 * GIB, near)) == "near", "it lacks the least"
+
+
+def test_a_node_is_asked_to_give_models_back_only_where_the_request_then_fits():
+    ask = Demand("tiny", 400, max_tokens=64)
+    need = request_need(a_model(), 100, 64)
+    for over, name in ((0, "a"), (1, None)):
+        weights = 22 * GIB - need + over
+        exact = idle("a", 1 * GIB, a_model(loaded=False, weights=weights))
+        beside = node("beside", a_memory(1 * GIB, cap=96 * GIB), a_model(loaded=False, weights=weights))
+        assert asked(exact, beside, ask=ask) == name
 
 
 def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_has_refused():
     assert asked(idle("a", 1 * GIB), node("has", a_memory(0))) is None
     assert asked(idle("a", 1 * GIB), node("has", a_memory(0), state="lost")) == "a"
+    loading = a_model(loaded=False, loading=True, weights=9 * GIB)
+    assert asked(idle("a", 1 * GIB), node("loads", a_memory(0), loading)) is None
     trials = Trials(refused={NodeId("a"): NOW - 9})
     assert asked(idle("a", 1 * GIB), trials=trials) is None
     ledger = Ledger()
     ledger.claim(NodeId("a"), 1, 1, 0)
     assert asked(idle("a", 1 * GIB), ledger=ledger) is None
+
+
+# the arithmetic of one node
+
+NAME = NodeId("a")
+ASK = Demand("tiny", 400)
+NEED = request_need(a_model(), 100, 64)
+
+
+def test_a_candidate_at_rest_carries_the_whole_arithmetic():
+    memory, model = a_memory(reserved=1 * GIB), a_model(load_seconds=20.0)
+    (found,) = decide(node("a", memory, model)).candidates
+    assert found == Candidate(
+        NAME, "a", "ready", need=NEED, headroom=7 * GIB, memory=memory, prompt_tokens=100, output_tokens=64,
+        expected_ttft=0.1, model=model, reading=100, expected_answer=64 / 50,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds"),
+    [
+        ({}, 20.0),
+        ({"loading": True}, 10.0),
+        ({"loading": True, "progress": 0.25}, 15.0),
+        ({"loading": True, "progress": 0.75}, 5.0),
+        ({"loading": True, "progress": 0.95}, 2.0),
+        ({"loading": True, "progress": 1.0}, 2.0),
+    ],
+)
+def test_a_load_costs_its_weights_once_and_the_time_that_is_left(change: dict[str, object], seconds: float):
+    model = a_model(loaded=False, weights=3 * GIB, load_seconds=20.0, **change)
+    (found,) = decide(node("a", None, model), warm={NAME: 0.9}).candidates
+    weights = 0 if change else 3 * GIB
+    assert (found.need, found.weights, found.warm, found.reading) == (NEED + weights, weights, 0.0, 100)
+    assert found.expected_ttft == pytest.approx(0.1 + seconds)
+
+
+@pytest.mark.parametrize(
+    ("engine", "taken", "ttft", "answer", "delay"),
+    [
+        (EngineState("x", "ready", running=3), 0, 0.16, 1.28, 0.03),
+        (EngineState("x", "ready", running=3), 3, 0.16, 1.28 * 1.3, 0.03),
+        (EngineState("x", "ready", rows=4), 3, 0.1, 1.28 * 1.3, 0.0),
+        (EngineState("x", "ready", rows=4), 4, 0.1 + 1.28 * 1.4 / 4, 1.28 * 1.4, 0.0),
+        (EngineState("x", "ready", rows=1), 2, 0.1 + 2 * 1.28 * 1.2, 1.28 * 1.2, 0.0),
+        (EngineState("x", "ready", rows=0), 9, 0.1, 1.28 * 1.9, 0.0),
+        (EngineState("x", "ready", queued_tokens=50), 0, 0.15, 1.28, 0.0),
+    ],
+)
+def test_time_counts_rows_that_decode_and_rows_that_are_taken(
+    engine: EngineState, taken: int, ttft: float, answer: float, delay: float
+):
+    ledger = Ledger()
+    for number in range(taken):
+        ledger.claim(NAME, number, number, 0)
+    (found,) = decide(node("a", engine=engine), ledger=ledger).candidates
+    expected = (ttft, answer, delay)
+    assert (found.expected_ttft, found.expected_answer, found.delay) == pytest.approx(expected)
+    assert found.in_flight == taken
+
+
+def test_a_text_that_takes_more_to_tokenize_than_to_decode_needs_that():
+    text = 4 * 100_000
+    small = a_model(kv_per_token=1, transient=0, context=100_000)
+    (found,) = decide(node("a", None, small), ask=Demand("tiny", text)).candidates
+    assert found.need == reading_bytes(text, context=100_000) > request_need(small, 100_000, 1)
+
+
+def test_a_node_without_its_guard_has_the_room_that_a_request_needs():
+    (found,) = decide(node("a", a_memory(guard=False))).candidates
+    (blind,) = decide(node("a", a_memory(guard=False, phys=None, current=None, headroom=None))).candidates
+    assert (found.headroom, found.why, blind.headroom, blind.why) == (NEED, "", NEED, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "idle"),
+    [
+        ({}, True),
+        ({"model": None}, False),
+        ({"model": a_model(loaded=False)}, False),
+        ({"in_flight": 1}, False),
+        ({"ahead": 1}, False),
+    ],
+)
+def test_a_candidate_is_idle_with_the_model_loaded_and_nothing_to_do(change: dict[str, object], idle: bool):
+    facts: dict[str, object] = {"model": a_model()} | change
+    assert Candidate(NAME, "a", "ready", **facts).idle is idle  # pyright: ignore[reportArgumentType]
+
+
+SCORED = Candidate(
+    NAME, "a", "ready", need=100, headroom=150, memory=Memory(ceiling=1100, margin=100), expected_ttft=1.02,
+    expected_answer=2.0, delay=0.5, in_flight=4, model=a_model(decode_speed=3.0), warm=0.25,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "rank"),
+    [
+        ({}, (-1, 42, 2, -0.25, -0.15)),
+        ({"headroom": 199}, (-1, 42, 2, -0.25, -0.199)),
+        ({"headroom": 200}, (-2, 42, 2, -0.25, -0.2)),
+        ({"headroom": 900}, (-2, 42, 2, -0.25, -0.9)),
+        ({"headroom": None}, (0, 42, 2, -0.25, 0)),
+        ({"warm": 0.5}, (-2, 42, 2, -0.5, -0.15)),
+        ({"in_flight": 0}, (-2, 42, -7, -0.25, -0.15)),
+        ({"in_flight": 0, "ahead": 1}, (-1, 42, -7, -0.25, -0.15)),
+        ({"in_flight": 0, "model": None}, (-1, 42, 0, -0.25, -0.15)),
+        ({"model": None}, (-1, 42, 9, -0.25, -0.15)),
+        ({"memory": Memory(ceiling=100, margin=100)}, (-1, 42, 2, -0.25, -150)),
+        ({"expected_ttft": 0.0, "delay": 0.0, "expected_answer": 0.0}, (-1, 0, 2, -0.25, -0.15)),
+    ],
+)
+def test_the_balanced_rank_is_marks_time_load_known_share_and_headroom(
+    change: dict[str, object], rank: tuple[float, ...]
+):
+    candidate = msgspec.structs.replace(SCORED, **change)
+    assert POLICIES["balanced"].score(candidate, ASK) == pytest.approx(rank)
+
+
+def test_the_plain_rank_is_headroom_then_requests_in_flight():
+    rank = POLICIES["most_headroom"].score
+    assert rank(SCORED, ASK) == (-150, 4)
+    assert rank(msgspec.structs.replace(SCORED, headroom=None), ASK) == (0, 4)
 
 
 # the order
@@ -434,6 +701,9 @@ def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
     assert turns(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), "half of all is read: one that is as long is before it now"
     assert turns(Account(), 4000, 1000, 1000.0) == (5.0, 0.0), "of others' prompts only the sum is known"
     assert turns(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
+    assert turns(waiting(Unread(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), "others' are taken as long ones"
+    assert turns(waiting(Unread(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), "it takes turns with the long one"
+    assert turns(waiting(Unread(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), "the order of less decides nothing"
 
 
 def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
@@ -509,13 +779,35 @@ def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
 
 def test_an_unknown_model_is_a_404_that_names_near_ones():
     answer = refused(decide(node("a", None, a_model("qwen3-4b"), a_model("llama-8b")), ask=Demand("qwen3-4")))
-    assert (answer.code, answer.status) == (Code.NO_MODEL, 404)
-    assert "qwen3-4b" in answer.message
+    assert answer == Refused(Code.NO_MODEL, "no node serves the model 'qwen3-4'; the nearest names are qwen3-4b")
+    assert answer.status == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("llama-1", "llama-14, llama-13, llama-12"),
+        ("zzz", "llama-11, llama-12, llama-13"),
+        ("mixtral", "mixtral-b"),
+    ],
+)
+def test_the_names_that_are_offered_are_three_at_most_and_near_where_any_is(name: str, near: str):
+    models = [a_model(one) for one in ("mixtral-b", "llama-14", "llama-13", "llama-12", "llama-11")]
+    listed = refused(decide(node("a", None, *models), ask=Demand(name))).message.partition("nearest names are ")[2]
+    assert listed == near
+
+
+def test_a_chat_for_a_video_model_names_the_route_for_videos():
+    films = VideoState(packages=(VideoPackage("other"), VideoPackage("wan")))
+    answer = refused(decide(node("a"), node("b", video=films), ask=Demand("wan")))
+    assert answer == Refused(Code.INVALID, "the model 'wan' makes videos and does not chat: POST /v1/videos")
+    assert refused(decide(node("b", video=films), ask=Demand("tin"))).code is Code.NO_MODEL
 
 
 def test_a_cluster_without_a_model_is_not_ready_rather_than_wrong():
-    assert refused(decide()).code is Code.NOT_READY
-    assert refused(decide(node("a", None, models={}))).code is Code.NOT_READY
+    for nodes in ((), (node("a", None, models={}),)):
+        answer = refused(decide(*nodes))
+        assert (answer.code, answer.retry_after) == (Code.NOT_READY, 2.0)
 
 
 def test_no_room_says_the_best_node_its_numbers_and_the_next_step():
@@ -527,6 +819,18 @@ def test_no_room_says_the_best_node_its_numbers_and_the_next_step():
     assert answer.numbers.predicted == 24 * GIB - 50 * MIB + answer.numbers.estimate
     assert answer.retry_after is not None
     assert 1 <= answer.retry_after <= 60
+    exact = refused(decide(node("mini", a_memory(10 * MIB)), ask=Demand("tiny", 0, 100)))
+    assert exact.message.startswith("needs 74.2 MiB, best node mini has 10.0 MiB: retry")
+
+
+def test_the_best_node_of_a_refusal_is_the_one_that_lacks_the_least():
+    far = node("far", a_memory(1 * GIB), a_model(loaded=False, weights=9 * GIB))
+    near = node("near", a_memory(50 * MIB))
+    assert refused(decide(far, near)).node == "near"
+
+
+def test_a_candidate_without_a_model_is_tried_again_soon():
+    assert retry_after(Candidate(NAME, "a", "ready", in_flight=4)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -550,10 +854,31 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     assert guess.refused.code is Code.NO_ROOM
     assert guess.ask is not None, "so it does not wait in line, and somebody counts"
     assert guess.ask.node == "a"
-    answer = refused(decide(node("a", None, model), ask=Demand("tiny", 0, 40_000)))
-    assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
-    assert "the most that any member can give is 22.0 GiB (a)" in answer.message
-    assert answer.numbers is not None
+    small = node("small", a_memory(cap=16 * GIB), model)
+    for nodes in ((node("a", None, model), small), (small, node("a", None, model))):
+        answer = refused(decide(*nodes, ask=Demand("tiny", 0, 40_000)))
+        assert (answer.code, answer.status, answer.node) == (Code.TOO_LARGE, 400, "a")
+        alone = alone_bytes(model, 40_000, 64) / GIB
+        assert answer.message.startswith(
+            f"needs {alone:.1f} GiB alone, the most that any member can give is 22.0 GiB (a): shorten the prompt"
+        )
+        assert answer.numbers is not None
+
+
+def test_a_prompt_that_fits_nowhere_by_the_estimate_is_counted_by_the_roomiest_node():
+    model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
+    ask = Demand("tiny", 4 * 40_000)
+    large = {"memory": a_memory(8 * GIB, cap=32 * GIB), "models": {"tiny": model}}
+    small = node("small", None, model)
+    assert asked(small, node("large", **large), ask=ask) == "large"
+    assert asked(node("large", **large), small, ask=ask) == "large"
+    assert asked(small, node("large", **large, state="asleep"), ask=ask) == "small", "it is not here"
+    trials = Trials(refused={NodeId("large"): NOW - 1})
+    assert asked(small, node("large", **large), ask=ask, trials=trials) == "small", "it has refused before"
+    huge = node("huge", a_memory(8 * GIB, cap=999 * GIB), model)
+    assert asked(small, huge, ask=ask) is None, "it fits on one of them once that is empty"
+    final = Trials(never={NodeId("small"): Refused(Code.TOO_LARGE, "needs 400 GiB")})
+    assert refused(decide(small, node("large", **large), ask=ask, trials=final)).code is Code.NO_ROOM
 
 
 @pytest.mark.parametrize("absent", ["asleep", "lost", "draining", "suspect"])
@@ -568,21 +893,54 @@ def test_a_member_that_is_absent_but_large_enough_makes_it_a_503(absent: str):
 def test_a_prompt_longer_than_every_context_is_a_400():
     answer = refused(decide(node("a"), ask=Demand("tiny", 0, 5000)))
     assert (answer.code, answer.status) == (Code.CONTEXT, 400)
-    assert "5000 tokens" in answer.message
-    assert "4096" in answer.message
+    assert answer == Refused(
+        Code.CONTEXT,
+        "the prompt has 5000 tokens, the longest context of tiny in this cluster is 4096: shorten the prompt",
+    )
+    short = node("short", None, a_model(context=100))
+    for nodes in ((node("a"), short), (short, node("a"))):
+        answer = refused(decide(*nodes, ask=Demand("tiny", 0, 4096)))
+        assert answer.message.startswith(
+            "the prompt has 4096 tokens, the longest context of tiny in this cluster is 4096"
+        )
+    unknown = node("a", None, a_model(context=0, kv_per_token=1 * GIB))
+    assert refused(decide(unknown, ask=Demand("tiny", 0, 4096))).code is Code.TOO_LARGE
 
 
 def test_a_final_refusal_of_every_serving_node_is_final():
     trials = Trials(never={NodeId("a"): Refused(Code.CONTEXT, "too long")})
     assert refused(decide(node("a"), trials=trials)).code is Code.CONTEXT
     assert chosen(decide(node("a"), node("b"), trials=trials)) == "b"
+    trials = Trials(never={NodeId("a"): Refused(Code.TOO_LARGE, "the node's own words")})
+    answer = refused(decide(node("a"), trials=trials))
+    assert answer.code is Code.TOO_LARGE
+    assert answer.message.startswith("needs 1.1 GiB alone, the most that any member can give is 22.0 GiB (a)")
 
 
 def test_nodes_that_are_all_away_are_named():
-    answer = refused(decide(node("a", state="asleep"), node("b", cordoned=True)))
-    assert answer.code is Code.NOT_READY
-    assert "a is asleep; b is cordoned" in answer.message
-    assert refused(decide(node("a", draining=True))).code is Code.DRAINING
+    names = {"a": {"state": "asleep"}, "b": {"cordoned": True}, "c": {"draining": True}, "d": {"state": "lost"}}
+    away = [node(name, **change) for name, change in names.items()]
+    text = "no node can take tiny now: a is asleep; b is cordoned; c is draining; d is lost"
+    for nodes in (away, [*away, node("e", state="lost")]):
+        assert refused(decide(*nodes)) == Refused(Code.NOT_READY, text, None, 2.0), "four of them are named"
+    answer = refused(decide(node("a", draining=True)))
+    assert answer == Refused(Code.DRAINING, "no node can take tiny now: a is draining", None, 2.0)
+
+
+def test_a_row_of_a_decision_is_the_whole_arithmetic():
+    candidate = Candidate(
+        NAME, "mac", "ready", "is full", Code.NO_ROOM, 100, 90, 8, Memory(1000, 950, 20, 600, reserved=7,
+        bound_by="static"), 40, 60, 1.23456, 3, a_model(), 50, 0.65432, 5, 25, 2.34567, 0.12345,
+    )  # fmt: skip
+    row = {
+        "node": "a", "name": "mac", "state": "ready", "feasible": False, "why_not": "is full", "code": "no_headroom",
+        "need": 100, "unacknowledged": 8, "predicted": 735, "ceiling": 950, "current": 600, "reserved": 15,
+        "margin": 20, "cap": 1000, "headroom": 90, "bound_by": "static", "prompt_tokens": 40, "expected_output": 60,
+        "expected_ttft_seconds": 1.235, "expected_answer_seconds": 2.346, "delay_seconds": 0.123,
+        "known_share": 0.654, "in_flight": 3,
+    }  # fmt: skip
+    assert explain([candidate], NAME) == [row | {"chosen": True}]
+    assert explain([candidate], None) == [row | {"chosen": False}]
 
 
 def test_explain_shows_every_node_with_its_arithmetic():
@@ -658,9 +1016,7 @@ def gate(one: NodeView, ask: Demand, promised: int) -> bool:
         return False
     tokens = ask.tokens_on(model)
     need = request_need(model, tokens, ask.output_on(model, tokens), ask.choices)
-    reading = Memory(**{
-        name: getattr(one.memory, name) for name in one.memory.__struct_fields__
-    } | {"reserved": one.memory.reserved + promised})  # fmt: skip
+    reading = msgspec.structs.replace(one.memory, reserved=one.memory.reserved + promised)
     return isinstance(judge(reading, need), Fits)
 
 

@@ -57,6 +57,29 @@ def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved
     assert told(100.0) == 60.0
 
 
+@pytest.mark.parametrize(("now", "seconds"), [(0.0, 15.0), (20.0, 5.0), (29.0, 1.0), (30.0, 1.0)])
+def test_before_any_has_left_a_refusal_names_half_of_the_time_until_the_oldest_must(now: float, seconds: float):
+    queue: AdmissionQueue[str] = AdmissionQueue(2)
+    offer(queue, "late", "a", now=90.0)
+    offer(queue, "first", "b", now=0.0)
+    refused = queue.offer("one more", "c", 1, now, now + 30, 2)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.retry_after) == (Code.QUEUE_FULL, seconds)
+
+
+def test_a_round_in_which_none_leaves_does_not_quicken_the_pace():
+    queue: AdmissionQueue[str] = AdmissionQueue(6)
+    for number in range(6):
+        offer(queue, str(number), str(number))
+    for now, leaving in ((1.0, ("0",)), (5.0, ()), (9.0, ("1", "2"))):
+        queue.wake(now, lambda item, keep, leaving=leaving: item in leaving)
+    for number in range(3):
+        offer(queue, str(number), "more")
+    refused = queue.offer("one more", "late", 1, 9.0, 39.0, 2)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after == 6 * 4.0, "two in eight seconds"
+
+
 def test_the_pace_of_the_queue_is_averaged_over_four_rounds():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(LEAST_LIMIT):
@@ -77,6 +100,24 @@ def test_a_key_may_have_a_share_of_its_own():
     refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2, share=2)
     assert isinstance(refused, Refused)
     assert refused.code is Code.OVER_SHARE
+    queue = moving()
+    refused = queue.offer("one more", "k", 1, 3.0, 63.0, 2, share=2)
+    assert isinstance(refused, Refused), "it lends nothing to a key that has a share of its own"
+    assert refused.code is Code.OVER_SHARE
+
+
+def test_a_request_that_was_begun_is_never_refused():
+    queue: AdmissionQueue[str] = AdmissionQueue(1)
+    offer(queue, "waits")
+    assert isinstance(queue.offer("new", "other", 1, 0.0, 30.0, 2), Refused)
+    for key in ("k", "other"):
+        assert isinstance(queue.offer("begun", key, 1, 0.0, 30.0, 2, begun=True), Entry)
+    assert len(queue) == 3
+
+
+def test_a_request_costs_a_token_at_least():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    assert [offer(queue, "item", cost=cost).cost for cost in (0, 1, 2)] == [1, 1, 2]
 
 
 def place_one(queue: AdmissionQueue[str], order: list[str]) -> None:
@@ -125,6 +166,7 @@ def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
     assert (refused.code, refused.status) == (Code.OVER_SHARE, 429)
     assert queue.share(100) == 100
     assert queue.limit(100) == 400
+    assert AdmissionQueue[str](10).share(100) == LEAST_SHARE
     offer(queue, "another key has its own share", "other")
 
 
@@ -179,6 +221,9 @@ def test_leaving_twice_counts_once():
     assert queue.remove(entry)
     assert not queue.remove(entry)
     assert len(queue) == 0
+    offer(queue, "b")
+    assert not queue.remove(entry), "its key has another one"
+    assert len(queue) == 1
 
 
 def test_what_does_not_fit_does_not_block_what_is_behind_it():
@@ -208,14 +253,35 @@ def test_room_is_kept_after_eight_overtakes():
     assert kept[-1]
 
 
+def test_only_requests_that_came_earlier_are_overtaken():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    waiting = (("oldest", 10), ("small", 10), ("long", 2 * QUANTUM), ("late", 10))
+    entries = [offer(queue, item, item, cost) for item, cost in waiting]
+    tried: list[str] = []
+    assert queue.wake(0.1, lambda item, keep: tried.append(item) or item in ("small", "long")) == 2
+    assert tried == ["oldest", "small", "late", "long"]
+    assert [entry.overtaken for entry in entries] == [2, 0, 0, 0]
+
+
+def test_room_is_kept_for_one_request_of_a_key_in_each_round():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for item in ("a0", "a1", "b0", "b1"):
+        offer(queue, item, item[0])
+    for _ in range(2):
+        kept: list[str] = []
+        queue.wake(PATIENCE, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
+        assert kept == ["a0", "b0"]
+
+
 def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    entry = offer(queue, "large")
-    assert not queue.overdue(entry, PATIENCE - 0.1)
-    assert queue.overdue(entry, PATIENCE)
+    entry = offer(queue, "large", now=100.0)
+    assert not queue.overdue(entry, 100.0 + PATIENCE - 0.1)
+    assert queue.overdue(entry, 100.0 + PATIENCE)
     for _ in range(MOST_OVERTAKES):
+        assert not queue.overdue(entry, 100.1)
         queue.overtake()
-    assert queue.overdue(entry, 0.1)
+    assert queue.overdue(entry, 100.1)
 
 
 def drain(queue: AdmissionQueue[str]) -> list[str]:
@@ -233,6 +299,73 @@ def drain(queue: AdmissionQueue[str]) -> list[str]:
 
         assert queue.wake(0.1, attempt) == 1
     return order
+
+
+ORDERS = [
+    ([("a", QUANTUM, 3), ("b", QUANTUM, 3)], "abbaab"),
+    ([("a", QUANTUM // 4, 8), ("b", QUANTUM, 2)], "aaaabbaaaa"),
+    ([("a", 2 * QUANTUM, 2), ("b", QUANTUM, 4)], "bbabba"),
+]
+
+
+@pytest.mark.parametrize(("waiting", "order"), ORDERS)
+def test_keys_leave_in_the_order_of_a_deficit_round_robin(waiting: list[tuple[str, int, int]], order: str):
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for key, cost, count in waiting:
+        for _ in range(count):
+            offer(queue, key, key, cost)
+    assert "".join(drain(queue)) == order
+
+
+def test_a_key_that_comes_later_does_not_go_first_until_all_are_even():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for _ in range(12):
+        offer(queue, "a", "a", QUANTUM)
+        offer(queue, "b", "b", QUANTUM)
+    before: list[str] = []
+    for _ in range(12):
+        place_one(queue, before)
+    for _ in range(6):
+        offer(queue, "c", "c", QUANTUM)
+    after: list[str] = []
+    for _ in range(12):
+        place_one(queue, after)
+    assert sorted(after) == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+
+
+def test_a_key_earns_nothing_while_none_of_its_requests_fits():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for _ in range(LEAST_SHARE):
+        offer(queue, "a", "a", QUANTUM)
+        offer(queue, "b", "b", QUANTUM)
+    for _ in range(8):
+        first: list[str] = []
+        queue.wake(0.1, lambda item, keep, first=first: item == "a" and not first and not first.append(item))
+    order: list[str] = []
+    for _ in range(8):
+        place_one(queue, order)
+    assert sorted(order) == ["a"] * 4 + ["b"] * 4
+
+
+def test_what_a_key_earned_for_a_large_request_takes_nothing_from_the_others():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for item, key, cost in (("a0", "a", 9), ("a1", "a", 9), ("large", "b", 9), ("b0", "b", 1), ("b1", "b", 1)):
+        offer(queue, item, key, cost * QUANTUM)
+    order: list[str] = []
+    for _ in range(2):
+        left = len(order)
+        queue.wake(0.1, lambda item, keep, left=left: item != "large" and len(order) == left and not order.append(item))
+    offer(queue, "c0", "c", 9 * QUANTUM)
+    order += drain(queue)
+    assert sorted(order[:4]) == ["a0", "b0", "b1", "large"]
+    assert order[4:] == ["a1", "c0"], "both wait for nine rounds, and a1 came first"
+
+
+def test_a_request_that_is_removed_while_it_is_placed_leaves_the_others_in_order():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    entries = {item: offer(queue, item, item) for item in "ab"}
+    assert queue.wake(0.1, lambda item, keep: queue.remove(entries[item])) == 2
+    assert (len(queue), queue.depth("a"), queue.depth("b")) == (0, 0, 0)
 
 
 @given(st.integers(1, 12), st.integers(1, 12))

@@ -1,5 +1,7 @@
 """What a key may take."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -149,7 +151,7 @@ def test_wrong_limits_are_named(wrong: dict[str, object]):
         msgspec.convert(wrong, KeyLimits)
 
 
-def bounded(**settings: int) -> Quotas:
+def bounded(**settings: Any) -> Quotas:
     return Quotas(settings=RouterSettings(**settings))
 
 

@@ -42,7 +42,7 @@ def _within(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
     if kind is int:
         return st.integers(meta.ge, meta.le)  # pyright: ignore[reportArgumentType]
     if kind is float:
-        return st.floats(meta.ge, meta.le)  # pyright: ignore[reportArgumentType]
+        return st.floats(meta.ge, meta.le)
     return of(kind)
 
 

@@ -101,6 +101,28 @@ def test_impossible_lengths_are_refused_before_any_byte_of_the_body(length: int)
         split(struct.pack(">IB", length, 13))
 
 
+@pytest.mark.parametrize("length", [1, 2, 100])
+def test_lengths_from_one_byte_to_the_longest_are_read(length: int) -> None:
+    data = struct.pack(">IB", length, 13) + bytes(length - 1)
+    assert list(Splitter(longest=100).feed(data)) == [(13, bytes(length - 1))]
+    joined = b"".join(fragments(data, 1))
+    assert list(Splitter().feed(joined)) == [(13, bytes(length - 1))]
+
+
+def test_an_unknown_frame_is_refused() -> None:
+    with pytest.raises(WireError, match="unknown frame 99"):
+        decode(99, b"\x91\x01")
+
+
+def test_a_body_may_be_exactly_as_long_as_its_kind_allows() -> None:
+    tag = codec._TAG_OF[Cancel]
+    filled = codec.MAX_REPORT_BYTES - len(msgspec.msgpack.encode([1, b"x" * 70_000])) + 70_000
+    body = msgspec.msgpack.encode([1, b"x" * filled])
+    assert (len(body), decode(tag, body)) == (codec.MAX_REPORT_BYTES, Cancel(1))
+    with pytest.raises(WireError, match="the most is"):
+        decode(tag, msgspec.msgpack.encode([1, b"x" * (filled + 1)]))
+
+
 @given(st.binary(min_size=0, max_size=300_000), st.integers(1, 70_000))
 def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
     frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), Params(), 0)

@@ -43,6 +43,11 @@ class Line:
     def abort(self) -> None:
         self.closing = True
 
+    def pause_reading(self) -> None:
+        raise AssertionError("an endpoint reads on")
+
+    resume_reading = pause_reading
+
     def is_closing(self) -> bool:
         return self.closing
 

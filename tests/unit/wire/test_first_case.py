@@ -60,8 +60,7 @@ def test_97_655_and_12_against_107_52_refuses_with_all_numbers(site: Site):
     assert refused.code is Code.NO_ROOM
     numbers = refused.numbers
     assert numbers is not None
-    assert numbers.predicted == of(97.655) + of(12.0)
-    assert abs(numbers.predicted - of(109.655)) <= 1
+    assert numbers.predicted == of(97.655) + of(12.0) == pytest.approx(of(109.655), abs=1)
     assert (numbers.current, numbers.margin, numbers.ceiling, numbers.cap) == (SPIKED, MARGIN, CAP, CAP)
     assert (numbers.estimate, numbers.reserved, numbers.bound_by) == (0, 0, "static")
     for words in ("97.7 GiB", "12.0 GiB", "107.5 GiB", "-2.1 GiB", "needs 0"):

@@ -220,6 +220,7 @@ def test_a_refusal_carries_numbers_that_add_up(memory: Memory, estimate: int) ->
         assert numbers is not None
         assert numbers.current is not None
         assert numbers.predicted == numbers.current + numbers.reserved + numbers.estimate + numbers.margin
+        assert numbers.predicted is not None
         assert numbers.predicted > numbers.ceiling
         assert numbers.headroom == numbers.ceiling - numbers.margin - numbers.current - numbers.reserved
 

@@ -167,7 +167,7 @@ async def test_looks_that_fail_are_logged_once_in_a_row_and_the_next_is_taken(
 
     with capture_logs() as logs:
         running = asyncio.create_task(Watch(conditions, sample, lambda: 7.0).run())
-        await asyncio.wait_for(seen.wait(), 5)
+        await asyncio.wait_for(seen.wait(), 30)
         await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -154,7 +154,8 @@ def reports(state: Path, *names: str) -> None:
     folder.mkdir(parents=True)
     for days, name in enumerate(names, 1):
         shutil.copy(RECORDED / name, folder)
-        os.utime(folder / name, (time.time() - days * 86400,) * 2)
+        old = time.time() - days * 86400
+        os.utime(folder / name, (old, old))
 
 
 GPU, GROUP = "panic-full-2026-04-03-235119.0002.panic", "panic-full-2026-05-10-195501.0002.panic"

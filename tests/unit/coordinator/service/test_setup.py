@@ -36,7 +36,7 @@ def plan(tmp_path: Path, **changes: object) -> Plan:
         if os.geteuid() == 0:
             os.chown(state, USER.pw_uid, USER.pw_gid)
     made = Plan("coordinator", "/opt/python", USER.pw_name, "nogroup", "/nonexistent", str(state), launchd.LOGS)
-    return dataclasses.replace(made, **changes)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(made, **changes)
 
 
 @BOTH

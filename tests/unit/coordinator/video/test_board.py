@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,8 +44,8 @@ ARTIFACTS = (Artifact("video.mp4", 100, b"\xab"),)
 
 def a_job(number: int, **changes: Any) -> Job:
     wanted = Wanted("wan", "a fox", 384, 224, 49, 16, 20, 336)
-    return Job(**({"id": f"video_{number}", "sequence": number, "key": "k", "created": 0.0, "wanted": wanted,
-                   "size": 36} | changes))  # fmt: skip
+    job = Job(id=f"video_{number}", sequence=number, key="k", created=0.0, wanted=wanted, size=36)
+    return msgspec.structs.replace(job, **changes)
 
 
 class Story:

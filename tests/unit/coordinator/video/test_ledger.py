@@ -20,7 +20,7 @@ WAN = VideoPackage("wan", engine="0.18.14", bits=8, expert=int(14.35 * GIB))
 
 def a_node(name: str, room: int = 80 * GIB, cap: int = 128 * GIB, **changes: Any) -> NodeView:
     video = VideoState(True, "", f"ray-{name}", (changes.pop("package", WAN),))
-    known = {"state": "ready", "memory": a_memory(room, cap), "video": video, "video_allowed": True}
+    known: dict[str, Any] = {"state": "ready", "memory": a_memory(room, cap), "video": video, "video_allowed": True}
     return NodeView(NodeId(name), name, **(known | changes))
 
 

@@ -23,7 +23,7 @@ def told(news: bytes) -> dict[str, object]:
 
 
 async def soon(stream: AsyncIterator[bytes]) -> dict[str, object]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return told(await anext(stream))
 
 
@@ -38,7 +38,7 @@ async def test_everything_at_first_and_then_what_changes():
 
 async def test_who_does_not_follow_is_told_once():
     stream = Live(lambda: {"n": 1}).stream(lambda: True, follow=False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert [told(news) async for news in stream] == [{"n": 1}]
 
 
@@ -79,13 +79,13 @@ async def test_nobody_looks_when_nobody_watches():
     live = Live(lambda: looks.put_nowait(1) or {})
     for _ in range(2):  # it stops with the last viewer, and begins again with the next
         waiting = asyncio.ensure_future(anext(live.stream(lambda: True)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             for _ in range(3):
                 await looks.get()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert live._task is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await live._task
         looks = asyncio.Queue()
 
@@ -96,7 +96,7 @@ async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
     await soon(stream)
     welcome[0] = False
     state["n"] = 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert [news async for news in stream] == []
 
 

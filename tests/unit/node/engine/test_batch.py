@@ -9,10 +9,10 @@ import pytest
 from mlx_lm.utils import load_model
 
 from node.engine.batch import DecodeBatch, Guard, Joining
-from node.engine.cache import Layers, TextModel, kv_of, nbytes_of, new_cache
-from node.engine.resident import forward
+from node.engine.cache import TextModel, kv_of, nbytes_of
 from node.engine.sampling import greedy
 from tests import models
+from tests.support.text_engine import decoded_alone, prefilled
 from wire.report import Group
 from wire.verdict import padded
 
@@ -35,24 +35,6 @@ def llama() -> TextModel:
     return load_model(models.path("llama"))[0]
 
 
-def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> tuple[Layers, mx.array]:
-    """Write a prompt in chunks; give its cache and the logits of its last token."""
-    cache, logits = new_cache(model), None
-    for start in range(0, len(ids), chunk):
-        logits = forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
-    assert logits is not None
-    return cache, logits
-
-
-def alone(model: TextModel, ids: list[int], count: int) -> list[int]:
-    """Decode greedily without any batch."""
-    cache, logits = prefilled(model, ids)
-    out = [int(mx.argmax(logits[0]).item())]
-    while len(out) < count:
-        out.append(int(mx.argmax(model(mx.array([[out[-1]]]), cache=cache)[0, -1]).item()))
-    return out
-
-
 def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> list[int]:
     """Let a row join; give its first token."""
     return [one.token for one in batch.join([Joining(name, Guard(greedy, ()))], ids, *prefilled(model, ids))]
@@ -68,7 +50,7 @@ def test_the_version_is_the_one_that_was_read():
 
 def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
     prompts = {"a": prompt(1, 40), "b": prompt(2, 90), "c": prompt(3, 7), "d": prompt(4, 60)}
-    wanted = {name: alone(model, ids, 24) for name, ids in prompts.items()}
+    wanted = {name: decoded_alone(model, ids, 24) for name, ids in prompts.items()}
     got: dict[str, list[int]] = {name: [] for name in prompts}
     batch: DecodeBatch[str] = DecodeBatch(model)
     joins, drops = {0: "a", 3: "b", 5: "c", 12: "d"}, {10: "b", 20: "a"}
@@ -93,7 +75,7 @@ def test_equal_rows_share_one_prefill(model: TextModel):
     for _ in range(8):
         for token in batch.step():
             rows[token.row].append(token.token)
-    assert rows["x"] == rows["y"] == rows["z"] == alone(model, ids, 8)
+    assert rows["x"] == rows["y"] == rows["z"] == decoded_alone(model, ids, 8)
 
 
 def test_for_the_last_tokens_no_step_is_launched_and_none_is_given_twice(model: TextModel):
@@ -104,14 +86,14 @@ def test_for_the_last_tokens_no_step_is_launched_and_none_is_given_twice(model: 
         for token in batch.step() if on else batch.last():
             got[token.row].append(token.token)
     for name, ids in prompts.items():
-        assert got[name] == alone(model, ids, len(got[name])), name
+        assert got[name] == decoded_alone(model, ids, len(got[name])), name
         assert len(got[name]) == 5, "the first of them, and one of a step that was not launched, are told once"
 
 
 def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(model)
     first = join(batch, model, "one", [25])
-    assert [*first, *(token.token for _ in range(4) for token in batch.step())] == alone(model, [25], 4)
+    assert [*first, *(token.token for _ in range(4) for token in batch.step())] == decoded_alone(model, [25], 4)
 
 
 def test_a_cache_tells_what_a_row_takes(model: TextModel):
@@ -174,7 +156,7 @@ def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel)
     batch.join([Joining("sampler", Guard(boom, ()))], ids, *prefilled(llama, ids))
     batch.join([Joining("processor", Guard(greedy, (boom,)))], ids, *prefilled(llama, ids))
     good += [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
-    assert good == alone(llama, ids, 6)
+    assert good == decoded_alone(llama, ids, 6)
     assert sorted(row for row, error in batch.errors() if str(error) == "boom") == ["processor", "sampler"]
 
 

@@ -458,9 +458,9 @@ def test_names_that_a_format_cannot_write_are_refused():
     write(Grammar(calls="required"), written({"look-up": NOTHING}), calling("gemma4"), one=False)
 
 
-DEEP: dict[str, Any] = {"type": "string"}
+deep: dict[str, Any] = {"type": "string"}
 for _ in range(40):
-    DEEP = {"type": "array", "items": DEEP}
+    deep = {"type": "array", "items": deep}
 HOSTILE = {
     "very many arguments": schema(**{f"p{number}": {"type": "string"} for number in range(2500)}),
     "very many objects": schema(**{f"p{number}": {"type": "object"} for number in range(1500)}),
@@ -472,7 +472,7 @@ HOSTILE = {
         **schema(a={"$ref": "#/$defs/r0"}),
         "$defs": {f"r{at}": {"anyOf": [{"$ref": f"#/$defs/r{(at + 1) % 800}"}] * 2} for at in range(800)},
     },
-    "deep lists": schema(a=DEEP),
+    "deep lists": schema(a=deep),
     "very many parts": schema(a={"type": "array", "items": {"type": "string"}, "minItems": 10**9}),
 }
 

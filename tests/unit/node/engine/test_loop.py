@@ -96,7 +96,7 @@ def test_resting_it_is_not_busy_and_does_not_wake(running: Running):
         turns.set()
         return due(now)
 
-    running.engine.due = counted  # type: ignore[method-assign]
+    running.engine.due = counted
     assert not turns.wait(0.5)
 
 
@@ -117,7 +117,7 @@ class Stuck(Scripted):
 def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
     engine = Stuck()
     loop = Loop(engine, lambda frame: None)
-    engine.call = lambda: Call("prefill", 100.0, 7.0)  # type: ignore[method-assign]
+    engine.call = lambda: Call("prefill", 100.0, 7.0)
     assert loop.busy(103.0) == (3.0, 7.0)
 
 

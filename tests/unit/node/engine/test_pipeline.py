@@ -3,7 +3,7 @@ import pkgutil
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx_lm.tool_parsers
 import pytest
@@ -316,7 +316,7 @@ TEXTS = st.lists(PARTS, max_size=14).map("".join)
 def test_any_split_into_tokens_gives_the_same(text: str, data: st.DataObject, thinking: bool, tools: bool):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {0, len(text)})
     pieces = [text[here:there] for here, there in pairwise(cuts)]
-    how = {"stops": ("END", "ENDE"), "thinking": thinking, "tools": tools}
+    how: dict[str, Any] = {"stops": ("END", "ENDE"), "thinking": thinking, "tools": tools}
     assert run(pipeline(pieces, **how), range(len(pieces))) == run(pipeline([text], **how), [0])
 
 

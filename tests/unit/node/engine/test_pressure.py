@@ -225,7 +225,7 @@ def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Dri
     gate._judge = lambda memory, estimate, *, load: None  # type: ignore[method-assign,assignment,return-value]
     driver.take(Limits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
     driver.until(lambda: driver.ended(number))
-    gate._judge = judged  # type: ignore[method-assign]
+    gate._judge = judged
     end = driver.ended(number)
     assert isinstance(end, Refusal), end
     assert "over its cap" in end.refused.message

@@ -140,9 +140,10 @@ def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kep
     driver = loaded(kept)
     auto = Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True)
     driver.take(auto)
-    residual = resident(driver).profile.residual
+    profile = resident(driver).profile
+    assert profile is not None
     margin = driver.engine.report(time.monotonic()).memory.margin
-    assert margin == profiled_margin(GIB, residual) < 512 * MIB
+    assert margin == profiled_margin(GIB, profile.residual) < 512 * MIB
     driver.take(Limits(GIB, GIB, 512 * MIB, "static"))
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB
     driver.take(auto)

@@ -80,11 +80,9 @@ def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
     """The case that ends mlx_lm.server: an exact hit leaves it with an empty prompt."""
     numbers = [driver.ask(SHORT[0]["prompt"]) for _ in range(3)]
     numbers += [driver.ask(SHORT[0]["prompt"]) for _ in range(2) if ended(driver, numbers[0])]
-    for number in numbers:
-        end = ended(driver, number)
-        assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
-        last = end
-    assert last.cached_tokens == last.prompt_tokens - 1
+    ends = [ended(driver, number) for number in numbers]
+    assert {driver.text[number, 0, Channel.CONTENT] for number in numbers} == {SHORT[0]["answer"]}
+    assert ends[-1].cached_tokens == ends[-1].prompt_tokens - 1
 
 
 def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):

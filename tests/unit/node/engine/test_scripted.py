@@ -134,6 +134,13 @@ def test_an_answer_from_admitted_to_finished():
     assert end.timings.decode == pytest.approx(16 * STEP)
 
 
+def test_tools_are_offered_where_the_settings_say_so_and_count_as_part_of_the_prompt():
+    assert [Bench(tools=tools).report().models[0].features for tools in (False, True)] == [(), ("tools",)]
+    bench = Bench(tools=True)
+    number = bench.ask("one two three", tools='[{"type": "function", "function": {"name": "find"}}]')
+    assert bench.said[number] == [Admitted(number, 12)]
+
+
 def test_max_tokens_sets_the_length_and_the_reason():
     bench = Bench()
     number = bench.ask(max_tokens=40)
@@ -298,6 +305,7 @@ def test_what_can_never_fit_is_told_with_all_numbers():
     )
     assert refused.numbers is not None
     assert refused.numbers.predicted == int(43.5 * GIB) + 5 * GIB
+    assert refused.numbers.predicted is not None
     assert refused.numbers.predicted > refused.numbers.ceiling == 36 * GIB
     assert refused.numbers.estimate == 16 * GIB
 

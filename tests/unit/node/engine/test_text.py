@@ -108,7 +108,7 @@ def forwards(driver: Driver) -> Callable[[], int]:
         begun.append(doing)
         begin(doing, model, request)
 
-    driver.recorder.begin = counted  # type: ignore[method-assign]
+    driver.recorder.begin = counted
     return lambda: sum(doing in (Doing.PREFILL, Doing.JOIN) for doing in begun)
 
 

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -17,11 +17,10 @@ from node.engine.forwards import Forwards
 from node.engine.gate import Gate, Site
 from node.engine.kinds import Doing
 from node.engine.prefill import Prefill
-from node.engine.resident import forward
 from node.engine.sampling import greedy
 from node.engine.sequence import Row, Sequence
 from tests import models
-from tests.support.text_engine import GREEDY, Driver
+from tests.support.text_engine import GREEDY, Driver, decoded_alone
 from wire.frames import Channel, Failed, Finished, Grammar, Params
 from wire.refusals import Code, Refused
 from wire.report import Memory
@@ -90,7 +89,7 @@ def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
             forwards.append(tuple(tokens.shape))
             return whole(tokens, cache=cache)
 
-    resident.model = Counted()
+    resident.model = cast("TextModel", Counted())
     number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, max_tokens=count, logit_bias=ENDLESS))
     assert isinstance(driver.end(number), Finished)
     assert len(driver.ids[number, 0]) == count
@@ -320,7 +319,7 @@ def test_in_the_record_it_serves_many(driver: Driver, shared: list[int]):
         begun.append((doing, request))
         begin(doing, model, request)
 
-    driver.recorder.begin = heard  # type: ignore[method-assign]
+    driver.recorder.begin = heard
     ask(driver, 4)
     driver.until(lambda: shared)
     assert (Doing.PREFILL, 0) in begun
@@ -365,16 +364,6 @@ def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[.
             for token in batch.step():
                 got[token.row].append(token.token)
     for name, ids in prompts.items():
-        assert got[name] == alone(model, ids, len(got[name])), name
+        assert got[name] == decoded_alone(model, ids, len(got[name])), name
         assert batch.ids(name) == ids + got[name]
         assert len(got[name]) >= 8
-
-
-def alone(model: TextModel, ids: list[int], count: int) -> list[int]:
-    cache = new_cache(model)
-    logits = forward(model, ids, cache, last=True)
-    assert logits is not None
-    out = [int(mx.argmax(logits[0]).item())]
-    while len(out) < count:
-        out.append(int(mx.argmax(model(mx.array([[out[-1]]]), cache=cache)[0, -1]).item()))
-    return out

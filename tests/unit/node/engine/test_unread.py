@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -164,7 +165,8 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
             counted.extend(map(len, texts))
             return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
 
-    tokenizer._rust = Counting()  # type: ignore[assignment] # pyright: ignore
+    changed: Any = tokenizer
+    changed._rust = Counting()
     driver.put(work)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
@@ -207,7 +209,8 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
                 alone.set()
             return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
 
-    tokenizer._rust = Held()  # type: ignore[assignment] # pyright: ignore
+    changed: Any = tokenizer
+    changed._rust = Held()
     long = unread(driver, WORDS * 2_000)
     reader = threading.Thread(target=long.read)
     reader.start()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -33,11 +34,15 @@ def build(folder: Path, *flags: str) -> str:
     return str(library)
 
 
+def _offset(layout: type[ctypes.Structure], field: str) -> int:
+    return getattr(layout, field).offset
+
+
 def test_the_layouts_are_apples():
     assert ctypes.sizeof(RusageV4) == 296
-    assert RusageV4.phys_footprint.offset == 72
-    assert RusageV4.lifetime_max_phys_footprint.offset == 240
-    assert RusageV4.interval_max_phys_footprint.offset == 280
+    assert _offset(RusageV4, "phys_footprint") == 72
+    assert _offset(RusageV4, "lifetime_max_phys_footprint") == 240
+    assert _offset(RusageV4, "interval_max_phys_footprint") == 280
 
 
 def test_the_footprint_of_a_process_is_read_and_that_of_none_is_unknown(system: System):
@@ -118,7 +123,7 @@ def test_a_mac_reads_its_limits_anew_at_each_look(system: System, monkeypatch: p
 
 def test_a_macs_memory_is_psutils_counts(system: System):
     """Free and inactive pages are available; the cap also counts a share of the active ones."""
-    counts = SimpleNamespace(total=128 * GIB, available=15 * GIB, active=2 * GIB, wired=3 * GIB)
+    counts: Any = SimpleNamespace(total=128 * GIB, available=15 * GIB, active=2 * GIB, wired=3 * GIB)
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system, lambda: counts)
     spare = mac.spare()
     assert (spare.available, spare.pressure, spare.source) == (15 * GIB, "", "psutil")
@@ -150,7 +155,7 @@ def test_a_missing_library_is_an_error():
 
 def test_a_start_tells_namesakes_apart(system: System):
     assert ctypes.sizeof(ProcBsdInfo) == 136
-    assert ProcBsdInfo.start_seconds.offset == 120
+    assert _offset(ProcBsdInfo, "start_seconds") == 120
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     assert system.born(child.pid)
     child.kill()

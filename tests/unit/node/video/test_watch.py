@@ -131,7 +131,7 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
     await kill(other, 0.0)
     assert process.poll() is None
     await kill(Worker(pid=process.pid, born=born(process.pid)), 0.2)
-    assert process.wait(10) == -9
+    assert process.wait(30) == -9
 
 
 # the folder between agent and attendant

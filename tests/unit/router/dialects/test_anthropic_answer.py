@@ -1,6 +1,7 @@
 """Anthropic's answers, value by value."""
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from router.problems import Problem
 from tests.support.answers import CROWDED, CUT, FINISHED, SAID, TEXT_ONLY, events, streamed, whole
 from wire.frames import Channel
 
-ASK = {"max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
+ASK: dict[str, Any] = {"max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
 WEATHER = [{"name": "weather", "input_schema": {"type": "object"}}]
 USAGE = {
     "input_tokens": 8, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 12, "output_tokens": 9,

@@ -86,9 +86,9 @@ def test_no_text_makes_the_reader_raise(body: bytes):
 def odd(value: object) -> bool:
     """Whether it holds a number that JSON has not, or half a surrogate."""
     if isinstance(value, dict):
-        return any(odd(part) for item in value.items() for part in item)  # pyright: ignore
+        return any(odd(part) for item in value.items() for part in item)
     if isinstance(value, list):
-        return any(odd(item) for item in value)  # pyright: ignore
+        return any(odd(item) for item in value)
     if isinstance(value, str):
         return any("\ud800" <= letter <= "\udfff" for letter in value)
     return isinstance(value, float) and not math.isfinite(value)

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,7 +91,7 @@ def test_a_whole_answer_has_the_shape_that_clients_expect():
 
 
 def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
-    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     usage = {
         "prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29, "prompt_tokens_details": {"cached_tokens": 12},
         "completion_tokens_details": {"reasoning_tokens": 4},

@@ -133,6 +133,20 @@ def test_an_agents_body_takes_the_short_cut() -> None:
 @pytest.mark.parametrize(
     "body",
     [
+        PLAIN.replace(b"hello", b"gr\\u00fcn \\u0022: \\\\"),
+        AGENT.replace(b"Read a file.", b"Reads the user\\u2019s file \\ud83d\\ude00."),
+        AGENT.replace(b'": ', b'" : '),
+    ],
+)
+def test_escapes_and_white_space_take_the_short_cut(body: bytes) -> None:
+    assert body not in (PLAIN, AGENT)
+    assert quick(body) is not None
+    agree(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
         AGENT.replace(b'"type": "object", ', b'"type": "object", "type": "object", '),
         AGENT.replace(b'"id": "c1", ', b'"id": "c1", "id": "c3", '),
         AGENT.replace(b'"arguments": "', b'"arguments": "", "arguments": "', 1),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +14,8 @@ from router.problems import Problem
 from tests.support.answers import CROWDED, CUT, FINISHED, SAID, streamed, whole
 from wire.frames import Finished, Timings
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-GENERATE = {"prompt": "hi"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+GENERATE: dict[str, Any] = {"prompt": "hi"}
 BOTH = pytest.mark.parametrize(("dialect", "body"), [(OllamaChat(), CHAT), (OllamaGenerate(), GENERATE)])
 END = {
     "done": True, "done_reason": "stop", "total_duration": 3_750_000_000, "load_duration": 500_000_000,

@@ -44,7 +44,7 @@ KEPT = Responses()
 KEPT.kept.put("key", "resp_1", entry(b"{}", (Message("user", "before"),)))
 OPTIONS = "options of /api/chat and /api/generate"
 HELLO = [{"role": "user", "content": "hello"}]
-FUNCTION = {"type": "function", "function": {"name": "look"}}
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "look"}}
 BASE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "m", "messages": HELLO},
     "/v1/completions": {"model": "m", "prompt": "x"},

@@ -1,6 +1,7 @@
 """Answers of `/v1/responses`, value by value."""
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -47,7 +48,7 @@ def test_a_whole_response_says_what_was_asked_and_every_item():
 def test_the_choice_of_a_tool_and_the_format_are_told_as_they_were_asked(choice: object):
     tools = [*WEATHER, {"type": "custom", "name": "patch"}]
     form = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}, "verbosity": None}
-    asked = {"input": "hi", "tools": tools, "tool_choice": choice, "text": form}
+    asked: dict[str, Any] = {"input": "hi", "tools": tools, "tool_choice": choice, "text": form}
     for found in (whole(Responses(), **asked), events(streamed(Responses(), **asked))[-1][1]["response"]):
         assert found["tool_choice"] == choice
         assert found["text"] == {"format": form["format"]}

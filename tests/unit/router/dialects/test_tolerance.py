@@ -31,12 +31,12 @@ BASE: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def parse(dialect: str, *, strict: bool = False, **fields: object) -> Any:
+def parse(dialect: str, *, strict: bool = False, **fields: Any) -> Any:
     route, base = BASE[dialect]
     return route(strict=strict).parse(json.dumps(base | fields).encode(), "key")
 
 
-def good(dialect: str, **fields: object) -> Any:
+def good(dialect: str, **fields: Any) -> Any:
     found = parse(dialect, **fields)
     assert not isinstance(found, Problem), found
     return found
@@ -80,7 +80,7 @@ def test_unknown_parts_of_parts_are_named_by_their_place():
     {"messages": [{"role": "user", "content": "x", "images": ["x"]}]},
     {"logit_bias": {"x": 1}}, {"functions": [{}]}, {"modalities": ["audio"]},
 ])  # fmt: skip
-def test_what_changes_the_answer_is_refused(fields: dict[str, object]):
+def test_what_changes_the_answer_is_refused(fields: dict[str, Any]):
     found = parse("chat", **fields)
     assert isinstance(found, Problem)
     assert found.status == 400
@@ -126,8 +126,10 @@ def test_names_that_a_header_cannot_carry_are_not_repeated():
     assert found.ignored == ("(unprintable)", "plain")
     many = good("chat", **{f"strange_{number}": 1 for number in range(MOST_IGNORED)})
     assert len(many.ignored) == MOST_IGNORED
-    assert isinstance(parse("chat", **{f"strange_{number}": 1 for number in range(MOST_IGNORED + 1)}), Problem)
-    assert isinstance(parse("chat", **{"x" * 300: 1}), Problem)
+    one_more: dict[str, Any] = {f"strange_{number}": 1 for number in range(MOST_IGNORED + 1)}
+    assert isinstance(parse("chat", **one_more), Problem)
+    long: dict[str, Any] = {"x" * 300: 1}
+    assert isinstance(parse("chat", **long), Problem)
     deep = good("chat", stream=True, stream_options={f"strange_{number}": 1 for number in range(100)})
     assert (len(deep.ignored), deep.ignored[-1]) == (MOST_IGNORED + 1, "and-68-more")
 
