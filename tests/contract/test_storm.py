@@ -72,5 +72,5 @@ async def test_after_a_storm_the_books_are_balanced_and_the_next_request_is_answ
     cluster.dispatcher.ledger.check()
     assert len(cluster.dispatcher.queue) == 0
     assert cluster.dispatcher.idle
-    assert ends.count("answered") > 20
+    assert ends.count("answered") > 5, "the storm left some alone"
     assert "left" in ends

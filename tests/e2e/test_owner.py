@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import Pool, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SLOW = ("engine.scripted.step_ms=40",)
 
 

@@ -33,7 +33,7 @@ from wire.frames import (
 )
 from wire.report import EngineState, Model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HI = (Message("user", "hi"),)
 
 

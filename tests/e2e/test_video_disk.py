@@ -16,7 +16,7 @@ from tests.support.studio import JOB, Node, flat
 from tests.support.video_peer import CLIP
 from wire.frames import LeaseGranted, LeaseRefused
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @contextmanager

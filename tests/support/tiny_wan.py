@@ -5,6 +5,9 @@ is truly used. Two experts, the picture codec of 16 channels, a text encoder of 
 noise. Sizes are the least that the engine takes: inputs of layers divide by 64, which quantization needs.
 """
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
+# The packages of the video worker are in an environment of its own.
+
 import json
 import sys
 from pathlib import Path
