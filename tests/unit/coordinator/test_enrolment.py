@@ -313,7 +313,7 @@ def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> Membe
     conversation.receive(START, 0.0)
     (enrolled,) = conversation.receive(with_token(cluster, new_request(name).csr, name, machine), 0.0)
     assert isinstance(enrolled, Enrolled)
-    return cluster.store.members[enrolled.node]
+    return cluster.store.members[NodeId(enrolled.node)]
 
 
 def asking(
