@@ -39,6 +39,7 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from machine.private import private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
+_BEGIN = max(len(MAGIC), len(sealed.MAGIC))
 _BESIDES = ("", "-wal", "-shm")
 STARTS = 1000
 """Epochs that a restore leaves to the starts of the other coordinator since the backup: numbers of requests hold the
@@ -125,7 +126,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
 
 
 def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> Source:
-    begins = opened.read(max(len(MAGIC), len(sealed.MAGIC)))
+    begins = opened.read(_BEGIN)
     if begins.startswith(MAGIC):
         opened.seek(len(MAGIC))
         return opened
@@ -252,8 +253,7 @@ def _plan(state: Path, staged: Path, manifest: Manifest, there: Present | None, 
     config = ""
     if (staged / CONFIG).exists():
         config = CONFIG_ASIDE if _other_settings(state / CONFIG, staged / CONFIG) else CONFIG
-        if config != CONFIG:
-            (staged / CONFIG).rename(staged / config)
+        (staged / CONFIG).rename(staged / config)
         install.append(config)
     aside = f"replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
     return Plan(tuple(install), (*remove, MARK), _unused(state, aside)), config

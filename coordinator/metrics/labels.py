@@ -26,7 +26,7 @@ class _Admitted(Generic[T]):
 
     def admits(self, node: NodeId, value: T) -> bool:
         known = self._known.setdefault(node, set())
-        if value not in known and len(known) < self._most:
+        if len(known) < self._most:
             known.add(value)
         return value in known
 

@@ -182,6 +182,7 @@ def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
 
 def test_an_address_is_shown_without_what_could_be_secret():
     assert shown("conditions.webhook", "opensesame") == "(set, not shown)"
+    assert [shown("conditions.webhook", text) for text in ("mailto:ann", "//h.example/x")] == ["(set, not shown)"] * 2
     assert shown("conditions.webhook", "") == ""
     assert shown("http.key", "/etc/key.pem") == "/etc/key.pem"
     assert shown("conditions.webhook", shown("conditions.webhook", "https://h.example/secret")) == "https://h.example/…"

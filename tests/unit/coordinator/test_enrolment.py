@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from cryptography import x509
 
-from coordinator.approvals import LIFE, Approvals
+from coordinator.approvals import LIFE, MOST_WAITING, MOST_WAITING_HERE, Approvals, Waiting
 from coordinator.authority import Authority
-from coordinator.enrolment import PATIENCE, Cluster, Conversation, Enrolment, unique_name
+from coordinator.enrolment import LONGEST, PATIENCE, Cluster, Conversation, Enrolment, unique_name
 from coordinator.ratelimit import RateLimit
 from coordinator.store import MemberRow, Store
 from coordinator.tokens import Tokens
@@ -16,7 +16,7 @@ from node.identity import create, new_request, prove_identity
 from tests.support.enrolment import HARDWARE, Wall
 from wire.certificate import read_certificate
 from wire.codec import encode
-from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
+from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame, Goodbye
 from wire.identity import PROTOCOL, NodeId, commitment, request_mac, short_code, token_key
 from wire.report import Hardware
 
@@ -299,3 +299,172 @@ def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_de
     assert "by its own key" in cluster.store.audit[-2].subject
     cluster.store.deny_serial(row.serial, 1.0, "stolen")
     assert denied(again()) == "machine_taken"
+
+
+def refusal(frames: list[Frame]) -> tuple[str, bool, float]:
+    (frame,) = frames
+    assert isinstance(frame, Denied)
+    return frame.reason, frame.final, frame.retry_after
+
+
+def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> MemberRow:
+    """Let a machine join with a token; return its member."""
+    conversation = talk(cluster)
+    conversation.receive(START, 0.0)
+    (enrolled,) = conversation.receive(with_token(cluster, new_request(name).csr, name, machine), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    return cluster.store.members[NodeId(enrolled.node)]
+
+
+def asking(
+    cluster: Cluster, machine: str = "m1", csr: bytes = b"", opening: bytes = NONCE
+) -> tuple[Conversation, list[Frame]]:
+    """Ask to join with a code; return the conversation and its answer."""
+    conversation, csr = talk(cluster), csr or new_request("air").csr
+    conversation.receive(EnrolStart(PROTOCOL, commitment(opening, csr)), 0.0)
+    return conversation, conversation.receive(Enrol(csr, "air", machine, HARDWARE, opening=opening), 0.0)
+
+
+def test_refusals_that_no_patience_mends_are_final(cluster: Cluster) -> None:
+    csr = new_request("a").csr
+    good = with_token(cluster, csr)
+    wrong = {
+        "bad_name": msgspec.structs.replace(good, name=""),
+        "bad_machine": msgspec.structs.replace(good, machine="m/1"),
+        "token_unknown": msgspec.structs.replace(good, token="abcdefgh"),
+        "bad_request": with_token(cluster, b"junk"),
+        "token_needed": Enrol(csr, "a", "m1", HARDWARE),
+    }
+    for reason, frame in wrong.items():
+        conversation = talk(cluster)
+        conversation.receive(START, 0.0)
+        assert refusal(conversation.receive(frame, 0.0)) == (reason, True, 0.0)
+    assert refusal(asking(cluster, csr=b"junk")[1]) == ("bad_request", True, 0.0)
+    assert refusal(asking(cluster, opening=b"short")[1]) == ("commitment_broken", True, 0.0)
+    rejected, code = pending(cluster)
+    cluster.approvals.reject(code, 1.0)
+    assert refusal(rejected.poll(1.0)) == ("rejected", True, 0.0)
+    assert not cluster.store.members
+
+
+def test_a_connection_may_send_so_many_bytes_and_is_over_after_a_refusal(cluster: Cluster) -> None:
+    start = encode(START)
+    spare = LONGEST - len(encode(Enrol(b"x" * (LONGEST - 300), "a", "m1", HARDWARE)))
+    frame = encode(Enrol(b"x" * (LONGEST - 300 + spare), "a", "m1", HARDWARE))
+    conversation = talk(cluster)
+    assert len(conversation.feed(start, 0.0)) == 1
+    assert conversation.feed(frame[: LONGEST - len(start)], 0.0) == []
+    assert refusal(conversation.feed(b"x", 0.0)) == ("too_long", False, 0.0)
+    assert conversation.feed(b"\xff" * 100, 0.0) == []
+    assert conversation.receive(START, 0.0) == []
+
+
+def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: Cluster) -> None:
+    def answers(*words: Frame | bytes) -> list[str]:
+        data = b"".join(word if isinstance(word, bytes) else encode(word) for word in words)
+        return [one.reason if isinstance(one, Denied) else type(one).__name__ for one in talk(cluster).feed(data, 0.0)]
+
+    assert answers(START, with_token(cluster, new_request("a").csr)) == ["EnrolAuthority", "Enrolled"]
+    assert answers(START, Goodbye("asleep")) == ["EnrolAuthority", "no_certificate"]
+    assert answers(START, START, Goodbye("asleep")) == ["EnrolAuthority", "unexpected"]
+    assert answers(START, b"\xff" * 50) == ["EnrolAuthority", "bad_frame"]
+
+
+def test_an_address_waits_also_for_less_than_a_second(cluster: Cluster) -> None:
+    door = Enrolment(cluster, RateLimit(240, 1))
+    door.converse("10.0.0.7", 0.0)
+    answer = door.converse("10.0.0.7", 0.0)
+    assert isinstance(answer, Denied)
+    assert answer.retry_after == 0.25
+
+
+def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(cluster: Cluster) -> None:
+    row = joined(cluster)
+    conversation, code = pending(cluster)
+    assert [one.replaces for one in cluster.approvals.list(0.0)] == ["studio"]
+    cluster.approvals.approve(code, 1.0)
+    (enrolled,) = conversation.poll(1.0)
+    assert isinstance(enrolled, Enrolled)
+    assert enrolled.node == row.node
+    assert "by an approved code" in cluster.store.audit[-2].subject
+
+
+def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster: Cluster) -> None:
+    conversation, code = pending(cluster)
+    assert [one.replaces for one in cluster.approvals.list(0.0)] == [""]
+    row = joined(cluster)
+    cluster.approvals.approve(code, 1.0)
+    (answer,) = conversation.poll(1.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.final) == ("machine_taken", True)
+    assert "this machine is studio in the pool already" in answer.message
+    assert cluster.store.members == {row.node: row}
+
+
+def test_a_code_replaces_no_member_that_was_linked_meanwhile(cluster: Cluster) -> None:
+    row, linked = joined(cluster), dict[NodeId, str]()
+    conversation, code = pending(replace(cluster, linked_from=lambda node: linked.get(node, "")))
+    linked[row.node] = "10.0.0.2"
+    cluster.approvals.approve(code, 1.0)
+    assert refusal(conversation.poll(1.0)) == ("machine_taken", True, 0.0)
+
+
+def test_a_refused_replacement_is_audited_once_in_a_row(cluster: Cluster) -> None:
+    row = joined(cluster)
+
+    def audited() -> list[tuple[str, str]]:
+        conversation = talk(cluster)
+        conversation.receive(START, 0.0)
+        assert denied(conversation.receive(with_token(cluster, new_request("a").csr), 0.0)) == "machine_taken"
+        return [(act.action, act.subject) for act in cluster.store.audit]
+
+    refused = ("refused to replace", f"studio {row.node} from 10.0.0.7")
+    first = [("joined", f"studio {row.node}")]
+    assert [audited(), audited()] == [[*first, refused]] * 2
+    other = joined(cluster, "m2", "air")
+    assert audited() == [*first, refused, ("joined", f"air {other.node}"), refused]
+
+
+def test_a_full_line_is_told_when_to_ask_again(cluster: Cluster) -> None:
+    for number in range(MOST_WAITING_HERE):
+        asking(cluster, f"m{number}")
+    assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, LIFE)
+
+
+def test_who_gave_way_to_another_address_is_told_so(cluster: Cluster) -> None:
+    first, second = (asking(cluster, f"m{number}")[0] for number in range(2))
+    for number in range(MOST_WAITING - 1):
+        where = f"10.0.1.{number}"
+        cluster.approvals.ask(Waiting(str(number), "x", f"x{number}", HARDWARE, where, LIFE), 0.0)
+    assert refusal(first.poll(0.0)) == ("approvals_full", False, LIFE)
+    assert second.poll(0.0) == []
+
+
+def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster: Cluster) -> None:
+    heard: list[MemberRow] = []
+    told = replace(cluster, enrolled=heard.append)
+    rows = [joined(told, machine) for machine in ("m1", "m2")]
+    assert [row.name for row in rows] == ["studio", "studio-2"]
+    assert heard == rows
+    again, csr = talk(told), new_request("studio").csr
+    again.receive(START, 0.0)
+    token = cluster.tokens.create(replaces=True)
+    asked = Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    (enrolled,) = again.receive(asked, 0.0)
+    assert isinstance(enrolled, Enrolled)
+    assert (enrolled.node, cluster.store.members[rows[0].node].name) == (rows[0].node, "studio")
+    assert cluster.store.audit[-2].subject == f"studio {rows[0].node} from 10.0.0.7 by a token"
+
+
+def test_the_key_of_another_member_proves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    joined(cluster)
+    request, conversation = new_request("air"), talk(cluster)
+    conversation.receive(START, 0.0)
+    (enrolled,) = conversation.receive(with_token(cluster, request.csr, "air", "m2"), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m2")
+    csr, posing = new_request("studio").csr, talk(cluster)
+    certificate, proof = prove_identity(tmp_path / "node", csr)
+    posing.receive(START, 0.0)
+    asked = msgspec.structs.replace(with_token(cluster, csr), certificate=certificate, proof=proof)
+    assert denied(posing.receive(asked, 0.0)) == "machine_taken"

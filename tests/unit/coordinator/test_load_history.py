@@ -98,6 +98,7 @@ def test_only_the_newest_points_are_returned_where_fewer_are_asked_for():
 def test_only_a_mac_whose_report_is_of_now_has_memory(state: State):
     counts = NodeCounts()
     counts.generated_tokens = 7
+    assert node_load(NodeView(A, "a", state), None, 3).in_flight == 3
     found = node_load(NodeView(A, "a", state, memory=Memory(cap=4 * GIB, current=GIB)), counts, 2)
     assert (found.generated_tokens, found.in_flight) == (7, 2)
     measured = state in (State.READY, State.SUSPECT, State.DRAINING)

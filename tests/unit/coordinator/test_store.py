@@ -45,6 +45,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     assert not store.revoke_key("k3", 2.0)
     store.deny_node(NodeId("n2"), 3.0, "removed")
     store.deny_serial("ff", 3.0, "joined again")
+    assert (store.denied(NodeId("n2"), "1"), store.denied(NodeId("n1"), "ff")) == (True, True), "at once"
     for day in ("2026-01-01", "2026-01-02", "2026-01-02"):
         store.count("k1", "tiny", day, Used(1, 0, 100, 50, 10))
     store.note(7.0, "k1", "cordon", "n1")

@@ -151,7 +151,7 @@ def test_a_pool_whose_reports_are_of_trouble_has_the_conditions_of_it():
 
 
 @pytest.mark.parametrize(("failing", "logged"), [((1, 2, 3), 1), ((1, 3), 2), ((), 0)])
-async def test_looks_that_fail_are_logged_once_in_a_row_and_the_next_is_taken(
+async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], logged: int
 ):
     monkeypatch.setattr(watch, "EVERY", 0.0)

@@ -231,7 +231,7 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
         await asyncio.wait_for(over.wait(), 20)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    return len(asked) - 1, list(logs)
+    return len(asked) - 1, [dict(line) for line in logs]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -170,7 +170,7 @@ def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, a
 
 
 def dialling(
-    state: Path, reach: dict[str, int], tools: dict[str, str | None], **examined: Any
+    state: Path, reach: dict[str, int], tools: Mapping[str, str | None], **examined: Any
 ) -> tuple[Here, list[Any]]:
     """Return a Mac, and the addresses that are dialled from it."""
     here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()

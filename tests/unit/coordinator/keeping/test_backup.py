@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import sqlite3
 import stat
@@ -490,3 +491,47 @@ def test_a_file_that_is_not_ours_is_named_and_not_taken(home: tuple[Path, str], 
         back_up(home[0], tmp_path / "b", artifacts=True)
     assert not (tmp_path / "b").exists()
     assert not list(home[0].glob(".backup-*"))
+
+
+@pytest.mark.parametrize("missing", ["cluster.db", "authority/authority.pem"])
+def test_half_of_a_cluster_is_not_backed_up(home: tuple[Path, str], tmp_path: Path, missing: str) -> None:
+    (home[0] / missing).unlink()
+    with pytest.raises(BackupError, match="there is no cluster in"):
+        back_up(home[0], tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_link_or_a_folder_in_the_place_of_a_file_is_named(home: tuple[Path, str], tmp_path: Path, kind: str) -> None:
+    place = home[0] / "pepper"
+    place.unlink()
+    if kind == "link":
+        place.symlink_to(tmp_path / "b-of-somebody")
+        (tmp_path / "b-of-somebody").touch()
+    else:
+        place.mkdir()
+    with pytest.raises(BackupError, match=f"{place} is not a file of ours"):
+        back_up(home[0], tmp_path / "b")
+
+
+def test_settings_that_are_missing_or_damaged_point_to_no_file(home: tuple[Path, str], tmp_path: Path) -> None:
+    (home[0] / "config.toml").write_text("[[[")
+    assert back_up(home[0], tmp_path / "b").manifest.outside == ()
+    (home[0] / "config.toml").unlink()
+    made = back_up(home[0], tmp_path / "b").manifest
+    assert (made.outside, "config.toml" in {one.name for one in made.members}) == ((), False)
+
+
+def test_a_backup_that_the_disk_does_not_take_leaves_nothing(
+    home: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BackupError, match=r"no backup was made: .*No space left"):
+        back_up(home[0], tmp_path / "b")
+    assert {one.name for one in tmp_path.iterdir()} == {"home"}
+    (tmp_path / "file").touch()
+    with pytest.raises(BackupError, match="file/b cannot be written: Not a directory"):
+        back_up(home[0], tmp_path / "file" / "b")

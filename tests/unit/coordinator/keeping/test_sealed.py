@@ -35,3 +35,24 @@ def test_pieces_cannot_be_left_out_moved_or_repeated() -> None:
         opener = Opener(io.BytesIO((head + b"".join(wrong))[17:]), b"p")
         with pytest.raises(SealError):
             opener.read(len(data) * 2)
+
+
+def test_no_more_is_read_than_is_wanted_and_what_is_wrong_says_where() -> None:
+    data = bytes(range(256)) * (PIECE * 3 // 256)
+    made = sealed_bytes(data)
+    assert len(made) == 33 + 3 * (PIECE + 16)
+    file = io.BytesIO(made[17:])
+    opener, ahead = Opener(file, b"p"), 16 + 2 * (PIECE + 16)
+    assert (opener.read(10), file.tell()) == (data[:10], ahead)
+    assert (opener.read(PIECE - 10), file.tell()) == (data[10:PIECE], ahead)
+    spoiled = bytearray(made)
+    spoiled[33 + PIECE + 20] ^= 1
+    damaged = Opener(io.BytesIO(bytes(spoiled)[17:]), b"p")
+    assert damaged.read(PIECE) == data[:PIECE]
+    with pytest.raises(SealError, match=r"^it is damaged or cut off$"):
+        damaged.read(1)
+    with pytest.raises(SealError, match=r"^the passphrase is wrong, or it is damaged$"):
+        Opener(io.BytesIO(made[17:]), b"q").read(1)
+    with pytest.raises(SealError, match="ends within its first bytes"):
+        Opener(io.BytesIO(made[17:32]), b"p")
+    assert Sealer(io.BytesIO(), b"p").write(b"abc") == 3
