@@ -516,8 +516,7 @@ class Dispatcher:
                 self._wait(ticket, result)
                 return
             if self._start(ticket, result.chosen, result.chosen.need):
-                if len(self.queue):
-                    self.queue.overtake()
+                self.queue.overtake()
                 return
             result = self._decide(ticket, self.view)
         if isinstance(result, NoPlacement) and result.refused.final:

@@ -57,5 +57,5 @@ class Intake:
             size, turn = lane.waiting.popleft()
             lane.taken += size
             turn.set_result(None)
-        if not lane.taken and not lane.waiting:
+        if not lane.taken:
             self._lanes.pop(key, None)

@@ -381,4 +381,4 @@ def _speed(speed: float, unmeasured: float) -> float:
 
 
 def _bounded(value: float, least: float, most: float, otherwise: float) -> float:
-    return value if math.isfinite(value) and least <= value <= most else otherwise
+    return value if least <= value <= most else otherwise

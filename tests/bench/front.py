@@ -27,7 +27,7 @@ from tests.bench.row import Row, at_most, commit, not_measured, p99, ratio_of, s
 from tests.support.processes import Pool, pool
 
 STREAMS, TOKENS, STEP_MS = 64, 470, 20
-ROUNDS = 5
+ROUNDS = 3
 PLAIN_SECONDS, PLAIN_TOKENS = 4, range(4, 13)
 """Answers of one length would end in one instant, all of them, and so would the next ones."""
 MANY, MANY_TOKENS, MANY_STEP_MS = 1000, 200, 50

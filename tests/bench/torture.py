@@ -3,10 +3,13 @@ coming and going. It must never pass its cap, lose no request, and still do most
 
 The engine is the shipped child under the shipped agent's limiter, poll and enforcer; only the coordinator is left out:
 a client is told "not now" and asks again, as the router's queue does. Memory is read by the kernel's high-water mark.
+Requests arrive at times that follow from a seed and wait for nothing that happened before.
 
-The oracle replays the same arrivals: each request takes its true peak, measured alone with the smallest chunks, for as
-long as it took under load, and begins as soon as that fits, first come first served, without any margin. It knows all
-sizes beforehand and pays for nothing else.
+The oracle is an upper bound of the tokens that anybody could complete of the same arrivals until the same moment. Each
+kind of request is measured alone: the bytes above rest that it holds on average, in the smallest chunks, for how many
+seconds, in the largest, and how long the engine computes for it. The bound fills the room's bytes × seconds and the
+engine's seconds, each by itself, with the requests that give most tokens for them, the last one in part; the smaller
+sum counts. It knows all sizes and arrivals beforehand, has no margin, waits for nothing, and cuts requests as it likes.
 """
 
 import asyncio
@@ -14,7 +17,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +35,8 @@ from wire.refusals import Code
 from wire.report import Counts
 from wire.units import MIB
 
-CLIENTS = 16
+RATE = 3.0
+"""Requests a second."""
 PATIENCE = 10.0
 """Seconds for which a client asks again, as a request waits in the router's queue."""
 ASK_AGAIN = 0.25
@@ -44,6 +48,8 @@ refused; the newest of what ran is told so."""
 LEASE_EVERY, LEASE_FOR, LEASE_SHARE = 20.0, 6.0, 4
 LOAD_EVERY, LOAD_FOR = 25.0, 5.0
 FLOOR = 64
+BATCH = 32
+"""Rows that decode at once at most, as the engine's settings have it."""
 MARGIN = 6 * MIB
 MODEL, SECOND = "chat", "second"
 TOKENS_PER_WORD = 3
@@ -72,13 +78,22 @@ BEYOND = KINDS[-1]
 """More than any of the caps can hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a kind takes alone: the most bytes above rest, bytes × seconds, and seconds of the engine's computing, a
+    decode step shared by a full batch."""
+
+    peak: int
+    held: float
+    computed: float
+
+
 @dataclass(slots=True)
 class Asked:
-    """One request and its end: `done`, or the code that refused it. `begun` is when it was last asked for."""
+    """One request and its end: `done`, or the code that refused it."""
 
     kind: Kind
     at: float
-    begun: float = 0.0
     ended: float = 0.0
     outcome: str = ""
 
@@ -101,9 +116,9 @@ class Seen:
         """Count the ends."""
         return dict(sorted(Counter(one.outcome for one in self.asked).items()))
 
-    def tokens(self) -> int:
-        """Sum up what was completed."""
-        return sum(one.kind.tokens for one in self.asked if one.outcome == "done")
+    def tokens(self, until: float) -> int:
+        """Sum up what was completed until a moment."""
+        return sum(one.kind.tokens for one in self.asked if one.outcome == "done" and one.ended <= until)
 
 
 class Node:
@@ -212,21 +227,43 @@ def lay_out(folder: Path) -> None:
 # what is known beforehand
 
 
-async def alone(folder: Path) -> tuple[int, dict[Kind, int]]:
-    """Give the footprint at rest, and the bytes above it that each kind reaches alone, in the smallest chunks."""
-    peaks: dict[Kind, int] = {}
-    async with started(folder, {"cap": "512MiB", "margin": MARGIN}, chunk=FLOOR, prefix_cache="off") as node:
+async def alone(folder: Path) -> tuple[int, dict[Kind, Cost]]:
+    """Return the footprint at rest, and what each kind costs alone."""
+    roomy: dict[str, object] = {"cap": "512MiB", "margin": MARGIN}
+    levels: dict[Kind, tuple[int, float]] = {}
+    async with started(folder, roomy, chunk=FLOOR, prefix_cache="off") as node:
         rest = await settled(node)
         for number, kind in enumerate(KINDS[:-1]):
-            sensor = open_sensor(node.supervisor.pid or 0)
-            sensor.begin_interval()
-            end = await node.generate(kind, 1000 + number)
-            if not isinstance(end, Finished):
-                raise RuntimeError(f"{kind} alone: {end}")  # noqa: TRY004  no matter of types
-            peaks[kind] = max(0, (sensor.highs().interval or 0) - rest)
-            sensor.close()
+            levels[kind] = await _levels(node, kind, number, rest)
             await settled(node)
-    return rest, peaks
+    costs: dict[Kind, Cost] = {}
+    async with started(folder, roomy, prefix_cache="off") as node:
+        for number, (kind, (peak, level)) in enumerate(levels.items()):
+            timings = (await _finished(node, kind, number)).timings
+            computed = timings.prefill + timings.decode / BATCH
+            costs[kind] = Cost(peak, level * (timings.prefill + timings.decode), computed)
+    return rest, costs
+
+
+async def _levels(node: Node, kind: Kind, number: int, rest: int) -> tuple[int, float]:
+    """Return the most bytes above rest while one request runs alone, and their mean."""
+    sensor = open_sensor(node.supervisor.pid or 0)
+    sensor.begin_interval()
+    running, samples = asyncio.create_task(_finished(node, kind, number)), list[int]()
+    while not running.done():
+        samples.append(max(0, node.phys() - rest))
+        await asyncio.wait([running], timeout=SAMPLE / 4)
+    peak = max(0, (sensor.highs().interval or 0) - rest)
+    sensor.close()
+    await running
+    return peak, statistics.mean(samples)
+
+
+async def _finished(node: Node, kind: Kind, number: int) -> Finished:
+    end = await node.generate(kind, 1000 + number)
+    if not isinstance(end, Finished):
+        raise RuntimeError(f"{kind} alone: {end}")  # noqa: TRY004  no matter of types
+    return end
 
 
 async def settled(node: Node) -> int:
@@ -250,7 +287,9 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
     async with started(folder, memory) as node:
         rest = await settled(node)
         begun = time.monotonic()
-        tasks = [asyncio.create_task(_client(node, seen, number, begun, seconds)) for number in range(CLIENTS)]
+        tasks = [
+            asyncio.create_task(_client(node, seen, one, number, begun)) for number, one in enumerate(arrivals(seconds))
+        ]
         side = [asyncio.create_task(each) for each in (
             _watch(node, seen, cap), _lend(node, seen, max(MIB, cap - rest) // LEASE_SHARE, begun), _load(node, seen)
         )]  # fmt: skip
@@ -268,26 +307,30 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
     return seen
 
 
-async def _client(node: Node, seen: Seen, number: int, begun: float, seconds: float) -> None:
-    random, turn = Random(number), 0
-    while (at := time.monotonic() - begun) < seconds:
-        turn += 1
+def arrivals(seconds: float) -> list[Asked]:
+    """Return the requests of a run, the same in each: Poisson arrivals, kinds by their shares."""
+    random, at, found = Random(0), 0.0, list[Asked]()
+    while (at := at + random.expovariate(RATE)) < seconds:
         (kind,) = random.choices(KINDS, [kind.share for kind in KINDS])
-        asked = Asked(kind, at)
-        seen.asked.append(asked)
-        try:
-            asked.outcome = await _patiently(node, asked, number * 100_000 + turn, begun)
-        except TimeoutError:
-            asked.outcome = "hung"
-        asked.ended = time.monotonic() - begun
+        found.append(Asked(kind, at))
+    return found
 
 
-async def _patiently(node: Node, asked: Asked, seed: int, begun: float) -> str:
+async def _client(node: Node, seen: Seen, asked: Asked, number: int, begun: float) -> None:
+    await asyncio.sleep(begun + asked.at - time.monotonic())
+    seen.asked.append(asked)
+    try:
+        asked.outcome = await _patiently(node, asked.kind, number)
+    except TimeoutError:
+        asked.outcome = "hung"
+    asked.ended = time.monotonic() - begun
+
+
+async def _patiently(node: Node, kind: Kind, seed: int) -> str:
     """Ask until it is done, or refused for good, or patience ends."""
     until = time.monotonic() + PATIENCE
     while True:
-        asked.begun = time.monotonic() - begun
-        end = await node.generate(asked.kind, seed)
+        end = await node.generate(kind, seed)
         if isinstance(end, Finished):
             return "done"
         code = end.refused.code if isinstance(end, Refusal) else end.code if isinstance(end, Failed) else ""
@@ -339,15 +382,15 @@ async def _load(node: Node, seen: Seen) -> None:
             await asyncio.sleep(LOAD_FOR)
 
 
-def verdict(seen: Seen, peaks: dict[Kind, int], room: int) -> tuple[bool, float, str]:
-    """Say whether a run kept every promise, its share of the oracle's tokens, and all of it in words."""
-    best = oracle(seen, peaks, room)
-    share = seen.tokens() / max(1, best)
+def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> tuple[bool, float, str]:
+    """Return whether a run kept every promise, its share of the oracle's tokens, and all of it in words."""
+    mine, best = seen.tokens(until), oracle(seen, costs, room, until)
+    share = mine / max(1.0, best)
     outcomes = seen.outcomes()
     broken = seen.over + seen.restarts + sum(count for word, count in outcomes.items() if word not in CLEAN)
     counts = seen.counts
     words = (
-        f"{seen.over} of {seen.samples} samples over, {seen.restarts} restarts, {seen.tokens()} tokens of {best}; "
+        f"{seen.over} of {seen.samples} samples over, {seen.restarts} restarts, {mine} tokens of {best:.0f} at most; "
         f"ends {outcomes}; orders {dict(Counter(seen.orders))}; {counts.checks} checks, {counts.shrinks} shrinks, "
         f"{counts.preemptions} preemptions, {counts.sheds} sheds, {counts.overs} forwards over"
     )
@@ -386,38 +429,21 @@ async def steady(folder: Path, cap: int, count: int, clients: int) -> Seen:
 # the oracle
 
 
-def oracle(seen: Seen, peaks: dict[Kind, int], room: int) -> int:
-    """Give the tokens that first-fit with known peaks would have completed of the same arrivals."""
-    lasted = durations(seen)
-    waiting: list[Asked] = []
-    running: list[tuple[float, int]] = []
-    arrivals = sorted((one for one in seen.asked if one.kind in peaks), key=lambda one: one.at)
-    moments = sorted({one.at for one in arrivals} | {edge for lease in seen.leases for edge in lease[:2]})
-    tokens, place, now = 0, 0, 0.0
-    while moments or running:
-        now = min([*moments[:1], *(end for end, _ in running)])
-        moments = [moment for moment in moments if moment > now]
-        running = [one for one in running if one[0] > now]
-        while place < len(arrivals) and arrivals[place].at <= now:
-            waiting.append(arrivals[place])
-            place += 1
-        lent = sum(size for since, until, size in seen.leases if since <= now < until)
-        for one in list(waiting):
-            if now - one.at > PATIENCE:
-                waiting.remove(one)
-            elif sum(size for _, size in running) + peaks[one.kind] <= room - lent:
-                waiting.remove(one)
-                running.append((now + lasted[one.kind], peaks[one.kind]))
-                tokens += one.kind.tokens
+def oracle(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> float:
+    """Return the most tokens that anybody could complete of the same arrivals until a moment, in `room` bytes."""
+    kinds = [one.kind for one in seen.asked if one.at <= until and one.kind in costs and costs[one.kind].peak <= room]
+    lent = sum(size * max(0.0, min(end, until) - since) for since, end, size in seen.leases)
+    return min(
+        filled([(kind.tokens, costs[kind].held) for kind in kinds], room * until - lent),
+        filled([(kind.tokens, costs[kind].computed) for kind in kinds], until),
+    )
+
+
+def filled(requests: Iterable[tuple[int, float]], budget: float) -> float:
+    """Return the most tokens of requests, `(tokens, cost)` each, that a budget pays for, the last of them in part."""
+    tokens = 0.0
+    for worth, cost in sorted(requests, key=lambda one: one[1] / one[0]):
+        if cost >= budget:
+            return tokens + worth * budget / cost
+        tokens, budget = tokens + worth, budget - cost
     return tokens
-
-
-def durations(seen: Seen) -> dict[Kind, float]:
-    """Give how long each kind took under load, from its last asking; what never ended took as long per token."""
-    took = {
-        kind: [one.ended - one.begun for one in seen.asked if one.kind is kind and one.outcome == "done"]
-        for kind in KINDS
-    }
-    known = {kind: statistics.median(times) for kind, times in took.items() if times}
-    each = max((seconds / kind.tokens for kind, seconds in known.items()), default=0.01)
-    return {kind: known.get(kind, each * kind.tokens) for kind in KINDS}

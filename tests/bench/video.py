@@ -31,7 +31,7 @@ from tests.support.processes import ROOT, Pool, environment, pool, until
 from tests.support.standin import standin
 from tests.support.studio import JOB, LEASE, Node, environments, flat, python, tiny_wan
 
-ROUNDS = 4
+ROUNDS = 2
 CLIP = {**JOB, "frames": 17, "steps": 8}
 PORTS = 25_000
 WINDOW = 12.0

@@ -24,6 +24,18 @@ async def test_bodies_of_a_key_wait_in_order_and_those_of_another_key_do_not() -
     assert await started(large, small) == [True, True]
 
 
+async def test_a_body_that_waits_gets_its_turn_when_exactly_its_room_is_free() -> None:
+    intake = Intake(10)
+    for size in (4, 3, 3):
+        await intake.take("a", size)
+    waiting = asyncio.create_task(intake.take("a", 6))
+    await started(waiting)
+    intake.release("a", 3)
+    assert await started(waiting) == [False]
+    intake.release("a", 3)
+    assert await started(waiting) == [True], "4 and 6 are 10"
+
+
 async def test_a_single_body_always_fits() -> None:
     intake = Intake(10)
     await asyncio.wait_for(intake.take("a", 100), 30)

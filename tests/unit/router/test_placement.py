@@ -1,6 +1,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -551,7 +552,7 @@ def test_a_candidate_at_rest_carries_the_whole_arithmetic():
         ({"loading": True, "progress": 1.0}, 2.0),
     ],
 )
-def test_a_load_costs_its_weights_once_and_the_time_that_is_left(change: dict[str, object], seconds: float):
+def test_a_load_costs_its_weights_once_and_the_time_that_is_left(change: dict[str, Any], seconds: float):
     model = a_model(loaded=False, weights=3 * GIB, load_seconds=20.0, **change)
     (found,) = decide(node("a", None, model), warm={NAME: 0.9}).candidates
     weights = 0 if change else 3 * GIB
@@ -868,17 +869,17 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
 def test_a_prompt_that_fits_nowhere_by_the_estimate_is_counted_by_the_roomiest_node():
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
     ask = Demand("tiny", 4 * 40_000)
-    large = {"memory": a_memory(8 * GIB, cap=32 * GIB), "models": {"tiny": model}}
+    large = node("large", a_memory(8 * GIB, cap=32 * GIB), model)
     small = node("small", None, model)
-    assert asked(small, node("large", **large), ask=ask) == "large"
-    assert asked(node("large", **large), small, ask=ask) == "large"
-    assert asked(small, node("large", **large, state="asleep"), ask=ask) == "small", "it is not here"
+    assert asked(small, large, ask=ask) == "large"
+    assert asked(large, small, ask=ask) == "large"
+    assert asked(small, replace(large, state="asleep"), ask=ask) == "small", "it is not here"
     trials = Trials(refused={NodeId("large"): NOW - 1})
-    assert asked(small, node("large", **large), ask=ask, trials=trials) == "small", "it has refused before"
+    assert asked(small, large, ask=ask, trials=trials) == "small", "it has refused before"
     huge = node("huge", a_memory(8 * GIB, cap=999 * GIB), model)
     assert asked(small, huge, ask=ask) is None, "it fits on one of them once that is empty"
     final = Trials(never={NodeId("small"): Refused(Code.TOO_LARGE, "needs 400 GiB")})
-    assert refused(decide(small, node("large", **large), ask=ask, trials=final)).code is Code.NO_ROOM
+    assert refused(decide(small, large, ask=ask, trials=final)).code is Code.NO_ROOM
 
 
 @pytest.mark.parametrize("absent", ["asleep", "lost", "draining", "suspect"])
@@ -918,7 +919,12 @@ def test_a_final_refusal_of_every_serving_node_is_final():
 
 
 def test_nodes_that_are_all_away_are_named():
-    names = {"a": {"state": "asleep"}, "b": {"cordoned": True}, "c": {"draining": True}, "d": {"state": "lost"}}
+    names: dict[str, dict[str, Any]] = {
+        "a": {"state": "asleep"},
+        "b": {"cordoned": True},
+        "c": {"draining": True},
+        "d": {"state": "lost"},
+    }
     away = [node(name, **change) for name, change in names.items()]
     text = "no node can take tiny now: a is asleep; b is cordoned; c is draining; d is lost"
     for nodes in (away, [*away, node("e", state="lost")]):

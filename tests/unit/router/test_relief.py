@@ -7,10 +7,12 @@ import pytest
 
 from router import relief
 from router.placement import Candidate, Demand
+from router.reservations import Ledger
 from router.ticket import Job, Ticket
-from router.view import NodeView
+from router.view import ClusterView, NodeView
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.test_dispatch import A, B, Cluster
+from wire.fairness import Owner
 from wire.frames import Cancel, Message, Params
 from wire.identity import NodeId
 from wire.refusals import Code
@@ -103,6 +105,51 @@ def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gaine
     assert relief.behind(here) == pytest.approx(10)
     assert relief.worth(here, Candidate(B, "b", "ready", expected_ttft=1.6))
     assert not relief.worth(here, Candidate(B, "b", "ready", expected_ttft=1.7))
+
+
+def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
+    model = a_model(prefill_speed=1000.0)
+    here = Candidate(A, "a", "ready", expected_ttft=8.0, reading=0, model=model)
+    assert not relief.worth(here, Candidate(B, "b", "ready", expected_ttft=1.0))
+    assert relief.behind(Candidate(A, "a", "ready", expected_ttft=8.0)) == 0.0, "it has no model there"
+
+
+@pytest.mark.parametrize(
+    ("state", "engine", "taken", "unread", "free"),
+    [
+        ("ready", EngineState("x", "ready", rows=ROWS), ROWS - 1, False, True),
+        ("ready", EngineState("x", "ready", rows=ROWS), ROWS, False, False),
+        ("ready", EngineState("x", "ready"), 9, False, True),
+        ("ready", EngineState("x", "ready"), 1, True, False),
+        ("ready", EngineState("x", "ready", waiting=1), 0, False, False),
+        ("ready", EngineState("x", "ready", queued_tokens=1), 0, False, False),
+        ("suspect", EngineState("x", "ready"), 0, False, False),
+    ],
+)
+def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
+    state: str, engine: EngineState, taken: int, unread: bool, free: bool
+):
+    ledger = Ledger()
+    for number in range(taken):
+        ledger.claim(A, number, number, 0)
+        if not unread:
+            ledger.read(number)
+    node = NodeView(A, "a", state, engine=engine, models={"tiny": a_model(), "other": a_model("other")})
+    view = ClusterView((node,))
+    assert relief.helpers(view, ledger) == ({"tiny": view, "other": view} if free else {})
+
+
+def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
+    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True)
+    tickets = [Ticket(job, Owner("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
+    for ticket in tickets:
+        ticket.attempts = 1
+    assert [one.number for one in relief.waiting(tickets, 100.0 + relief.SOONER)] == [0], "they waited no longer"
+    assert [one.number for one in relief.waiting(tickets, 100.1 + relief.SOONER)] == [0, 1, 2, 3]
+    tickets[0].first_at = 101.0
+    tickets[1].attempts = 2
+    tickets[2].attempts = 0
+    assert [one.number for one in relief.waiting(tickets, 100.1 + relief.SOONER)] == [0]
 
 
 @pytest.mark.parametrize("engine", [

@@ -1,13 +1,25 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from router.view import UNMEASURED_PREFILL, NodeView, view_of
+from router.view import (
+    LONGEST_CONTEXT,
+    LONGEST_TEXT,
+    MOST_BYTES,
+    MOST_EXPECTED,
+    MOST_STEP,
+    UNMEASURED_PREFILL,
+    NodeView,
+    honest_memory,
+    view_of,
+)
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System
+from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System, Transient
 from wire.verdict import Fits, judge, request_need
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
@@ -64,6 +76,55 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
         assert request_need(model, 100, 100) >= 0
 
 
+SIZES = (
+    "cap", "ceiling", "margin", "active", "recent", "reserved", "leases", "total", "base", "cache", "peak", "canary",
+)  # fmt: skip
+NEGATIVE: dict[str, Any] = dict.fromkeys(SIZES, -1)
+POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
+
+
+@pytest.mark.parametrize(
+    ("memory", "honest"),
+    [
+        (
+            Memory(**NEGATIVE, phys=-1, current=-1, headroom=-1, reusable=-1, age=-0.1, source="\x1b"),
+            Memory(headroom=-1, source="?"),
+        ),
+        (Memory(phys=0, current=0), Memory(phys=0, current=0)),
+        (
+            Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
+            Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
+        ),
+        (Memory(age=0.5), Memory(age=0.5)),
+        (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8)),
+        (Memory(age=math.nan, bound_by="a\nb\x9b"), Memory(bound_by="a?b?")),
+        (Memory(source="x" * LONGEST_TEXT + "y"), Memory(source="x" * LONGEST_TEXT)),
+    ],
+)
+def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory):
+    assert honest_memory(memory) == honest
+
+
+@pytest.mark.parametrize(
+    ("change", "possible"),
+    [
+        ({}, True),
+        ({"name": "a\x1b[2J"}, False),
+        ({"weights": MOST_BYTES, "kv_per_token": 0, "kv_step": MOST_STEP}, True),
+        ({"kv_window_per_token": MOST_BYTES + 1}, False),
+        ({"transient": -1}, False),
+        ({"forward": Transient(fixed=-1)}, False),
+        ({"kv_step": 0}, False),
+        ({"kv_step": 1}, True),
+        ({"kv_step": MOST_STEP + 1}, False),
+    ],
+)
+def test_a_model_is_seen_when_its_name_and_sizes_are_possible(change: dict[str, object], possible: bool):
+    facts: dict[str, object] = {"name": "tiny"} | change
+    model = Model(**facts)  # pyright: ignore[reportArgumentType]
+    assert list(seen(Report(1, Memory(), EngineState(), models=(model,))).models) == ["tiny"] * possible
+
+
 @given(memories)
 def test_a_lie_about_memory_never_makes_room(memory: Memory):
     honest = seen(Report(0, memory, EngineState())).memory
@@ -84,6 +145,35 @@ def test_an_honest_report_is_kept_as_it_is():
 def test_a_model_with_an_impossible_size_is_left_out():
     bad = Model("m", kv_per_token=-5, weights=1)
     assert not seen(Report(0, Memory(), EngineState(), (bad,))).models
+
+
+HONEST = Model(
+    "m", context=4096, load_seconds=0.5, prefill_speed=0.5, decode_speed=0.5, bytes_per_token=0.25, loading=True,
+    progress=0.5, groups=(Group(1, 0, 0),), expected_output=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "honest"),
+    [
+        ({}, {}),
+        ({"cause": "a\nb"}, {"cause": "a?b"}),
+        ({"cause": "x", "loaded": True}, {"loaded": True, "loading": False, "progress": 0.0}),
+        ({"loading": False}, {"loading": False, "progress": 0.0}),
+        ({"loading": False, "loaded": True}, {"loading": False, "loaded": True, "progress": 0.0}),
+        ({"progress": 1.0}, {"progress": 1.0}),
+        ({"progress": 1.1}, {"progress": 0.0}),
+        ({"progress": math.nan, "load_seconds": math.inf}, {"progress": 0.0, "load_seconds": 0.0}),
+        ({"context": -1, "load_seconds": -1.0}, {"context": 0, "load_seconds": 0.0}),
+        ({"context": LONGEST_CONTEXT + 1}, {"context": LONGEST_CONTEXT}),
+        ({"expected_output": 0}, {"expected_output": 256}),
+        ({"expected_output": MOST_EXPECTED + 1}, {"expected_output": MOST_EXPECTED}),
+        ({"groups": (Group(0, 5, 0), Group(1, -1, 0), Group(1, 0, 0))}, {}),
+    ],
+)
+def test_a_model_is_kept_but_for_what_cannot_be(said: dict[str, object], honest: dict[str, object]):
+    report = Report(0, Memory(), EngineState(), (replace(HONEST, **said),))
+    assert seen(report).models == {"m": replace(HONEST, **honest)}
 
 
 def test_the_first_of_two_models_with_one_name_counts():

@@ -147,6 +147,24 @@ def test_joined_messages_are_bounded_in_bytes_and_in_number() -> None:
         split(b"".join(encode(Fragment(number, b"x")) for number in range(codec.MOST_OPEN + 1)))
 
 
+def test_a_joined_message_leaves_its_number_and_its_bytes_to_the_next() -> None:
+    plain = struct.pack(">IB", 9_996, 13) + bytes(9_995)
+    splitter = Splitter(longest_joined=10_000)
+    for number in (1, 1, 2):
+        first, last = Fragment(number, plain[:5_000]), Fragment(number, plain[5_000:], True)
+        assert list(splitter.feed(encode(first) + encode(last))) == [(13, plain[5:])]
+    crowd = [encode(Fragment(number, plain[:4])) for number in range(codec.MOST_OPEN)]
+    list(splitter.feed(b"".join(crowd)))
+    assert list(splitter.feed(encode(Fragment(1, plain[4:9_700])))) == [], "one of those that are open goes on"
+
+
+def test_a_frame_of_whole_pieces_ends_with_its_last_piece() -> None:
+    data = struct.pack(">IB", 2 * codec.PIECE - 4, 13) + bytes(2 * codec.PIECE - 5)
+    pieces = list(fragments(data, 1))
+    assert len(pieces) == 2
+    assert list(Splitter().feed(b"".join(pieces))) == [(13, data[5:])]
+
+
 @pytest.mark.parametrize("inner", [b"", b"abc", struct.pack(">IB", 99, 13) + b"x", encode(Fragment(1, b"x", True))])
 def test_a_joined_message_must_be_one_plain_frame(inner: bytes) -> None:
     with pytest.raises(WireError, match="joined"):
@@ -154,8 +172,13 @@ def test_a_joined_message_must_be_one_plain_frame(inner: bytes) -> None:
 
 
 def test_a_frame_longer_than_the_receiver_joins_is_refused_by_the_sender() -> None:
+    def frame(length: int) -> Frame:
+        return Generate(1, 2, "r", "m", (Message("user", "x" * length),), Params(), 0)
+
+    most = codec.LONGEST_JOINED - len(encode(frame(70_000))) + 70_000
+    assert len(encode(frame(most))) == codec.LONGEST_JOINED
     with pytest.raises(WireError, match="longer"):
-        encode(Generate(1, 2, "r", "m", (Message("user", "x" * codec.LONGEST_JOINED),), Params(), 0))
+        encode(frame(most + 1))
 
 
 def test_a_lone_surrogate_cannot_be_sent() -> None:

@@ -128,6 +128,9 @@ def test_an_agents_body_takes_the_short_cut() -> None:
     assert [len(one.tool_calls) for one in plain.messages] == [0, 0, 2, 0, 0]
     assert json.loads(plain.tools)[0]["function"]["name"] == "read"
     agree(AGENT)
+    spoken = quick(AGENT.replace(b'"content": null', b'"content": "I look."'))
+    assert spoken is not None
+    assert [one.content for one in spoken.messages][2] == "I look."
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,9 @@ def test_escapes_and_white_space_take_the_short_cut(body: bytes) -> None:
         AGENT.replace(b'[{"type": "function", "function": {"name": "read", "desc', b'[{"type": "web_search"}, '
                       b'{"type": "function", "function": {"name": "read", "desc'),
         AGENT.replace(b', "tool_call_id": "c2"', b""),
+        AGENT.replace(b'"tool_call_id": "c2", "content": ""', b'"tool_call_id": "c2", "content": null'),
+        AGENT.replace(b'"tool_call_id": "c2", ', b'"tool_call_id": "c2", "tool_calls": [], '),
+        AGENT.replace(b'"role": "assistant"', b'"role": "user"'),
         AGENT.replace(b'"role": "user", ', b'"role": "user", "tool_call_id": "c1", '),
         AGENT.replace(b'"path\"', b'"path\\u0022'),
     ],

@@ -1,0 +1,82 @@
+"""The benchmarks' plan, their documentation, and the bound that the torture is held against."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bench.__main__ import BUDGETS, GROUPS, plan
+from tests.bench.torture import KINDS, Asked, Cost, Seen, arrivals, filled, oracle
+from tests.support.processes import ROOT
+
+HOUR = 3600
+
+
+def test_the_plan_names_a_budget_for_every_group_and_ends_within_an_hour():
+    assert BUDGETS.keys() == GROUPS.keys()
+    assert sum(BUDGETS[name] for name in plan()) <= HOUR
+
+
+def test_every_group_is_described_and_every_row_names_its_command():
+    groups, _, seen = (ROOT / "docs" / "benchmarks.md").read_text().partition("## What was seen")
+    described = re.findall(r"`(\w+)`", "".join(row.split(" | ")[0] for row in _table(groups)))
+    assert sorted(described) == sorted(GROUPS)
+    for row in _table(seen):
+        command = row.split(" | ")[-1].strip(" |`")
+        assert command in GROUPS or (ROOT / command).is_file(), row
+
+
+def _table(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+SMALL, LARGE = KINDS[0], KINDS[3]
+COSTS = {SMALL: Cost(10, 10.0, 1.0), LARGE: Cost(100, 1000.0, 2.0)}
+
+
+def seen(*asked: Asked, leases: list[tuple[float, float, int]] | None = None) -> Seen:
+    return Seen(asked=list(asked), leases=leases or [])
+
+
+def test_the_oracle_counts_no_more_than_arrived_in_time_and_fits():
+    early = [Asked(SMALL, 1.0), Asked(LARGE, 2.0)]
+    late = Asked(SMALL, 101.0)
+    assert oracle(seen(*early, late), COSTS, 1000, 100.0) == SMALL.tokens + LARGE.tokens
+    assert oracle(seen(*early, late), COSTS, 99, 100.0) == SMALL.tokens, "the large one fits nowhere"
+
+
+@pytest.mark.parametrize(
+    ("room", "until", "leases", "share"),
+    [
+        (100, 5.0, [], 0.5),
+        (100, 20.0, [(0.0, 30.0, 50)], 1.0),
+        (100, 20.0, [(0.0, 30.0, 75)], 0.5),
+        (1000, 1.0, [], 0.5),
+    ],
+    ids=["bytes x seconds", "a lease that leaves enough", "a lease", "seconds of the engine"],
+)
+def test_the_oracle_is_bound_by_the_room_and_by_the_engine(
+    room: int, until: float, leases: list[tuple[float, float, int]], share: float
+):
+    assert oracle(seen(Asked(LARGE, 0.0), leases=leases), COSTS, room, until) == pytest.approx(share * LARGE.tokens)
+
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 100), st.floats(0.1, 10)), max_size=8)
+
+
+@given(requests=REQUESTS, budget=st.floats(0, 30), chosen=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_no_choice_of_requests_within_a_budget_has_more_tokens_than_the_bound(
+    requests: list[tuple[int, float]], budget: float, chosen: list[bool]
+):
+    taken = [one for one, wanted in zip(requests, chosen, strict=False) if wanted]
+    if sum(cost for _, cost in taken) <= budget:
+        assert sum(tokens for tokens, _ in taken) <= filled(requests, budget) + 1e-6
+
+
+def test_arrivals_are_the_same_in_every_run_and_wait_for_no_answer():
+    assert arrivals(30.0) == arrivals(30.0)
+    times = [one.at for one in arrivals(30.0)]
+    assert times == sorted(times)
+    assert times[-1] < 30.0
+    assert [one.at for one in arrivals(60.0)][: len(times)] == times
