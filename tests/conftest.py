@@ -4,6 +4,7 @@ Property tests draw other examples each day: their seed is the date, or `HYPOTHE
 What failed once is kept in .hypothesis/ and tried first.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -71,6 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(MODEL_SECONDS))
     if "PYTEST_XDIST_WORKER" in os.environ:
         _longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected out of the garbage collector: a full collection, of which the engine makes many, would
+    look at 630,000 objects of ten thousand tests, for 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
