@@ -52,7 +52,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is seen of the pool: metrics, conditions, load of the last hour, events, and the coordinator's own log."""
+    """Observed state of the pool: metrics, conditions, load of the last hour, events, and the coordinator's log."""
 
     metrics: Metrics
     conditions: Conditions

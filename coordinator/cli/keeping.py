@@ -68,7 +68,7 @@ def backup(
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Verify the backup and print its contents; change nothing.")
-@click.option("--replace", is_flag=True, help="Replace the cluster that is here; its files are kept beside it.")
+@click.option("--replace", is_flag=True, help="Replace the existing cluster; its files are renamed and kept.")
 @PASSPHRASE
 @STATE
 @OUTPUT

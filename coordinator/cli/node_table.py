@@ -12,7 +12,7 @@ WIDE = (
     "HEARD", "VERSION",
 )  # fmt: skip
 SILENT = frozenset({"lost", "suspect", "left", "asleep"})
-"""States of a node that does not report: its numbers are of the past."""
+"""States of a node that does not report: its last numbers are outdated."""
 
 
 def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def state_of(node: dict[str, Any]) -> str:
 
 
 def memory_of(node: dict[str, Any]) -> str:
-    """Return current of ceiling in GiB; `-` where nothing is known, or what is known is of the past."""
+    """Return current of ceiling in GiB; `-` where they are unknown or outdated."""
     if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
         return "-"
     return f"{node['current'] / GIB:.1f}/{show_size(node['ceiling'])}"
@@ -78,7 +78,7 @@ def video_of(video: dict[str, Any] | None) -> str:
 
 
 def headroom_of(node: dict[str, Any]) -> str:
-    """Return a node's headroom; `-` where what is known is of the past."""
+    """Return a node's headroom; `-` where it is outdated."""
     return "-" if node["state"] in SILENT else show_size(node["headroom"])
 
 

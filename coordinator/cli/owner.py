@@ -72,7 +72,7 @@ def _read(node: str | None, duration: str | None) -> tuple[str | None, float | N
         return None, Duration().convert(node, None, None)
     except click.UsageError:
         if node[0].isdecimal() and node.isalnum():
-            raise  # a mistyped duration: a Mac with such a name is paused with its duration beside it
+            raise  # a mistyped duration; a Mac with such a name can be paused by giving both name and duration
         return node, None
 
 

@@ -65,7 +65,7 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def confirmed_authority(base: str, fingerprint: str | None) -> str:
-    """Return the authority (PEM) behind an HTTPS endpoint, confirmed by its fingerprint or by the person who asks.
+    """Return the authority (PEM) behind an HTTPS endpoint, confirmed by its fingerprint or by the user.
 
     Empty where the endpoint uses a certificate that was given to it: the system's authorities vouch for that one.
     """
