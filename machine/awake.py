@@ -33,7 +33,7 @@ class Awake:
         """Hold it, or let it go; nothing happens where it is so already, or this system has none."""
         if wanted and not self.held:
             self._begin()
-        elif not wanted and self._child is not None:
+        elif not wanted:
             self._end()
 
     def _begin(self) -> None:

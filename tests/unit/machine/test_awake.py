@@ -4,7 +4,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from structlog.testing import capture_logs
 
 import machine.awake
 from machine.awake import Awake
@@ -43,11 +45,37 @@ def test_one_that_ended_is_held_anew():
     awake.hold(False)
 
 
-@pytest.mark.parametrize("command", [(), ("/nonexistent/caffeinate",)])
-def test_a_system_without_it_is_left_alone(command: tuple[str, ...]):
+@pytest.mark.parametrize(("command", "warnings"), [((), 0), (("/nonexistent/caffeinate",), 1)])
+def test_a_system_without_it_is_left_alone_and_a_missing_tool_is_logged_once(command: tuple[str, ...], warnings: int):
     awake = Awake(command)
+    with capture_logs() as logs:
+        for _ in range(2):
+            awake.hold(True)
+            assert not awake.held
+    assert [line["event"] for line in logs] == ["cannot stay awake"] * warnings
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note = pathlib.Path(sys.argv[1])
+note.with_suffix(".new").write_text(f"{os.getpid()} {os.getsid(0)}")
+note.with_suffix(".new").rename(note)
+time.sleep(60)
+"""
+
+
+def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine.awake, "END_SECONDS", 0.1)
+    awake, note = Awake((sys.executable, "-IS", "-c", STUBBORN, str(tmp_path / "note"))), tmp_path / "note"
     awake.hold(True)
-    assert not awake.held
+    until(note.exists, 20)
+    pid, session = map(int, note.read_text().split())
+    awake.hold(False)
+    assert session == pid, "an interrupt at the terminal does not reach it"
+    assert not psutil.pid_exists(pid)
 
 
 def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):

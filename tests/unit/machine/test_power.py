@@ -1,5 +1,6 @@
 """The power supply as psutil reads it, the idle time as macOS's tool prints it, and the None of what neither says."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import machine.power
 from machine.power import TOUCHED, Battery, Power, idle_in, read_battery, read_power
 
 IOREG = """+-o IOHIDSystem  <class IOHIDSystem, id 0x100000b2c, registered, matched, active, busy 0 (0 ms), retain 18>
@@ -20,7 +22,7 @@ IOREG = """+-o IOHIDSystem  <class IOHIDSystem, id 0x100000b2c, registered, matc
 
 
 def test_idle_time_is_in_nanoseconds():
-    assert idle_in(IOREG) == pytest.approx(62.017345875)
+    assert idle_in(IOREG) == 62.017345875
     assert idle_in("") is None
 
 
@@ -60,6 +62,27 @@ def test_what_cannot_be_read_is_not_known(error: Exception):
 
     assert read_power("linux", battery=fails) == Power()
     assert read_power("darwin", lambda _: "", fails) == Power()
+
+
+@pytest.mark.parametrize(("status", "idle"), [(0, 62.017345875), (1, None)])
+def test_the_tool_of_a_mac_is_run_and_believed_if_it_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, idle: float | None
+):
+    (tmp_path / "listing").write_text(IOREG)
+    tool = ("/bin/sh", "-c", f"cat '{tmp_path}/listing'; exit {status}")
+    monkeypatch.setattr(machine.power, "TOUCHED", tool)
+    assert read_power("darwin", battery=lambda: None) == Power(True, None, idle)
+    assert read_power("linux", battery=lambda: None) == Power(True, None, None)
+    monkeypatch.setattr(machine.power, "TOUCHED", (str(tmp_path / "missing"),))
+    assert read_power("darwin", battery=lambda: None) == Power(True, None, None)
+
+
+def test_the_battery_is_the_one_of_psutil(monkeypatch: pytest.MonkeyPatch):
+    found = battery(85.0, False)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: found, raising=False)
+    assert read_battery() is found
+    monkeypatch.delattr(psutil, "sensors_battery")
+    assert read_battery() is None
 
 
 def test_this_machine_is_readable():

@@ -4,14 +4,16 @@ import asyncio
 import ctypes
 import shutil
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from machine import sleeping
 from machine.iokit import PowerNotice
-from machine.sleeping import NoNotice, Said, SleepWatch, system_clocks
+from machine.sleeping import NoNotice, Said, SleepWatch, open_notice, system_clocks
 
 SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
@@ -32,9 +34,14 @@ class Clocks:
 class Told(NoNotice):
     """A system that tells of a sleep when the test does."""
 
+    stopped = False
+
     def start(self, on_sleep, on_wake):
         self.sleep, self.wake = on_sleep, on_wake
         return True
+
+    def stop(self):
+        self.stopped = True
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +81,10 @@ async def test_a_sleep_is_found_when_it_is_over():
     clocks.sleep(120.0)
     await owner.next()
     assert owner.heard == ["woke after 122"]
-    clocks.sleep(60.0)
+    clocks.sleep(sleeping.LEAST_SECONDS)
     await owner.next()
     watch.stop()
-    assert owner.heard == ["woke after 122", "woke after 60"]
+    assert owner.heard == ["woke after 122", "woke after 3"]
 
 
 async def test_a_sleep_that_is_told_is_told_once_each_way():
@@ -99,6 +106,7 @@ async def test_a_sleep_that_was_called_off_ends_too():
     clocks, owner, system = Clocks(), Owner(), Told()
     watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=clocks.pair())
     watch.start()
+    system.wake()
     system.sleep(lambda: None)
     await owner.next()
     system.wake()
@@ -107,6 +115,57 @@ async def test_a_sleep_that_was_called_off_ends_too():
     await asyncio.sleep(0.05)
     watch.stop()
     assert owner.heard == ["sleeps", "woke after 0"]
+
+
+async def test_a_watch_looks_by_this_systems_own_means_until_it_is_stopped():
+    owner, looks = Owner(), asyncio.Semaphore(0)
+    watch = SleepWatch(owner.slept, owner.woke, on_look=looks.release)
+    watch.stop()
+    watch.start()
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            await looks.acquire()
+    watch.stop()
+    await asyncio.sleep(0.05)
+    assert looks.locked(), "it looks no longer"
+    assert owner.heard == []
+
+
+def test_a_system_that_tells_when_the_loop_is_closed_is_not_answered():
+    owner, system = Owner(), Told()
+
+    async def begin():
+        watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=Clocks().pair())
+        watch.start()
+        watch.stop()
+
+    asyncio.run(begin())
+    assert system.stopped
+    system.sleep(lambda: None)
+    system.wake()
+    assert owner.heard == []
+
+
+def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert isinstance(open_notice(), PowerNotice)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert open_notice().start(lambda _: None, lambda: None) is False
+
+
+@pytest.mark.parametrize(
+    ("platform", "boot", "read"), [("linux", 7, (7.0, 1.0)), ("darwin", None, (1.0, 8.0)), ("linux", None, None)]
+)
+def test_a_clock_that_goes_on_in_a_sleep_is_beside_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, platform: str, boot: int | None, read: tuple[float, float] | None
+):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(time, "CLOCK_MONOTONIC", 1)
+    monkeypatch.setattr(time, "CLOCK_UPTIME_RAW", 8, raising=False)
+    monkeypatch.setattr(time, "CLOCK_BOOTTIME", boot, raising=False)
+    monkeypatch.setattr(time, "clock_gettime", float)
+    clocks = system_clocks()
+    assert clocks == (time.monotonic, time.monotonic) if read is None else (clocks[0](), clocks[1]()) == read
 
 
 def test_this_systems_clocks_go_on_together_while_it_is_awake():
