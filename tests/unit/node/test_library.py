@@ -21,13 +21,14 @@ from node.library import (
     forecast,
     foresee,
     hub_folder,
+    read_header,
     roots,
     snapshots,
     unknown,
 )
 from node.settings import ModelSettings
 from tests import models
-from wire.report import Kv
+from wire.report import Kv, Transient
 from wire.units import GIB
 from wire.verdict import prefill_transient
 
@@ -35,6 +36,16 @@ LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+
+def safetensors(*extents: tuple[str, int]) -> bytes:
+    """Return a file of tensors, each given by its type and its bytes, which count up."""
+    at, header = 0, dict[str, Any](__metadata__={"format": "mlx"})
+    for number, (dtype, size) in enumerate(extents):
+        header[f"w{number}"] = {"dtype": dtype, "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + bytes(number // 64 % 251 for number in range(at))
 
 
 def tensors(size: int = 64, dtype: str = "F32", **metadata: str) -> bytes:
@@ -395,3 +406,337 @@ def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Pa
     found = library.find("odd")
     assert found is not None
     assert (found.kv.per_token, prefill_transient(found.forward, 256, 10_000)) == (0, 0)
+
+
+# what a node that runs another version must read in the same way
+
+
+def test_the_fingerprint_of_a_folder_is_the_same_in_every_version(tmp_path: Path):
+    """Nodes of two versions compare fingerprints: whoever changes this makes one model into two."""
+    folder = model(tmp_path / "m", weights=safetensors(("BF16", 3 * 4096), ("BF16", 3 * 4096 + 64), ("F32", 40000)))
+    (folder / "vocab.txt").write_text("a b c")
+    assert fingerprint_of(folder) == "5707a146aac513a7560e518760259216"
+    (folder / "vocab.txt").rename(folder / "vocab.json")
+    assert fingerprint_of(folder) == "def1694613a922991fa6406271de8c56"
+
+
+# the disk changes while models are loaded
+
+
+def test_a_loaded_model_keeps_its_description_until_it_is_released(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    before = made.known()["m"]
+    made.hold(before)
+    assert made.replacement(before) is None
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    made.scan()
+    assert (made.find("m"), made.known()["m"]) == (before, before)
+    after = made.replacement(before)
+    assert after is not None
+    assert (after.context, before.context) == (4096, 2048)
+    other = model(tmp_path / "other")
+    made.scan()
+    made.hold(made.known()["other"])
+    made.release("m")
+    assert made.find("m") == after
+    shutil.rmtree(other)
+    made.scan()
+    assert "other" in made.known(), "another loaded model is still held"
+    (folder / "model.safetensors").unlink()
+    made.scan()
+    assert made.replacement(before) is None, "what cannot be loaded replaces nothing"
+    assert made.known()["m"].cause == "it has no model*.safetensors"
+    shutil.rmtree(folder)
+    made.scan()
+    assert made.replacement(before) is None
+
+
+def test_a_model_is_unchanged_only_as_long_as_the_disk_holds_the_same(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    found = made.known()["m"]
+    assert made.unchanged(found)
+    assert made.known()["m"] is found
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    assert not made.unchanged(found)
+    assert made.known()["m"].context == 4096
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["BertModel"]}))
+    assert not made.unchanged(found)
+    shutil.rmtree(folder)
+    assert not made.unchanged(found)
+    assert made.known()["m"].context == 4096, "the next scan finds that it is gone"
+
+
+def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = library(tmp_path)
+    model(tmp_path / "m")
+    assert not made.refresh()
+    assert set(made.known()) == {EMBEDDED.name}
+    monkeypatch.setattr("node.library.EVERY", 0.0)
+    assert made.refresh()
+    assert set(made.known()) == {"m"}
+    assert not made.refresh()
+
+
+def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
+    model(tmp_path / "m")
+    made = Library(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    assert made.known() == {}
+    assert made.refresh()
+    assert set(made.known()) == {"m"}
+    unscanned = Library(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    assert unscanned.look("m") == made.find("m")
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path: Path):
+    (tmp_path / "unreadable" / "config.json").mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "F32", "data_offsets": "ab"}}).encode()
+    model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
+    known = library(tmp_path).known()
+    assert known["unreadable"].cause == "its files cannot be read: Is a directory"
+    assert known["senseless"].cause.startswith("model.safetensors: invalid literal for int()")
+    assert EMBEDDED.name in known, "nothing else can be served"
+
+
+# where models lie
+
+
+def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    hub = Path("/home/me/.cache/huggingface/hub")
+    for environment, folder in (
+        ({}, hub), ({"XDG_CACHE_HOME": "/c"}, Path("/c/huggingface/hub")), ({"XDG_CACHE_HOME": ""}, hub),
+        ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")), ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
+    ):  # fmt: skip
+        assert hub_folder(environment) == folder
+
+
+def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_for_others(tmp_path: Path):
+    for name in (".trash/m", "models--org--name/m", "a/b/c", "a/b/.gone"):
+        model(tmp_path / name)
+    (tmp_path / "a" / "README.md").write_text("no folder")
+    model(tmp_path / "a" / "b" / "c" / "inner")
+    (tmp_path / "wan").mkdir()
+    (tmp_path / "wan" / "model_index.json").write_text("{}")
+    (tmp_path / "wan2").mkdir()
+    (tmp_path / "wan2" / "x.GGUF").write_bytes(b"")
+    assert list(roots(tmp_path)) == [("wan2", tmp_path / "wan2"), ("a/b/c", tmp_path / "a" / "b" / "c")]
+    assert list(roots(tmp_path, "model_index.json")) == [("wan", tmp_path / "wan")]
+
+
+def test_a_scan_ends_after_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in "abcd":
+        model(tmp_path / name)
+    monkeypatch.setattr("node.library.MOST_FOLDERS", 3)
+    assert [name for name, _ in roots(tmp_path)] == ["a", "b"], "the first is the folder of all"
+
+
+def test_downloads_without_a_revision_of_main_are_found_and_packages_apart(tmp_path: Path):
+    named, other, package, gguf = (
+        tmp_path / f"models--o--{name}" for name in ("named--4bit", "other", "wan", "z-gguf")
+    )
+    for folder in (named, other):
+        for revision in ("b", "c"):
+            model(folder / "snapshots" / revision)
+        (folder / "snapshots" / "a").mkdir()
+    (named / "refs").mkdir()
+    (named / "refs" / "main").write_text("c\n")
+    for revision in ("a", "b"):
+        model(package / "snapshots" / revision)
+        (package / "snapshots" / revision / "model_index.json").write_text("{}")
+    (package / "refs").mkdir()
+    (package / "refs" / "main").write_text("gone")
+    for revision in ("a", "b"):
+        (gguf / "snapshots" / revision).mkdir(parents=True)
+    (gguf / "snapshots" / "b" / "z.gguf").write_bytes(b"")
+    for name in ("models", "models--", "spaces--o--x"):
+        model(tmp_path / name / "snapshots" / "a")
+    assert list(snapshots(tmp_path)) == [
+        ("o/named/4bit", named / "snapshots" / "c"), ("o/other", other / "snapshots" / "b"),
+        ("o/z-gguf", gguf / "snapshots" / "b"),
+    ]  # fmt: skip
+    assert list(snapshots(tmp_path, "model_index.json")) == [("o/wan", package / "snapshots" / "a")]
+
+
+# weights
+
+
+def test_the_weights_of_all_files_are_added_and_one_that_misses_is_named(tmp_path: Path):
+    folder = model(tmp_path / "m", {**LLAMA, "torch_dtype": None}, safetensors(("U32", 64), ("F8_E4M3", 32)))
+    (folder / "model-2.safetensors").write_bytes(safetensors(("F32", 128), ("BF16", 2), ("F8_E5M2", 8)))
+    found = describe("m", folder)
+    assert found is not None
+    assert (found.stored, found.weights, found.kv.per_token) == (234, 274, 2 * 2 * 16 * 4 * 4)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{part}": f"model-{part}.safetensors" for part in (4, 3, 2)}})
+    )
+    found = describe("m", folder)
+    assert found is not None
+    assert found.cause == "2 of its weight files are missing, model-3.safetensors for one: download it again"
+    for file in folder.glob("model*"):
+        file.unlink()
+    found = describe("m", folder)
+    assert found is not None
+    assert (found.cause, found.stored) == ("it has no model*.safetensors", 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "grows"),
+    [
+        ({}, True),
+        ({"quantization_config": {"quant_method": "fp8"}}, True),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, False),
+        ({"text_config": {**LLAMA, "quantization_config": {"quant_method": "mxfp8"}}}, False),
+        ({"quantization_config": {"scale_fmt": "ue8m0", "weight_block_size": [32, 32]}}, False),
+        ({"quantization_config": {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}}, True),
+        ({"quantization_config": {"weight_block_size": [32, 32]}}, True),
+        ({"quantization_config": "fp8"}, True),
+        ({"quantization": {"bits": 4}}, False),
+    ],
+)
+def test_weights_in_fp8_grow_to_two_bytes_unless_they_stay_packed(tmp_path: Path, config: dict[str, Any], grows: bool):
+    found = describe("m", model(tmp_path / "m", {**LLAMA, **config}, safetensors(("F8_E4M3", 100), ("F32", 8))))
+    assert found is not None
+    assert (found.stored, found.weights) == (108, 208 if grows else 108)
+
+
+def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    whole = safetensors(("F32", 64))
+    file.write_bytes(whole)
+    assert read_header(file) == (whole[8:-64], 64)
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert read_header(file) == (b"{}", 0)
+    for content, words in (
+        (whole[:-1], f"it is cut off: it has {len(whole) - 1} bytes of {len(whole)}, download it again"),
+        (whole[:20], "it is cut off in its header, at 20 bytes"),
+        (struct.pack("<Q", 1) + b"{}", "it is no safetensors file, its header claims 1 bytes"),
+        (struct.pack("<Q", 104857601), "it is no safetensors file, its header claims 104857601 bytes"),
+        (struct.pack("<Q", 104857600), "it is cut off in its header, at 8 bytes"),
+        (struct.pack("<Q", 2) + b"[]", "it is no object"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "it is nested too deeply"),
+    ):  # fmt: skip
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{words}$".replace("[", r"\[")):
+            read_header(file)
+
+
+# what is foreseen, in bytes
+
+MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "kv"),
+    [
+        ({**MLA, "model_type": "deepseek_v3", "index_head_dim": 8}, Kv(4 * (32 + 16) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v32", "index_head_dim": 8}, Kv(4 * (32 + 16 + 2 * 8) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v2"}, Kv(4 * 4 * (24 + 16 + 20) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v2", "v_head_dim": None}, Kv(4 * 4 * (24 + 16 + 24) * 2, 256)),
+        ({"kv_lora_rank": 32}, Kv(4 * 2 * 2 * 16 * 2, 256)),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 24}, Kv(4 * 2 * 2 * 16 * 2, 256)),
+        ({"num_key_value_heads": None, "num_attention_heads": None}, Kv(4 * 2 * 64 * 2, 256)),
+        ({"layer_types": ["conv"] * 3 + ["full_attention"], "conv_L_cache": 4}, Kv(128, 256, 3 * 3 * 64 * 2)),
+        (
+            {"layer_types": ["linear_attention"] * 3 + ["full_attention"], **DELTA},
+            Kv(128, 256, 3 * (4 * (2 * 2 * 8 + 4 * 16) * 2 + 4 * 16 * 8 * 4)),
+        ),
+        (
+            {"layer_types": ["mamba"] * 3 + ["full_attention"], **DELTA, "linear_key_head_dim": 0},
+            Kv(128, 256, 3 * 64 * 4 * 4),
+        ),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, Kv(256, 256)),
+        ({"layer_types": "full_attention"}, Kv(512, 256)),
+        ({"sliding_window": 512}, Kv(512, 256)),
+        ({"sliding_window_pattern": 2}, Kv(512, 256)),
+        ({"sliding_window": 512, "sliding_window_pattern": 3}, Kv(128, 256, 0, 512, 384)),
+        ({"full_attention_interval": 3}, Kv(128, 256, 3 * 64 * 16)),
+        ({"num_hidden_layers": True}, Kv(0, 256)),
+        ({"num_hidden_layers": -4}, Kv(0, 256)),
+        ({"torch_dtype": None, "dtype": "float32"}, Kv(4 * 2 * 2 * 16 * 4, 256)),
+        ({"torch_dtype": "int4"}, Kv(4 * 2 * 2 * 16 * 3, 256)),
+        ({"text_config": {"num_hidden_layers": 2, "n_embd": 8}, "vision_config": {"n_layer": 9}}, Kv(256, 256)),
+        ({"text_config": {"hidden_size": 128}}, Kv(512, 256)),
+        ({"text_config": {"n_layer": 2, "num_hidden_layers": 3}}, Kv(384, 256)),
+    ],
+)
+def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: Kv):
+    assert foresee({**LLAMA, **config}, 3) == kv
+
+
+@pytest.mark.parametrize(
+    ("platform", "config", "transient"),
+    [
+        (
+            "linux",
+            {"intermediate_size": 100, "vocab_size": 1000},
+            Transient(token=4.0 * 228, pair=16.0, seen=128.0, logits=4000.0, step_row=4.0 * 228 + 4000, step_seen=16.0),
+        ),
+        (
+            "darwin",
+            {"num_key_value_heads": None},
+            Transient(token=4.0 * 128, pair=16.0, seen=256.0, step_row=4.0 * 128, step_seen=16.0),
+        ),
+        (
+            "darwin",
+            {"head_dim": 64, "layer_types": ["sliding_attention"] * 2, "sliding_window": 512},
+            Transient(token=4.0 * 320, pair=0.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0, window=512),
+        ),
+        (
+            "linux",
+            {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512},
+            Transient(token=4.0 * 320, pair=16.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0),
+        ),
+    ],
+)
+def test_a_forward_is_foreseen_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, platform: str, config: dict[str, Any], transient: Transient
+):
+    monkeypatch.setattr("sys.platform", platform)
+    assert forecast({**LLAMA, **config}, 2) == transient
+
+
+def test_the_dimensions_that_miss_are_named_in_order():
+    assert unknown(LLAMA) == ()
+    assert unknown({"head_dim": 64, "num_attention_heads": 0}) == ("num_hidden_layers", "num_attention_heads")
+    assert unknown({}) == ("num_hidden_layers", "num_attention_heads", "head_dim or hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 0, "max_seq_len": 5, "max_sequence_length": 6}, 5),
+        ({"max_position_embeddings": True, "max_sequence_length": 6, "seq_length": 7}, 6),
+        ({"max_position_embeddings": "8", "seq_length": 7, "n_positions": 1}, 7),
+        ({"max_position_embeddings": None, "n_positions": 1}, 1),
+        ({"max_position_embeddings": -1}, 4096),
+    ],
+)
+def test_the_context_is_the_first_number_that_the_config_gives(tmp_path: Path, config: dict[str, Any], context: int):
+    found = describe("m", model(tmp_path / "m", {**LLAMA, **config}))
+    assert found is not None
+    assert found.context == context
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"architectures": None}, True),
+        ({"architectures": []}, True),
+        ({"architectures": ["GPT2LMHeadModel"]}, True),
+        ({"architectures": ["Other", "LlamaForCausalLM"]}, True),
+        ({"architectures": ["XForConditionalGeneration"]}, False),
+        ({"architectures": ["Other", "XForConditionalGeneration"], "text_config": LLAMA}, True),
+        ({"architectures": ["Other"], "text_config": LLAMA}, False),
+        ({"model_type": None}, False),
+    ],
+)
+def test_a_config_is_of_text_by_its_architectures(tmp_path: Path, config: dict[str, Any], text: bool):
+    assert (describe("m", model(tmp_path / "m", {**LLAMA, **config})) is not None) is text
