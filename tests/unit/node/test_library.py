@@ -509,7 +509,8 @@ def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: py
     hub = Path("/home/me/.cache/huggingface/hub")
     for environment, folder in (
         ({}, hub), ({"XDG_CACHE_HOME": "/c"}, Path("/c/huggingface/hub")), ({"XDG_CACHE_HOME": ""}, hub),
-        ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")), ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
+        ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")),
+        ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
     ):  # fmt: skip
         assert hub_folder(environment) == folder
 
