@@ -358,7 +358,7 @@ def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Di
     `begin`, the end of the header."""
     with file.open("rb", buffering=0) as opened:
         for first, last in extents:
-            size = max(0, last - first)
+            size = last - first
             starts = range(0, size, SAMPLE) if size <= 3 * SAMPLE else (0, (size - SAMPLE) // 2, size - SAMPLE)
             for start in starts:
                 digest.update(os.pread(opened.fileno(), min(SAMPLE, size - start), begin + first + start))

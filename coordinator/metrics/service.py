@@ -31,7 +31,7 @@ from wire.measures import NodeMeasures
 
 ASK_SECONDS = 3.0
 """Longest wait for a node's own measures: less than Prometheus waits for us."""
-LONGEST_MEASURES = 16 * 1024
+MAX_MEASURES_BYTES = 16 * 1024
 LIVES_SECONDS = 60.0
 """For which the lives of our certificates are remembered: they are read from files."""
 SCRAPABLE = frozenset({"ready", "suspect", "draining", "paused", "joining"})
@@ -110,19 +110,12 @@ class Metrics:
         view = self._registry.view().node(node)
         if view is None or view.state not in SCRAPABLE or not view.heard_at:
             raise Unreachable(f"it is {view.state if view else 'unknown'}")
-        answer = b""
-        pieces = self._registry.links.ask(node, "metrics", LONGEST_MEASURES)
+        pieces = self._registry.links.ask(node, "metrics", MAX_MEASURES_BYTES)
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                async for piece in pieces:
-                    answer += piece
-                    if len(answer) > LONGEST_MEASURES:
-                        return None
+                return read_measures(b"".join([piece async for piece in pieces]))
         except (LookupError, TimeoutError) as error:
             raise Unreachable(str(error) or "it did not answer") from None
-        finally:
-            await pieces.aclose()
-        return read_measures(answer)
 
     def picture(self) -> PoolPicture:
         """Take the picture of the coordinator."""

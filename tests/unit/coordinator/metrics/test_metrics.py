@@ -95,6 +95,11 @@ def test_the_sum_of_a_scrape_is_right():
 
 # liars
 
+
+def replaced(measures: NodeMeasures, **gate: Any) -> NodeMeasures:
+    return msgspec.structs.replace(measures, gate=msgspec.structs.replace(measures.gate, **gate))
+
+
 ANY = st.one_of(st.integers(-HUGE, HUGE), st.floats(), st.text(max_size=20), st.none(), st.booleans())
 
 
@@ -134,6 +139,69 @@ def test_histograms_of_liars_are_whole_or_empty(counts: list[int], total: float)
     rows = [value for (name, _), value in found.items() if name == "macpool_gate_predicted_peak_ratio_bucket"]
     assert rows == sorted(rows)
     assert rows[-1] == found["macpool_gate_predicted_peak_ratio_count", ()]
+
+
+MOST = 2**53
+EMPTY = NodeMeasures(GateMeasures(predicted=Tally((0,) * 11), transient=Tally((0,) * 11)))
+COUNTS = tuple(range(11))
+
+
+@pytest.mark.parametrize(
+    ("told", "honest"),
+    [
+        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, 0.5))), replaced(EMPTY, predicted=Tally(COUNTS, 0.5))),
+        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, 0.0))), replaced(EMPTY, predicted=Tally(COUNTS, 0.0))),
+        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, -0.5))), EMPTY),
+        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, math.inf))), EMPTY),
+        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS[1:], 0.5))), EMPTY),
+        (NodeMeasures(GateMeasures(transient=Tally((*COUNTS, 11), 0.5))), EMPTY),
+        (
+            NodeMeasures(GateMeasures(transient=Tally((-1, MOST + 1, 2**60, *range(8)), 1.0))),
+            replaced(EMPTY, transient=Tally((0, MOST, MOST, *range(8)), 1.0)),
+        ),
+        (
+            NodeMeasures(GateMeasures((("join", -1), ("new", 2**60)), (("x", -2), ("y", 3)))),
+            replaced(EMPTY, checks=(("join", 0), ("new", MOST)), refusals=(("x", 0), ("y", 3))),
+        ),
+        (
+            NodeMeasures(GateMeasures((("join", 1),) * 65, (("x", 1),) * 65)),
+            replaced(EMPTY, checks=(("join", 1),) * 64, refusals=(("x", 1),) * 64),
+        ),
+        *(
+            (NodeMeasures(agent_cpu=cpu, agent_phys=phys), msgspec.structs.replace(EMPTY, agent_cpu=a, agent_phys=b))
+            for cpu, phys, a, b in (
+                (0.5, 1, 0.5, 1), (-0.5, -1, 0.0, 0), (math.inf, 2**60, 0.0, MOST), (math.nan, 0, 0.0, 0),
+                (MOST - 1.0, MOST, MOST - 1.0, MOST), (float(MOST), 0, 0.0, 0),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_node_measured_is_kept_as_far_as_it_is_possible(told: NodeMeasures, honest: NodeMeasures):
+    assert honest_measures(told) == honest
+
+
+def test_gate_checks_at_sites_that_are_unknown_are_added_up():
+    told = NodeMeasures(GateMeasures((("join", 1), ("new", 2), ("newer", 3), ("join", 4))))
+    found = samples(scrape(node_picture(view(), honest_measures(told))))
+    assert [found["macpool_gate_checks_total", (("site", site),)] for site in ("join", "other", "grow")] == [5, 5, 0]
+
+
+def test_models_in_memory_stand_before_others_and_then_by_name():
+    models = (a_model("z", loaded=True), a_model("b", loaded=False), a_model("y", loaded=False, loading=True),
+              a_model("a", loaded=False), a_model("c", loaded=True))  # fmt: skip
+    assert [model.name for model in worth_showing(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
+
+
+def test_a_number_that_is_not_finite_costs_its_own_series_alone():
+    picture = replace(pool_picture(), oldest=math.inf, keys_refused=7)
+    found = samples(scrape(picture))
+    assert ("macpool_router_queue_oldest_seconds", ()) not in found
+    assert found["macpool_auth_refused_keys_total", ()] == 7
+
+
+def test_full_names_are_those_of_a_scrape():
+    names = {family.kind: family.full_name for family in POOL if family.name in ("cluster_links", "cluster_links_made")}
+    assert names == {Kind.GAUGE: "macpool_cluster_links", Kind.COUNTER: "macpool_cluster_links_made_total"}
 
 
 def test_a_name_with_two_models_is_counted_and_no_other():

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from coordinator.conditions.rules import WATCHED
-from coordinator.metrics.service import Metrics
+from coordinator.metrics.service import Metrics, Unreachable
 from coordinator.video.counters import VideoPicture
 from router.dispatch import Dispatcher
 from router.keys import KeyRing
@@ -22,7 +22,8 @@ from tests.support.cluster_port import Line, Port, a_report, hello, opened
 from tests.support.loopback_cluster import a_memory
 from tests.support.pictures import view
 from wire.certificate import read_certificate
-from wire.frames import Admitted, Answer, Ask, Delta, Deltas, Denied, Finished, Frame, Generate, Refusal
+from wire.frames import Admitted, Answer, Ask, Delta, Deltas, Denied, Finished, Frame, Generate, Refusal, Welcome
+from wire.identity import NodeId
 from wire.measures import GateMeasures, NodeMeasures
 from wire.refusals import Code, Numbers, Refused
 from wire.units import GIB
@@ -240,6 +241,38 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
         assert len((await client.get("/prometheus/sd")).json()) == 1, "a lost member stays a target: `up` is 0"
 
 
+def metrics_of(port: Port, **more: Any) -> Metrics:
+    made = port.application
+    return Metrics(made.registry, more.get("dispatcher", made.dispatcher), KeyRing(b"pepper"), "0",
+                   more.get("lives", dict))  # fmt: skip
+
+
+async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_why(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    metrics, registry = metrics_of(port), port.application.registry
+    await linked(port, "silent")
+    silent, joining, lost, left = (NodeId("node-1"), *(port.member(name) for name in ("joining", "lost", "left")))
+    line = await port.dial(joining)
+    line.send(hello(joining))
+    await line.until(Welcome)
+    gone = await port.link(lost)
+    await port.until(lambda: port.state(lost) == "ready")
+    gone.close()
+    await port.until(lambda: port.state(lost) == "lost")
+    registry.remove(left.node)
+    monkeypatch.setattr("coordinator.metrics.service.ASK_SECONDS", 0.05)
+    for node, why in (
+        (NodeId("never"), "it is unknown"), (joining.node, "it is joining"), (lost.node, "it is lost"),
+        (left.node, "it is left"), (silent, "it did not answer"),
+    ):  # fmt: skip
+        with pytest.raises(Unreachable, match=f"^{why}$"):
+            await metrics.node(node, "")
+    assert [picture.view.name for picture in metrics.nodes()] == ["silent"]
+    targets = [target["labels"]["node"] for target in metrics.targets("127.0.0.1", "http")]
+    assert targets == ["silent", "joining", "lost"], "one that left is none any more"
+
+
 async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
     await linked(port, "a")
     dispatcher = port.application.dispatcher
@@ -287,14 +320,15 @@ async def test_the_limit_of_the_queue_grows_with_the_members(port: Port):
 
 async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back_to_a_report(port: Port):
     now, lives = [100.0], {"endpoint": (1.0, 2.0)}
-    made = port.application
     sent = list[Frame]()
     dispatcher = Dispatcher(lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1),
                             clock=lambda: now[0])  # fmt: skip
-    metrics = Metrics(made.registry, dispatcher, KeyRing(b"pepper"), "0", lambda: dict(lives))
+    metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
     metrics.video = lambda: VideoPicture(used=True, kept=7)
     picture = metrics.node_picture(view(port.member("a").node, heard_at=70.0), None)
     assert (round(picture.wall - picture.heard, 6), time.time() - picture.wall < 60) == (30.0, True)
+    picture = metrics.node_picture(view(port.member("b").node, heard_at=130.0), None)
+    assert picture.heard == picture.wall, "no report comes from the future"
     assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
     assert metrics.picture().video.kept == 7
     lives["endpoint"] = (3.0, 4.0)
@@ -302,3 +336,29 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
     assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
     now[0] += 2.0
     assert metrics.picture().certificates == {"endpoint": (3.0, 4.0)}
+
+
+async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    metrics, (soft, hard) = metrics_of(port), resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        for platform, unit in (("linux", 1024), ("darwin", 1)):
+            monkeypatch.setattr("sys.platform", platform)
+            before, process, files = peak(), metrics.picture().process, len(os.listdir("/dev/fd"))
+            assert before * unit <= process.peak <= peak() * unit
+            assert (process.open_files, process.most_files) == (files - 1, soft - 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_picture_forgets_the_tokens_of_keys_that_are_gone(port: Port):
+    counters = port.application.dispatcher.counters
+    counters.model("tiny")
+    counters.used_by("gone", "tiny", 5)
+    assert counters.keys
+    assert metrics_of(port).picture().counters.keys == {}
