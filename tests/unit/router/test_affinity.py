@@ -166,6 +166,124 @@ def test_a_removed_node_leaves_nothing_behind():
     assert len(index) == 0
 
 
+def sizes(*messages: Message) -> list[int]:
+    return [size for _, size in chain(*messages).links]
+
+
+def test_links_end_at_messages_and_at_whole_blocks_inside_long_ones():
+    assert sizes(user("x" * BLOCK)) == [BLOCK + 1]
+    assert sizes(user("x" * (BLOCK + 1))) == [BLOCK, BLOCK + 2]
+    assert sizes(user("x" * 2 * BLOCK)) == [BLOCK, 2 * BLOCK + 1]
+    assert sizes(user("ab"), user("x" * 5000), user("c")) == [3, 3 + BLOCK, 3 + 2 * BLOCK, 5004, 5006]
+    call = ToolCall("1", "look", '{"a": 1}')
+    assert sizes(Message("assistant", "ab", tool_calls=(call, call)), user("c")) == [3 + 8 + 8, 21]
+    assert sizes() == []
+    many = sizes(*(user("x") for _ in range(100)))
+    assert many == [*range(2, 66, 2), *range(138, 202, 2)], "the first half and the last half of 64"
+    assert sizes(*(user("x") for _ in range(64))) == [*range(2, 130, 2)]
+
+
+def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
+    text = "x" * 3 * BLOCK + "end"
+    index = known((A, chain(user(text)), HASH))
+    assert index.shares(chain(user(text[:-3] + "and"))) == {A: 3 * BLOCK / (3 * BLOCK + 4)}
+    changed = text[:BLOCK] + "y" + text[BLOCK + 1 :]
+    assert index.shares(chain(user(changed))) == {A: BLOCK / (3 * BLOCK + 4)}
+    assert index.shares(chain(said(text))) == {A: 3 * BLOCK / (3 * BLOCK + 4)}
+
+
+def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_proved():
+    index = Affinity()
+
+    def share(size: int) -> float:
+        return index.shares(chain(user("?" * (size - 1)), session="s")).get(A, 0.0)
+
+    index.read(chain(user("a" * 99), session="s"), A, b"1", 100, 0)
+    assert (share(400), share(50)) == (0.25, 1.0)
+    index.read(chain(user("b" * 199), session="s"), A, b"2", 100, 25)
+    assert share(400) == 0.75 * 0.5, "half of the prompt was expected in the cache, and half of that was there"
+    index.read(chain(user("c" * 399), session="s"), A, b"3", 100, 100)
+    assert share(400) == 0.875, "more than was expected proves no more than all"
+    index.read(chain(user("d" * 399), session="s"), A, b"4", 0, 0)
+    assert share(400) == 0.4375
+    index.read(chain(user("e" * 399), session="s"), B, b"5", 100, 0)
+    assert index.shares(chain(user("?" * 399), session="s")) == {B: 1.0}, "another node begins anew"
+
+
+def test_a_session_counts_only_where_it_knows_more_than_the_text():
+    index = Affinity()
+    for number in range(3):
+        index.read(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
+    assert index.shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
+    assert index.shares(chain(user("?" * 199), session="s")) == {A: 0.25}
+    for number in range(2):
+        index.read(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
+    assert index.shares(chain(user("?" * 199), session="s")) == {A: 0.0625}
+    index.read(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
+    assert index.shares(chain(user("?" * 199), session="s")) is NOWHERE
+
+
+def test_a_session_of_an_engine_that_is_gone_is_not_believed():
+    index = Affinity()
+    index.heard(A, 1, 0, ())
+    index.read(chain(user("a" * 99), session="s"), A, HASH, 100, 0)
+    index.heard(A, 2, 0, ())
+    assert index.shares(chain(user("?"), session="s")) is NOWHERE
+
+
+def test_a_prompt_without_messages_is_not_remembered():
+    index = known((A, chain(session="s"), HASH))
+    assert len(index) == 0
+
+
+def test_only_the_newest_evictions_are_followed_and_a_new_engine_counts_from_nothing():
+    prompts = {name: chain(user(name.decode())) for name in (b"one", b"two", b"three")}
+    index = known(*((A, prompt, name) for name, prompt in prompts.items()))
+
+    def left() -> list[bytes]:
+        return [name for name, prompt in prompts.items() if index.shares(prompt)]
+
+    index.heard(A, 1, 7, (b"x",) * 7)
+    index.heard(A, 1, 8, (b"two", b"one"))
+    assert left() == [b"two", b"three"]
+    index.heard(A, 1, 10, (b"x", b"two"))
+    assert left() == [b"three"]
+    index.heard(A, 1, 13, (b"x", b"x"))
+    assert left() == [], "one of three evictions is not named"
+    index.read(prompts[b"one"], A, b"one", 10, 0)
+    index.read(prompts[b"two"], A, b"two", 10, 0)
+    index.heard(A, 2, 0, ())
+    index.read(prompts[b"one"], A, b"one", 10, 0)
+    index.read(prompts[b"two"], A, b"two", 10, 0)
+    index.heard(A, 2, 1, (b"one",))
+    assert left() == [b"two"]
+
+
+def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
+    short, long = chain(user("a" * 9)), chain(user("a" * 9), said("b" * 9))
+    index = known((A, long, b"long"), (A, short, b"short"), (B, short, b"short"))
+    index.heard(A, 1, 1, (b"long",))
+    assert index.shares(long) == {A: 0.5, B: 0.5}
+    index.heard(A, 1, 2, (b"short",))
+    assert index.shares(long) == {B: 0.5}
+    index.heard(B, 1, 1, (b"short",))
+    assert len(index) == 0
+
+
+def test_what_was_used_last_stays_in_a_full_index():
+    index = Affinity(entries=3)
+    for text in ("one", "two", "three", "one", "four", "five"):
+        index.read(chain(user(text), session=text), A, text.encode(), 10, 0)
+    assert len(index) == 9
+    seen = [text for text in ("one", "two", "three", "four", "five") if index.shares(chain(user(text)))]
+    named = [text for text in ("one", "two", "three") if index.shares(chain(user("?"), session=text))]
+    assert (seen, named) == (["one", "four", "five"], ["one"])
+    index.heard(A, 1, 1, (b"two",))
+    assert index.shares(chain(user("one"))) == {A: 1.0}
+    index.heard(A, 1, 2, (b"one",))
+    assert index.shares(chain(user("one"))) is NOWHERE
+
+
 @given(st.lists(st.text(max_size=3 * BLOCK), min_size=1, max_size=100))
 def test_a_chain_is_short_and_grows(texts: list[str]):
     links = chain(*map(user, texts)).links
