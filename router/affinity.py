@@ -67,14 +67,13 @@ def chain_of(
     links: list[tuple[int, int]] = []
     link, size = hash(root) if shared else hash((root, scope)), 0
     for place, message in enumerate(messages):
-        if shared and place == 1:
+        if place == 1:
             link = hash((link, scope))
         text = message.content
         for start in range(0, len(text) - BLOCK, BLOCK):
             link = hash((link, text[start : start + BLOCK]))
             links.append((link, size + start + BLOCK))
-        rest = text[(len(text) - 1) // BLOCK * BLOCK :] if len(text) > BLOCK else text
-        link = hash((link, message.role, rest))
+        link = hash((link, message.role, text[(len(text) - 1) // BLOCK * BLOCK :]))
         size += len(text) + 1
         for call in message.tool_calls:
             link = hash((link, call.name, call.arguments))
@@ -111,7 +110,7 @@ class Affinity:
             for node, (engine, _) in nodes.items():
                 if node not in found and self._engines.get(node) == engine:
                     found[node] = size / chain.size
-        session = self._sessions.get(chain.session) if chain.session else None
+        session = self._sessions.get(chain.session)
         if session is not None and session.trust > LEAST_TRUST and self._engines.get(session.node) == session.engine:
             told = session.trust * min(1.0, session.size / chain.size)
             found[session.node] = max(told, found.get(session.node, 0.0))
@@ -152,7 +151,6 @@ class Affinity:
         if self._lives.setdefault(node, life) != life:
             self._lives[node] = life
             self._engines[node] = self._new_life(node)
-            self._evictions[node] = 0
         new = evictions - self._evictions.get(node, 0)
         self._evictions[node] = evictions
         for prompt_hash in evicted[-new:] if new > 0 else ():

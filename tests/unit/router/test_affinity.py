@@ -190,6 +190,8 @@ def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
     changed = text[:BLOCK] + "y" + text[BLOCK + 1 :]
     assert index.shares(chain(user(changed))) == {A: BLOCK / (3 * BLOCK + 4)}
     assert index.shares(chain(said(text))) == {A: 3 * BLOCK / (3 * BLOCK + 4)}
+    index = known((A, chain(user("x" * 2 * BLOCK)), HASH))
+    assert index.shares(chain(user("x" * (2 * BLOCK - 1) + "y"))) == {A: BLOCK / (2 * BLOCK + 1)}
 
 
 def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_proved():
@@ -206,21 +208,23 @@ def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_prove
     assert share(400) == 0.875, "more than was expected proves no more than all"
     index.read(chain(user("d" * 399), session="s"), A, b"4", 0, 0)
     assert share(400) == 0.4375
-    index.read(chain(user("e" * 399), session="s"), B, b"5", 100, 0)
+    index.read(chain(user("e" * 99), session="s"), A, b"5", 100, 50)
+    assert share(100) == (0.4375 + 0.5) / 2, "of a shorter prompt all was expected"
+    index.read(chain(user("f" * 399), session="s"), B, b"6", 100, 0)
     assert index.shares(chain(user("?" * 399), session="s")) == {B: 1.0}, "another node begins anew"
 
 
 def test_a_session_counts_only_where_it_knows_more_than_the_text():
     index = Affinity()
-    for number in range(3):
+    for _ in range(3):
         index.read(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
     assert index.shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
     assert index.shares(chain(user("?" * 199), session="s")) == {A: 0.25}
-    for number in range(2):
+    for _ in range(2):
         index.read(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
     assert index.shares(chain(user("?" * 199), session="s")) == {A: 0.0625}
-    index.read(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
-    assert index.shares(chain(user("?" * 199), session="s")) is NOWHERE
+    index.read(chain(user("a" * 199), session="s"), A, HASH, 10_000, 375)
+    assert index.shares(chain(user("?" * 199), session="s")) is NOWHERE, "its trust is LEAST_TRUST"
 
 
 def test_a_session_of_an_engine_that_is_gone_is_not_believed():
@@ -278,9 +282,32 @@ def test_what_was_used_last_stays_in_a_full_index():
     seen = [text for text in ("one", "two", "three", "four", "five") if index.shares(chain(user(text)))]
     named = [text for text in ("one", "two", "three") if index.shares(chain(user("?"), session=text))]
     assert (seen, named) == (["one", "four", "five"], ["one"])
-    index.heard(A, 1, 1, (b"two",))
-    assert index.shares(chain(user("one"))) == {A: 1.0}
-    index.heard(A, 1, 2, (b"one",))
+    index.heard(A, 1, 1, (b"five",))
+    assert index.shares(chain(user("five"))) is NOWHERE
+
+
+def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
+    index = Affinity(entries=1)
+    index.read(chain(user("one"), said("two")), A, b"long", 10, 0)
+    index.heard(A, 1, 1, (b"long",))
+    assert len(index) == 0
+    prompt = chain(user("one"))
+    index = known((A, prompt, b"1"), (A, prompt, b"2"), (B, prompt, b"3"))
+    index.heard(A, 1, 2, (b"2", b"1"))
+    assert index.shares(prompt) == {B: 1.0}
+
+
+def test_of_the_other_nodes_nothing_is_forgotten_and_a_node_that_returns_begins_anew():
+    one, two = chain(user("one"), session="a"), chain(user("two"), session="b")
+    index = known((A, one, b"1"), (B, two, b"2"))
+    index.heard(A, 1, 5, (b"x",) * 5)
+    index.forget(A)
+    assert index.shares(chain(user("?"), session="a")) is NOWHERE
+    assert index.shares(chain(user("????"), session="b")) == {B: 0.8}
+    index.heard(B, 1, 1, (b"2",))
+    assert index.shares(chain(user("two"))) is NOWHERE
+    index.read(one, A, b"1", 10, 0)
+    index.heard(A, 1, 1, (b"1",))
     assert index.shares(chain(user("one"))) is NOWHERE
 
 
