@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from machine.journal import hide_warnings, open_journal, shorten, terminal_line
+from machine.journal import LONGEST, hide_warnings, log_to_stderr, open_journal, shorten, terminal_line
 
 
 @pytest.fixture
@@ -37,6 +38,68 @@ def test_an_event_is_heard_and_written_once(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("own_logging")
+def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_path: Path):
+    file = tmp_path / "logs" / "x.log"
+    open_journal(file, "info")
+    assert [one.stat().st_mode & 0o777 for one in (file, file.parent)] == [0o600, 0o700]
+    log = structlog.get_logger("node.test")
+    log.debug("too fine")
+    with structlog.contextvars.bound_contextvars(request=7):
+        log.info("one", value=Path("x"))
+    try:
+        raise KeyError("k")
+    except KeyError as error:
+        log.exception("two")
+        log.error("three", exc_info=error)
+        logging.getLogger("library").error("four %s", 4, exc_info=True)
+    logging.getLogger("library").info("five", extra={"key": "value"})
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["event"] for line in told] == ["one", "two", "three", "four 4", "five"]
+    assert {key: told[0][key] for key in ("level", "logger", "request", "value")} == {
+        "level": "info", "logger": "node.test", "request": 7, "value": "x",
+    }  # fmt: skip
+    assert told[0]["timestamp"].endswith("Z")
+    assert all(line["exception"].startswith("KeyError: 'k'\ntest_journal.py:") for line in told[1:4])
+    assert [line["level"] for line in told[1:]] == ["error", "error", "error", "info"]
+    assert (told[3]["logger"], "exc_info" in told[1]) == ("library", False)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_standard_error_that_is_a_long_file_begins_anew_with_the_next_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with (tmp_path / "service.log").open("a") as screen:
+        monkeypatch.setattr("sys.stderr", screen)
+        open_journal(tmp_path / "x.log", "info")
+        os.truncate(screen.fileno(), LONGEST + 1)
+        structlog.get_logger("coordinator.test").info("for the journal alone")
+        assert os.fstat(screen.fileno()).st_size == LONGEST + 1
+        structlog.get_logger("coordinator.test").warning("node gone")
+    told = (tmp_path / "service.log").read_text()
+    assert "node gone" in told
+    assert "journal alone" not in told
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys: pytest.CaptureFixture[str]):
+    log_to_stderr()
+    log = structlog.get_logger()
+    log.debug("too fine")
+    with structlog.contextvars.bound_contextvars(model="tiny"):
+        log.info("loaded", key="abc", header="Bearer abcdef123456")
+    try:
+        raise KeyError("k")
+    except KeyError:
+        log.exception("door")
+    first, second, *trace = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] loaded +header=.*", first)
+    assert [part for part in ("key=[hidden]", "model=tiny", "Bearer [hidden]") if part not in first] == []
+    assert second.rstrip().endswith("] door")
+    assert trace[0] == "KeyError: [hidden]", "the message of such an event may be somebody's text"
+    assert trace[1].startswith("test_journal.py:")
+
+
+@pytest.mark.usefixtures("own_logging")
 def test_an_orderly_stop_shows_errors_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     open_journal(tmp_path / "x.log", "info")
     hide_warnings()
@@ -56,6 +119,12 @@ def test_a_line_for_a_terminal_is_short_and_harmless():
     assert line[2] == line[5] == ":"
     assert line[8:] == r"  warning  node gone  node=studio  reason='\x1b[2Jstopped'"
     assert len(line) < 80
+
+
+def test_a_line_for_a_terminal_ends_with_its_exception():
+    event = {"timestamp": "never", "level": "info", "event": "a\nb", "exception": "KeyError: k\nx.py:1 f"}
+    assert terminal_line(None, "", event) == "never  info     'a\\nb'\nKeyError: k\nx.py:1 f"
+    assert terminal_line(None, "", {}) == ""
 
 
 def test_a_file_that_nobody_rotates_begins_anew(tmp_path: Path):

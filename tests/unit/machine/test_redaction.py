@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,7 @@ PROMPT = "canary prompt about my diagnosis"
 KEY = new_key(b"pepper", "x", ["infer"], created=0.0)[1]
 
 
-def join_token() -> str:
-    return str(new_token(b"ca"))
+TOKEN = str(new_token(b"ca"))
 
 
 # shapes
@@ -31,9 +31,10 @@ def join_token() -> str:
     "secret",
     [
         KEY, "sk-proj-abcdefghijklmnopqrstuvwxyz", "hf_abcdefghijklmnopqrstuvwxyz", "ghp_abcdefghijklmnopqrstuvwxyz01",
-        "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByq\n-----END PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByq\n-----END PRIVATE KEY-----", TOKEN,
+        "-----BEGIN EC PRIVATE KEY-----\nMIGHAg\n-----END EC PRIVATE KEY-----", "gho_abcdefghijklmnopqrstuvwxyz01",
     ],
-    ids=["ours", "openai", "huggingface", "github", "pem"],
+    ids=["ours", "openai", "huggingface", "github", "pem", "join", "pem of a curve", "github's of an app"],
 )  # fmt: skip
 def test_what_looks_like_a_secret_is_hidden(secret: str):
     told = hide(f"before {secret} after")
@@ -93,6 +94,31 @@ def broken(private: bool) -> str:
     raise AssertionError("nothing failed")
 
 
+def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_one_line():
+    try:
+        try:
+            fail("first")
+        except ValueError as error:
+            raise KeyError("a \n  b" + "x" * 400) from error
+    except KeyError as error:
+        told = trace((type(error), error, error.__traceback__), private=False)
+        hidden = trace((type(error), error, None), private=True)
+    message, where = told.split("\n")
+    assert message == "KeyError from ValueError: " + ("'a \\n b" + "x" * 400)[:300]
+    assert re.fullmatch(r"test_redaction\.py:\d+ test_an_exception_\w+", where)
+    assert hidden == "KeyError from ValueError: [hidden]\n"
+
+
+def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
+    for name in (
+        "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set-cookie", "Password", "pepper",
+        "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools", "body",
+    ):  # fmt: skip
+        assert redact({name: 1}) == {name: HIDDEN}
+    event = {"n": 1, "list": ["a", ("b", {"c": None})], "map": {1: {"key": "k"}}}
+    assert redact(event) == {"n": 1, "list": ["a", ["b", {"c": None}]], "map": {"1": {"key": HIDDEN}}}
+
+
 def test_an_exception_is_told_without_values_and_without_code():
     told = broken(private=False)
     assert told.startswith("ValueError: cannot read [hidden] in")
@@ -125,7 +151,7 @@ def lines(file: Path) -> list[dict[str, object]]:
 
 def test_nobody_logs_a_secret_or_a_prompt(log_file: Path, capsys: pytest.CaptureFixture[str]):
     log = structlog.get_logger("test")
-    token = join_token()
+    token = TOKEN
     log.warning("asked", messages=[{"content": PROMPT}], header=f"Bearer {KEY}", nested={"prompt": PROMPT}, token=token)
     logging.getLogger("library").warning("request %s with %s", {"authorization": f"Bearer {KEY}"}, token)
     try:
