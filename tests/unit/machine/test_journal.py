@@ -47,10 +47,10 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
     with structlog.contextvars.bound_contextvars(request=7):
         log.info("one", value=Path("x"))
     try:
-        raise KeyError("k")
+        {}["k"]
     except KeyError as error:
         log.exception("two")
-        log.error("three", exc_info=error)
+        log.warning("three", exc_info=error)
         logging.getLogger("library").error("four %s", 4, exc_info=True)
     logging.getLogger("library").info("five", extra={"key": "value"})
     told = [json.loads(line) for line in file.read_text().splitlines()]
@@ -60,7 +60,7 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
     }  # fmt: skip
     assert told[0]["timestamp"].endswith("Z")
     assert all(line["exception"].startswith("KeyError: 'k'\ntest_journal.py:") for line in told[1:4])
-    assert [line["level"] for line in told[1:]] == ["error", "error", "error", "info"]
+    assert [line["level"] for line in told[1:]] == ["error", "warning", "error", "info"]
     assert (told[3]["logger"], "exc_info" in told[1]) == ("library", False)
 
 
@@ -88,7 +88,7 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
     with structlog.contextvars.bound_contextvars(model="tiny"):
         log.info("loaded", key="abc", header="Bearer abcdef123456")
     try:
-        raise KeyError("k")
+        {}["k"]
     except KeyError:
         log.exception("door")
     first, second, *trace = capsys.readouterr().err.splitlines()

@@ -111,8 +111,8 @@ def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_on
 
 def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
     for name in (
-        "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set-cookie", "Password", "pepper",
-        "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools", "body",
+        "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set-cookie", "Password",
+        "pepper", "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools", "body",
     ):  # fmt: skip
         assert redact({name: 1}) == {name: HIDDEN}
     event = {"n": 1, "list": ["a", ("b", {"c": None})], "map": {1: {"key": "k"}}}
