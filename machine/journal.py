@@ -32,7 +32,6 @@ Tap = Callable[[Mapping[str, Any]], None]
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Send all log events of this process to `file`, and warnings to standard error; `tap` hears what is written."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.close(os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     lines = _Rotating(file, maxBytes=LONGEST, backupCount=KEPT)
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
     screen = _Screen()
@@ -189,7 +188,7 @@ def _fields(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typ
 
 def _hide_line(_: Any, __: str, line: Any) -> Any:
     """Look once more at the finished line."""
-    return hide_in_line(line) if isinstance(line, str) else line
+    return hide_in_line(line)
 
 
 _HIDING: tuple[structlog.typing.Processor, ...] = (_exceptions, _fields)

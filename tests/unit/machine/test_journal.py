@@ -39,7 +39,7 @@ def test_an_event_is_heard_and_written_once(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("own_logging")
 def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_path: Path):
-    file = tmp_path / "logs" / "x.log"
+    file = tmp_path / "state" / "logs" / "x.log"
     open_journal(file, "info")
     assert [one.stat().st_mode & 0o777 for one in (file, file.parent)] == [0o600, 0o700]
     log = structlog.get_logger("node.test")
@@ -52,15 +52,18 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
         log.exception("two")
         log.warning("three", exc_info=error)
         logging.getLogger("library").error("four %s", 4, exc_info=True)
-    logging.getLogger("library").info("five", extra={"key": "value"})
+    log.error("five", exc_info=True)
+    log.info("six", headers={"x-api-key": "abcdef123"})
     told = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["event"] for line in told] == ["one", "two", "three", "four 4", "five"]
+    assert [line["event"] for line in told] == ["one", "two", "three", "four 4", "five", "six"]
     assert {key: told[0][key] for key in ("level", "logger", "request", "value")} == {
         "level": "info", "logger": "node.test", "request": 7, "value": "x",
     }  # fmt: skip
     assert told[0]["timestamp"].endswith("Z")
     assert all(line["exception"].startswith("KeyError: 'k'\ntest_journal.py:") for line in told[1:4])
-    assert [line["level"] for line in told[1:]] == ["error", "warning", "error", "info"]
+    assert [line["level"] for line in told[1:]] == ["error", "warning", "error", "error", "info"]
+    assert told[5]["headers"] == {"x-api-key": "[hidden]"}, "the finished line is looked at, too"
+    assert "exception" not in told[4], "there was none"
     assert (told[3]["logger"], "exc_info" in told[1]) == ("library", False)
 
 
@@ -78,6 +81,30 @@ def test_standard_error_that_is_a_long_file_begins_anew_with_the_next_warning(
     told = (tmp_path / "service.log").read_text()
     assert "node gone" in told
     assert "journal alone" not in told
+    assert "[warning" in told
+    assert "\x1b" not in told
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_warning_on_a_terminal_is_a_short_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as screen, os.fdopen(ours, "rb", buffering=0) as read:
+        monkeypatch.setattr("sys.stderr", screen)
+        open_journal(tmp_path / "x.log", "info")
+        structlog.get_logger("coordinator.test").warning("node gone", node="a")
+        assert re.fullmatch(rb"\d\d:\d\d:\d\d  warning  node gone  node=a\r\n", read.read(1000))
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_what_another_process_appends_is_not_written_over(tmp_path: Path):
+    open_journal(tmp_path / "x.log", "info")
+    log = structlog.get_logger("coordinator.test")
+    log.info("one")
+    with (tmp_path / "x.log").open("a") as file:
+        file.write("{}\n")
+    log.info("two")
+    lines = (tmp_path / "x.log").read_text().splitlines()
+    assert [json.loads(line).get("event") for line in lines] == ["one", None, "two"]
 
 
 @pytest.mark.usefixtures("own_logging")
@@ -144,7 +171,7 @@ def test_a_file_that_nobody_rotates_begins_anew(tmp_path: Path):
 def test_what_is_no_file_is_left_alone():
     read, write = os.pipe()
     try:
-        assert not shorten(write, 0)
+        assert not shorten(write, -1)
     finally:
         os.close(read)
         os.close(write)

@@ -44,6 +44,17 @@ def test_a_file_is_private_and_follows_no_link(tmp_path: Path) -> None:
     assert mine.read_text() == "mine"
 
 
+def test_a_file_that_an_interrupted_write_left_is_narrowed_and_replaced_whole(tmp_path: Path) -> None:
+    beside = tmp_path / f"file.{os.getpid()}.new"
+    beside.write_bytes(b"longer than what follows")
+    beside.chmod(0o644)
+    opened = len(os.listdir("/dev/fd"))
+    write_private(tmp_path / "file", b"secret")
+    assert ((tmp_path / "file").read_bytes(), mode(tmp_path / "file")) == (b"secret", 0o600)
+    assert not beside.exists()
+    assert len(os.listdir("/dev/fd")) == opened
+
+
 def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(OSError, match=r"exists|Not a directory"):

@@ -112,11 +112,13 @@ def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_on
 def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
     for name in (
         "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set-cookie", "Password",
-        "pepper", "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools", "body",
+        "pepper", "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools",
+        "body",
     ):  # fmt: skip
         assert redact({name: 1}) == {name: HIDDEN}
-    event = {"n": 1, "list": ["a", ("b", {"c": None})], "map": {1: {"key": "k"}}}
-    assert redact(event) == {"n": 1, "list": ["a", ["b", {"c": None}]], "map": {"1": {"key": HIDDEN}}}
+    event = {"n": 1, "list": ["a", ("b", {"c": None})], "map": {1: {"key": "k"}}, "note": f"by {KEY}"}
+    told = {"n": 1, "list": ["a", ["b", {"c": None}]], "map": {"1": {"key": HIDDEN}}, "note": f"by {HIDDEN}"}
+    assert redact(event) == told
 
 
 def test_an_exception_is_told_without_values_and_without_code():
@@ -195,7 +197,15 @@ def test_a_flood_is_told_as_a_number(log_file: Path, monkeypatch: pytest.MonkeyP
     log.warning("denied", peer="10.0.0.9")
     told = lines(log_file)
     assert len(told) == BURST + 2
-    assert told[-1]["left_out"] == 1000 - BURST
+    assert [line.get("left_out") for line in told] == [None] * (BURST + 1) + [1000 - BURST]
+
+
+def test_events_are_told_apart_by_their_beginning(log_file: Path):
+    log = structlog.get_logger("test")
+    for number in range(BURST + 1):
+        log.info(f"event {number}")
+        log.info("x" * 200 + str(number))
+    assert len(lines(log_file)) == 2 * BURST + 1
 
 
 # repeats
