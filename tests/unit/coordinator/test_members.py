@@ -173,6 +173,20 @@ async def test_a_second_process_waits_as_long_as_the_first_one_reports(port: Por
     assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, LINKED_SECONDS)
     assert "one is linked now by another process, from 127.0.0.1" in denied.message
     assert port.state(who) == "ready"
+    same = await port.dial(who)
+    same.send(hello(who))
+    assert isinstance(await same.until(Welcome), Welcome), "a process that lost its link makes another"
+
+
+async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    who = port.member("one")
+    await ready(port, who)
+    monkeypatch.setattr("coordinator.registry.LINKED_SECONDS", 0.0)
+    other = await port.dial(who)
+    other.send(hello(who, instance="restarted"))
+    assert isinstance(await other.until(Welcome), Welcome)
 
 
 # renewal
@@ -218,7 +232,7 @@ async def test_a_member_is_found_by_id_and_by_name_and_the_one_that_is_here_firs
     assert registry.find("nothing") is None
 
 
-async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port):
+async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port, monkeypatch: pytest.MonkeyPatch):
     registry, who = port.application.registry, port.member("one")
     with pytest.raises(LookupError, match="it has not reported yet"):
         await registry.pause(who.node, 60.0, "boss")
@@ -237,6 +251,9 @@ async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port
     assert await resuming == Sharing("always")
     await port.until(lambda: port.state(who) == "ready")
     assert isinstance(placed(port), Placement)
+    monkeypatch.setattr("coordinator.registry.PAUSE_SECONDS", 0.05)
+    assert await registry.pause(who.node, None, "boss") is None, "its report does not say so"
+    assert await registry.pause(who.node, 0.0, "boss") == Sharing("always")
     line.close()
     await port.until(lambda: port.state(who) == "lost")
     with pytest.raises(LookupError, match="it is not linked"):

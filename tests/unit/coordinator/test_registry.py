@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from coordinator import membership
 from coordinator.approvals import Approvals
 from coordinator.authority import Authority
 from coordinator.enrolment import Cluster, Enrolment
@@ -115,6 +116,13 @@ class Coordinator:
         found = self.placed.views[-1].node(node)
         assert found is not None
         return found
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait for what the registry's own clock brings."""
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110  placement has no event for tests
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -260,7 +268,124 @@ async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[
         assert denied.reason == code
 
 
+async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[], Coordinator]):
+    one = start()
+    studio, peer = one.join("studio"), Peer(one.authority.cluster, NodeId("stranger"))
+    stranger = one.registry.greet(peer, "ab", replace(one.hello(studio), node="stranger"))
+    assert isinstance(stranger, Denied)
+    assert (stranger.reason, stranger.final) == ("removed", True)
+    assert isinstance(one.greet(studio, certificate=NodeId("stranger"), version="9.9"), Denied)
+    assert one.registry.about(studio)[2] == "", "a version is believed with the node's own certificate"
+    one.store.deny_node(studio, WALL, "its certificate was lost")
+    denied = one.greet(studio)
+    assert isinstance(denied, Denied)
+    assert denied.reason == "removed"
+
+
+async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
+    denied = one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, row.machine, "/x"))
+    assert denied == Denied("not_readable", "a member may read nothing yet, not /x", final=True)
+
+
 # links
+
+
+async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: Callable[[], Coordinator]):
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    number = one.link(studio)
+    one.link(mini)
+    before, count = one.placed.views[-1], len(one.placed.views)
+    began = asyncio.get_running_loop().time()
+    one.registry.received(studio, number, a_report(2))
+    assert len(one.placed.views) == count + 1
+    after = one.placed.views[-1]
+    assert after.node(mini) is before.node(mini)
+    seen = one.seen(studio)
+    assert seen is not before.node(studio)
+    assert (seen.epoch, seen.name) == (number, "studio")
+    assert began <= seen.heard_at <= asyncio.get_running_loop().time()
+    assert one.registry.view().node(studio) is seen
+
+
+async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    numbers = {node: one.link(node) for node in (studio, mini)}
+    monkeypatch.setattr("coordinator.registry.AT_ONCE", 2)
+    count = len(one.placed.views)
+    one.registry.received(studio, numbers[studio], a_report(2))
+    assert len(one.placed.views) == count + 1, "two are no large cluster"
+    monkeypatch.setattr("coordinator.registry.AT_ONCE", 1)
+    for _ in range(2):
+        waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: "nobody yet"))
+        await asyncio.sleep(0)
+        count = len(one.placed.views)
+        for sequence in (3, 4):
+            for node, number in numbers.items():
+                one.registry.received(node, number, a_report(sequence, draining=sequence == 3))
+        assert len(one.placed.views) == count
+        await until(lambda before=count: len(one.placed.views) > before)
+        assert len(one.placed.views) == count + 1
+        assert [one.seen(node).state for node in numbers] == ["ready", "ready"]
+        waiting.cancel()
+    one.registry.received(studio, numbers[studio], a_report(5))
+    one.registry.close()
+    count = len(one.placed.views)
+    await asyncio.sleep(0.05)
+    assert len(one.placed.views) == count, "a registry that is closed publishes nothing"
+
+
+async def test_a_node_that_reports_no_more_is_suspect_and_lost(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership, "SUSPECT_AFTER", 0.05)
+    one = start()
+    studio = one.join("studio")
+    number = one.link(studio)
+    await until(lambda: one.seen(studio).state == "suspect")
+    assert one.placed.gone == []
+    monkeypatch.setattr(membership, "LOST_AFTER", 0.1)
+    one.registry.received(studio, number, a_report(2))
+    await until(lambda: one.seen(studio).state == "lost")
+    assert one.placed.gone == [(studio, "silent for 0.1 s")]
+
+
+async def test_a_node_that_left_is_forgotten_after_a_while(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership, "FORGET_AFTER", 0.05)
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    one.link(mini)
+    one.greet(studio)
+    one.link(studio)
+    one.registry.remove(studio)
+    await until(lambda: one.placed.forgotten)
+    assert one.placed.forgotten == [studio]
+    assert [node.id for node in one.placed.views[-1].nodes] == [mini]
+    assert one.registry.find("studio") is None
+    one.registry.unlinked(studio, 1, "connection ended")
+    assert one.registry.dangers() == []
+
+
+async def test_without_placement_members_are_kept_all_the_same(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership, "FORGET_AFTER", 0.05)
+    one = start()
+    one.registry.placing = None
+    studio = one.join("studio")
+    number = one.link(studio)
+    one.registry.received(studio, number, Finished(7, ("stop",), 1, 1))
+    one.registry.remove(studio)
+    await until(lambda: studio not in one.registry.pool.members)
+    assert one.placed.views == one.placed.frames == one.placed.gone == []
 
 
 async def test_a_node_is_ready_with_its_first_report_and_lost_with_its_link(start: Callable[[], Coordinator]):
