@@ -117,6 +117,44 @@ async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
     await sharer.stop()
 
 
+async def test_work_that_ends_is_looked_at_at_once_and_stopping_ends_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.sharer.LOOK_SECONDS", 3600.0)
+    scene = Scene(tmp_path)
+    sharer = scene.sharer()
+    await sharer.stop()
+    await sharer.start()
+    await asyncio.sleep(0)
+    for _ in range(2):
+        changed = asyncio.Event()
+        scene.mac.sharing_changed = changed.set
+        if not PauseFile(tmp_path).remove():
+            PauseFile(tmp_path).write(Pause(None))
+        sharer.wake()
+        await asyncio.wait_for(changed.wait(), 30)
+    await sharer.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize(("every", "reads"), [(100.0, False), (0.0, True)])
+async def test_power_is_read_again_only_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: float, *, reads: bool
+) -> None:
+    monkeypatch.setattr("node.sharer.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("node.sharer.READ_SECONDS", every)
+    scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
+    sharer, looks = scene.sharer(), asyncio.Semaphore(0)
+    scene.mac.holds = lambda: looks.release() or Holds()
+    await sharer.start()
+    scene.power = Power(plugged=False)
+    async with asyncio.timeout(30):
+        for _ in range(5):
+            await looks.acquire()
+    await sharer.stop()
+    assert sharer.standing.shared is not reads
+
+
 async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
     assert (await started(scene.sharer())).standing.shared
@@ -140,6 +178,23 @@ async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
         sharer.look()
         assert sharer.standing.shared is shared
     await sharer.stop()
+
+
+async def test_a_battery_is_not_low_before_it_was_below_its_line(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_battery": 50}, power=Power(plugged=False, battery=52.0))
+    assert (await started(scene.sharer())).standing.shared
+
+
+async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_grace": 0.05})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Holds(requests=1)
+    await asyncio.sleep(0.1)
+    sharer.obey(Order(None))
+    assert scene.mac.acts == []
+    await asyncio.sleep(0.1)
+    sharer.look()
+    assert scene.mac.acts == [Act.END_REQUESTS]
 
 
 async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
@@ -178,6 +233,9 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
     assert (told.when, told.paused, told.by_hand, told.until) == ("hours", True, False, local(22))
     assert told.why == "it shares from 22:00-07:00 only"
     assert sharer.retry_after() == 60.0
+    scene.now += 30.0
+    sharer.look()
+    assert sharer.retry_after() == 30.0
     for hour, minute, shared in ((22, 0, True), (23, 59, True), (6, 59, True), (7, 0, False), (12, 0, False)):
         scene.now = local(hour, minute)
         sharer.look()
@@ -235,3 +293,4 @@ async def test_resuming_wakes_what_rests_and_a_long_name_is_cut(tmp_path: Path) 
     sharer.obey(Order(0.0))
     assert scene.mac.acts == [Act.WAKE]
     assert sharer.told().why == ""
+    assert PauseFile(tmp_path).stamp() is None
