@@ -47,3 +47,21 @@ def test_too_many_subjects_count_as_one_until_old_ones_are_forgotten():
     assert admitted(repeats, 1, 1.0, peer=0) == [0], "who is known still counts for himself"
     assert admitted(repeats, 2, WINDOW, peer="new") == [0, 0], "what is a window old makes room"
     assert admitted(repeats, 1, WINDOW + 1, peer="loud") == [1], "but not before its number was told"
+
+
+def test_of_a_full_memory_only_what_is_a_window_old_is_forgotten():
+    repeats = Repeats()
+    for number in range(MOST_KNOWN):
+        assert admitted(repeats, 1, 0.0, peer=number) == [0]
+    assert admitted(repeats, BURST, WINDOW, peer="a") == [0] * BURST
+    for number in range(MOST_KNOWN):
+        assert admitted(repeats, 1, WINDOW + 1, peer=f"b {number}") in ([0], [None])
+    assert admitted(repeats, 1, WINDOW + 1, peer="a") == [None]
+
+
+def test_the_first_subject_beyond_a_full_memory_makes_room_for_itself():
+    repeats = Repeats()
+    for number in range(MOST_KNOWN):
+        admitted(repeats, 1, 0.0, peer=number)
+    assert admitted(repeats, BURST, WINDOW, peer="a") == [0] * BURST
+    assert admitted(repeats, 1, WINDOW, peer="b") == [0]

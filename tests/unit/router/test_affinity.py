@@ -282,8 +282,8 @@ def test_what_was_used_last_stays_in_a_full_index():
     seen = [text for text in ("one", "two", "three", "four", "five") if index.shares(chain(user(text)))]
     named = [text for text in ("one", "two", "three") if index.shares(chain(user("?"), session=text))]
     assert (seen, named) == (["one", "four", "five"], ["one"])
-    index.heard(A, 1, 1, (b"five",))
-    assert index.shares(chain(user("five"))) is NOWHERE
+    index.heard(A, 1, 2, (b"five", b"one"))
+    assert [index.shares(chain(user(text))) for text in ("one", "four", "five")] == [NOWHERE, {A: 1.0}, NOWHERE]
 
 
 def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
