@@ -1,11 +1,14 @@
 """What is kept, found and given back, without any cache of a model: values are texts here."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.prefix import BLOCK, LEAST, Entry, Found, PrefixCache, PrefixStore, hash_of
+from node.engine.prefix import BLOCK, LEAST, TOLD, Entry, Found, PrefixCache, PrefixStore, hash_of
 from node.engine.reuse import OPENING, limit_of, stops
 from node.engine.trie import pack
+from wire.report import CacheState
 
 START = list(range(LEAST))
 
@@ -160,6 +163,45 @@ def test_a_hash_names_the_ids_the_model_and_every_block_before():
     assert len({hash_of("a", pack(ids)), hash_of("b", pack(ids)), hash_of("a", pack([9, *ids[1:]])),
                 hash_of("a", pack(ids[:-1]))}) == 4  # fmt: skip
     assert len(hash_of("a", pack(ids))) == 16
+
+
+def test_a_hash_is_the_same_in_every_version():
+    """Nodes and coordinator compare hashes: whoever changes this makes every kept prompt unknown."""
+    found = [hash_of("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK, BLOCK + 1)]
+    assert found == [
+        "178ae0acf7f5c5ab692c698ac329d4fd",
+        "9593934efb6da2e1eb5f95aa4b8abcd5",
+        "3f306267e16eae86cbdb83de31397619",
+        "12e73bce091ef1e3e6e3dead170d2676",
+    ]
+
+
+def test_a_beginning_serves_from_its_least_length_on():
+    kept: PrefixCache[str] = PrefixCache()
+    one = entry(1)
+    kept.store(one)
+    assert kept.find("m", pack([*START, 9]), cut=True) == Found(one, LEAST, LEAST)
+    assert kept.find("m", pack([*START[:-1], 9, 9]), cut=True) == Found(None, 0, LEAST - 1)
+    exact = entry()
+    kept.store(exact)
+    assert kept.find("m", pack([*START, 9]), cut=False) == Found(exact, LEAST, LEAST)
+
+
+def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
+    kept: PrefixCache[str] = PrefixCache()
+    entries = [entry(number, nbytes=10 + number) for number in range(TOLD + 2)]
+    for one in entries:
+        kept.store(one)
+    kept.hit(30)
+    kept.hit(12)
+    total = sum(one.nbytes for one in entries)
+    assert kept.state() == CacheState(total, TOLD + 2, 2, 42, TOLD + 2, 0, ())
+    assert (kept.evict(0), kept.evict(10)) == (0, 10)
+    kept.store(replace(entries[1], value="newer", nbytes=5))
+    assert (kept.nbytes, len(kept), entries[1].alive) == (total - 10 - 11 + 5, TOLD + 1, False)
+    kept.drop("m")
+    hashes = [one.prompt_hash for one in (*entries[2:], entries[1])]
+    assert kept.state() == CacheState(0, 0, 2, 42, TOLD + 3, TOLD + 2, tuple(hashes[-TOLD:]))
 
 
 def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
