@@ -187,6 +187,22 @@ def test_a_beginning_serves_from_its_least_length_on():
     assert kept.find("m", pack([*START, 9]), cut=False) == Found(exact, LEAST, LEAST)
 
 
+def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
+    kept: PrefixCache[str] = PrefixCache()
+    short, long = entry(), entry(1, 2, 3)
+    kept.store(short)
+    kept.store(long)
+    assert short.alive, "a beginning stays beside what begins with it"
+    asked = pack([*START, 1, 2, 9])
+    assert kept.find("m", asked, cut=True) == Found(long, LEAST + 2, LEAST + 2)
+    assert kept.find("m", asked, cut=False) == Found(short, LEAST, LEAST + 2)
+    assert not kept.covers("m", pack([*START, 1, 2]), cut=False)
+    assert kept.covers("m", pack([*START, 1, 2]), cut=True)
+    assert kept.find("m", pack([*START, 9]), cut=True) == Found(short, LEAST, LEAST)
+    assert kept.take(long) == "cache of (1, 2, 3)"
+    assert kept.find("m", asked, cut=True) == Found(short, LEAST, LEAST)
+
+
 def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
     kept: PrefixCache[str] = PrefixCache()
     entries = [entry(number, nbytes=10 + number) for number in range(TOLD + 2)]
