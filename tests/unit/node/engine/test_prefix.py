@@ -62,8 +62,10 @@ def test_one_token_is_always_left_to_compute():
     kept.store(whole)
     assert kept.find("m", whole.key, cut=True).length == whole.length - 1
     assert kept.find("m", whole.key, cut=False).entry is None
-    kept.store(entry(1))
+    short = entry(1)
+    kept.store(short)
     assert kept.find("m", whole.key, cut=False).length == whole.length - 1
+    assert kept.find("m", whole.key, cut=True) == Found(short, whole.length - 1, whole.length), "nothing is cut"
 
 
 def test_templates_alone_are_no_beginning():
