@@ -50,7 +50,7 @@ def honest_measures(told: NodeMeasures) -> NodeMeasures:
             tuple((reason, _count(count)) for reason, count in gate.refusals[:64]),
             _tally(gate.predicted, len(PREDICTED_BOUNDS)), _tally(gate.transient, len(TRANSIENT_BOUNDS)),
         ),
-        told.agent_cpu if isfinite(told.agent_cpu) and 0 <= told.agent_cpu < MOST_COUNT else 0.0,
+        told.agent_cpu if 0 <= told.agent_cpu < MOST_COUNT else 0.0,
         _count(told.agent_phys),
     )  # fmt: skip
 

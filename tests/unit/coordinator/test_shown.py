@@ -82,6 +82,8 @@ def test_dangers_are_the_nodes_words_first_and_every_fact_once():
     assert dangers_of(dataclasses.replace(off, enforcement=said)) == [
         "memory.margin is 0: a spike may panic", "memory.guard is off, so nothing keeps it under its cap",
     ]  # fmt: skip
+    unknown = dataclasses.replace(a_view(), memory=a_memory(margin=0, cap=0))
+    assert dangers_of(unknown) == [], "a node without limits yet"
 
 
 def test_a_row_of_a_node_has_every_value_in_its_place():
@@ -125,6 +127,14 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
         "name": "read", "loaded": True, "model": "loaded", "cause": "", "progress": 1.0, "weights": 3001,
         "context": 4096, "prefill_speed": 1000.0, "decode_speed": 50.0, "measured": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("armed", "guard"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_gate_is_armed_only_with_its_guard_on(*, armed: bool, guard: bool):
+    view = dataclasses.replace(a_view(), memory=replace(a_memory(), armed=armed, guard=guard))
+    row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
+    found = node_row(view, Member(NodeId("n1"), State.READY, 0.0), row, Told(True, "", 0, 0, None))
+    assert (found["gate_armed"], found["guard"]) == (armed and guard, guard)
 
 
 def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():

@@ -332,7 +332,7 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
     assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
     assert metrics.picture().video.kept == 7
     lives["endpoint"] = (3.0, 4.0)
-    now[0] += 59.0
+    now[0] += 60.0
     assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
     now[0] += 2.0
     assert metrics.picture().certificates == {"endpoint": (3.0, 4.0)}
