@@ -89,7 +89,9 @@ def test_dangers_are_the_nodes_words_first_and_every_fact_once():
 def test_a_row_of_a_node_has_every_value_in_its_place():
     """Every number of the report differs, so that a field cannot show another."""
     pause = Sharing("idle", paused=True, why="in use", until=123.0, by_hand=True)
-    seen = view_of(replace(DISTINCT, sharing=pause), node=NodeId("n1"), name="a", state="ready", heard_at=0.0)
+    cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
+    report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))
+    seen = view_of(report, node=NodeId("n1"), name="a", state="ready", heard_at=0.0)
     member = Member(NodeId("n1"), State.PAUSED, 0.0, cordoned=True, reason="paused by hand")
     hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
     row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))
@@ -114,7 +116,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
                        "sheds": 2010, "evictions": 2011, "shrinks": 2012, "preemptions": 2013, "overs": 2014,
                        "departures": 2015},
             "cache": {"nbytes": 2016, "entries": 2017, "hits": 2018, "hit_tokens": 2019, "stores": 2020,
-                      "evictions": 2021, "evicted": []},
+                      "evictions": 2021, "evicted": ["01ab", "ff"]},
         },
     }  # fmt: skip
     assert (video["ready"], video["allowed"]) == (False, False)

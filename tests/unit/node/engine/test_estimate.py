@@ -1,9 +1,10 @@
 """The estimator: never below what it has seen, close to what it has not, whatever it is fed."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.engine.estimate import MOST_SAMPLES, NOISE, SEEN, STEPS, Estimator
+from node.engine.estimate import MOST_SAMPLES, NOISE, ROOM, SEEN, STEPS, TELLING, Estimator
 from wire.report import Transient
 from wire.verdict import prefill_transient, step_transient
 
@@ -34,6 +35,43 @@ def test_one_sample_above_the_formula_raises_all_of_it_at_once():
     estimator.observe(256, 1000, 3 * prefill_transient(PRIOR, 256, 1000))
     assert estimator.chunk(256, 1000) >= 3 * prefill_transient(PRIOR, 256, 1000)
     assert estimator.chunk(256, 8000) >= 3 * prefill_transient(PRIOR, 256, 8000)
+
+
+def test_a_sample_leaves_room_for_what_the_same_forward_takes_another_time():
+    estimator, taken = Estimator(PRIOR), 3 * prefill_transient(PRIOR, 256, 1000)
+    estimator.observe(256, 1000, taken)
+    assert estimator.chunk(256, 1000) == pytest.approx(ROOM * (1 + NOISE) * taken, rel=1e-6)
+    estimator.observe_step(4, 100, 10**9)
+    assert estimator.step(4, 100) == pytest.approx(ROOM * (1 + NOISE) * 10**9, rel=1e-3)
+    estimator.observe(TELLING, 0, 10**9, last=True)
+    assert estimator.chunk(TELLING, 0, last=True) >= ROOM * 10**9
+
+
+def test_several_prompts_in_one_forward_need_as_much_as_one_by_one():
+    estimator = covered(512, 10**9)
+    one = estimator.foreseen(128, 0)
+    assert estimator.together(4, 128) == 4 * one
+    assert estimator.together(5, 128) == 5 * one + 10**9, "640 tokens are more than were measured"
+    estimator.observe_together(4, 128, 4 * one)
+    assert (estimator.residual, estimator.highest, estimator.foreseen(128, 0)) == (0, 4 * one, one)
+    estimator.observe_together(4, 128, 4 * one + 4000)
+    assert (estimator.residual, estimator.highest) == (4000, 4 * one + 4000)
+    assert estimator.foreseen(128, 0) == pytest.approx(ROOM * (1 + NOISE) * (one + 1000), rel=1e-6)
+
+
+def test_what_was_fitted_before_is_begun_with_and_its_highest_kept():
+    estimator = Estimator(PRIOR)
+    estimator.observe(8, 0, 1000)
+    for logits, highest in ((4096.0, 500), (1.0, 2000)):
+        estimator.adopt(Transient(token=5.0, logits=logits), highest)
+        assert estimator.transient == Transient(token=5.0, logits=4096.0)
+        assert estimator.highest == max(1000, highest)
+    estimator.adopt(Transient(token=5.0, logits=1.0), 0)
+    assert (estimator.transient.logits, estimator.highest) == (4096.0, 2000)
+
+
+def test_a_join_copies_a_batch_layer_by_layer():
+    assert [Estimator(PRIOR).join(1000, layers) for layers in (0, 1, 3)] == [1000, 1000, 333]
 
 
 def test_a_fit_foresees_chunks_that_it_has_not_seen():
