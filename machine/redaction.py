@@ -29,7 +29,7 @@ _SHAPES = re.compile(
     r"|sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
 )
 _NAMED = re.compile(
-    r"(\b(?i:bearer|basic)\s+|\b(?i:authorization|x-api-key|api[_-]?key|password|secret)\\?[\"']?\s*[:=]\s*\\?[\"']?)"
+    r"(\b(?i:bearer|basic)\s+|\b(?i:authorization|api[_-]?key|password|secret)\\?[\"']?\s*[:=]\s*\\?[\"']?)"
     r"(?!(?i:bearer|basic)\b)[^\s\"'\\,;}\]\[]{6,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)")

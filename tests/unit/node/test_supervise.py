@@ -129,9 +129,10 @@ def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
 
 
 def test_back_off_doubles_from_its_first_to_its_longest():
-    delays = [Patience().delay(deaths) for deaths in range(1, 12)]
-    assert delays[:4] == [0.2, 0.4, 0.8, 1.6]
-    assert delays[-1] == Patience().delay(10**6) == 30.0
+    delays = [Patience().delay(deaths) for deaths in range(1, 10)]
+    assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    assert Patience().delay(10**6) == 30.0
+    assert Patience(longest=1e99).delay(10**6) == 0.2 * 2**32, "no overflow"
 
 
 def test_hung_is_longer_than_ten_seconds_and_five_times_what_was_expected():
@@ -139,6 +140,14 @@ def test_hung_is_longer_than_ten_seconds_and_five_times_what_was_expected():
     assert Patience().hung(10.1, 0.02)
     assert not Patience().hung(49.0, 10.0)
     assert Patience().hung(51.0, 10.0)
+    assert [Patience().hung(busy, expected) for busy, expected in ((10.0, 2.0), (15.0, 3.0))] == [False, False]
+
+
+def test_a_turn_has_what_is_left_of_the_time_after_which_it_counts_as_hung():
+    left = [
+        Patience().left(busy, expected) for busy, expected in ((3.0, 0.02), (10.0, 10.0), (12.0, 0.0), (60.0, 10.0))
+    ]
+    assert left == [7.0, 40.0, 0.0, 0.0]
 
 
 async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(agent: Callable[..., Agent]):
@@ -647,6 +656,22 @@ async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: 
     assert one.supervisor.state.cause == "the engine process ended with exit code 1: no such luck"
     assert one.supervisor.state.restarts >= 3
     assert "ready" not in one.states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("os.kill(os.getpid(), 9)", "the engine process ended by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", "the engine process ended by signal 40"),
+        ("sys.exit(3)", "the engine process ended with exit code 3"),
+    ],
+)
+async def test_a_death_is_named_by_its_signal_or_its_exit_code(agent: Callable[..., Agent], line: str, cause: str):
+    one = agent(Patience(first=0.01, longest=0.01), program(line))
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.state == "failed")
+    assert one.supervisor.state.cause == cause
 
 
 @pytest.mark.slow
