@@ -109,6 +109,19 @@ def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_on
     assert hidden == "KeyError from ValueError: [hidden]\n"
 
 
+@pytest.mark.parametrize("event", ["door", "grammar", "text"])
+def test_of_an_exception_about_somebodys_text_no_message_is_kept(log_file: Path, event: str):
+    try:
+        fail(PROMPT)
+    except ValueError:
+        structlog.get_logger("test").exception(event)
+    assert PROMPT not in log_file.read_text()
+
+
+def test_a_private_key_that_is_cut_off_is_hidden_to_the_end():
+    assert hide("see -----BEGIN PRIVATE KEY-----\nMIGHAg\nMEYC") == f"see {HIDDEN}"
+
+
 def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
     for name in (
         "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set-cookie", "Password",
