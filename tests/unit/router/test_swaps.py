@@ -3,17 +3,33 @@
 from collections.abc import Iterable
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router import swaps
-from router.placement import FIRST, Demand, consider
-from router.reservations import Ledger
-from router.swaps import KEYS, LEAST_SLICE, PATIENCE, SLICE_LOADS, SLICES, Ask, Begun, Ended, Picture, Swaps, Use
-from router.view import NodeView
+from router.placement import FIRST, Candidate, Demand, consider
+from router.reservations import Ledger, Turn
+from router.swaps import (
+    KEYS,
+    LEAST_SLICE,
+    MAX_LOOKS,
+    PATIENCE,
+    SLICE_LOADS,
+    SLICES,
+    Ask,
+    Begun,
+    Ended,
+    Picture,
+    Swaps,
+    Use,
+)
+from router.ticket import Job, Ticket
+from router.view import ClusterView, NodeView
 from wire.fairness import Owner
+from wire.frames import Params
 from wire.identity import NodeId
-from wire.report import EngineState, Memory, Model
+from wire.report import ROW_COST, EngineState, Memory, Model
 from wire.units import GIB, MIB
 
 LONGEST = 300.0
@@ -315,6 +331,97 @@ def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded():
     assert isinstance(begun, Begun)
     assert begun.turn.leaving == {"a"}
     assert isinstance(asked, Ask)
+
+
+def test_what_is_held_for_a_request_is_its_need_less_what_the_leaving_models_give_back():
+    world = busy()
+    (begun,) = world.step(SLICE)
+    assert isinstance(begun, Begun)
+    (one,) = world.picture().waiting
+    assert begun.hold == one.candidates[0].need - 10 * GIB > 0
+    world.models["a"] = model("a", weights=13 * GIB)
+    world.models["b"] = model("b", weights=GIB)
+    world.ledger.turns.clear()
+    (begun,) = world.step(SLICE)
+    assert isinstance(begun, Begun)
+    assert begun.hold == 0, "it needs less than that"
+
+
+def test_a_pinned_model_that_is_idle_is_no_room_for_a_request():
+    world = World("a", "b", "pinned", room=25 * GIB)
+    world.models["pinned"] = model("pinned", pinned=True)
+    world.node(N1, "a", "pinned")
+    world.runs(N1, "a")
+    world.waits("b")
+    (begun,) = world.step(SLICE)
+    assert isinstance(begun, Begun)
+    assert begun.turn.leaving == {"a"}
+    assert world.step(1.0) == [], "model a is in use, and the pinned one stays"
+    world.running.clear()
+    (asked,) = world.step(1.0)
+    assert isinstance(asked, Ask)
+
+
+# pictures
+
+
+def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> Ticket:
+    job = Job(Demand(name, 400, 100), key, "r", (), Params(), 0, stream=False)
+    return Ticket(job, Owner(key, weight), number, START + number)
+
+
+def judged(view: ClusterView, queued: list[Ticket], ledger: Ledger, live: Iterable[Ticket] = ()) -> Picture:
+    return swaps.picture_of(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
+
+
+def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
+    world = World("a", "b")
+    for node in (N1, N2, N3):
+        world.node(node)
+    world.node(N2, "b")
+    view = ClusterView(tuple(world.view(node) for node in world.loaded))
+    queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_LOOKS + 3)]
+    queued += [ticket(9, "a"), ticket(10, "gone")]
+    queued[0].refused = {N2: START, N1: START - 1.0}
+    world.ledger.claim(N1, 1, 1, GIB)
+    monkeypatch.setattr(swaps, "MAX_NODES", 2)
+    picture = judged(view, queued, world.ledger)
+    assert [one.ticket for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
+    assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]
+    assert picture.keys == {
+        "b": {f"key {number}": number for number in range(1, MAX_LOOKS + 3)}, "a": {"bob": 4}, "gone": {"bob": 4},
+    }  # fmt: skip
+    assert [set(one.refused) for one in picture.waiting[:2]] == [{N2}, set()], "since its newest report"
+    assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, Owner("key 1", 1))
+    world.loading[N3] = {"b"}
+    world.ledger.turns[N1] = Turn(N1, "n1", "b", frozenset(), 1, START)
+    view = ClusterView(tuple(world.view(node) for node in world.loaded))
+    turned = judged(view, queued[:1], world.ledger).waiting[0]
+    assert [at.node for at in turned.candidates] == [N1, N2], "a node with a turn is looked at first"
+    world.ledger.turns.clear()
+    world.ledger.claim(N2, 2, 2, GIB)
+    loading = judged(view, queued[:1], world.ledger).waiting[0]
+    assert [at.node for at in loading.candidates] == [N3, N2], "one that loads the model has it"
+
+
+def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
+    world = World("a", "slow")
+    world.models["slow"] = msgspec.structs.replace(model("slow"), decode_speed=0.0)
+    world.node(N1, "a", "slow")
+    live = [ticket(number, name) for number, name in ((1, "a"), (2, "a"), (3, "slow"), (4, "a"), (5, "a"))]
+    for number, one in enumerate(live[:4], 1):
+        one.node, one.request = N1, 10 + number
+        world.ledger.claim(N1, one.request, number, GIB, 400, seconds=2.0)
+    live[3].node = N2
+    world.ledger.read(12)
+    picture = judged(ClusterView((world.view(N1),)), [], world.ledger, live)
+    answer = 200 / 20.0 * (1 + 4 * ROW_COST)
+    assert picture.running == {
+        N1: {
+            "a": [Use(1, Owner("bob", 4), answer + 2.0), Use(2, Owner("bob", 4), answer)],
+            "slow": [Use(3, Owner("bob", 4), 0.0)],
+        }
+    }
 
 
 # drawn pictures
