@@ -102,7 +102,7 @@ class Coverage:
         """Take a forward of this size that ran; return whether it was covered before."""
         if size <= self.most:
             return True
-        self._larger = sorted((*self._larger, size))[-SEEN:]
+        self._larger = sorted((*self._larger, size))
         if len(self._larger) == SEEN:
             self.most, self._larger = self._larger[0], self._larger[1:]
         return False

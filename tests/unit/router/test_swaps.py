@@ -169,6 +169,31 @@ def test_nothing_is_sent_before_the_last_answer_has_ended():
     assert not ended.why
 
 
+def test_a_report_from_before_a_request_was_sent_does_not_end_its_turn():
+    world = busy()
+    world.step(SLICE)
+    world.running.clear()
+    (asked,) = world.step(0.1)
+    assert isinstance(asked, Ask)
+    world.loaded[N1] = {"b"}
+    assert world.step() == []
+    (ended,) = world.step(0.1)
+    assert isinstance(ended, Ended)
+    assert not ended.why
+
+
+def test_keys_that_wait_for_a_model_lose_it_as_those_do_that_use_it():
+    world = World("a", "b", "c")
+    world.node(N1, "a")
+    world.node(N2, "c")
+    world.runs(N1, "a", "ada", seconds=1.0)
+    world.runs(N2, "c", "bea", seconds=90.0)
+    world.waits("b")
+    for key in ("eve", "fay"):
+        world.waits("a", key)
+    assert world.begun(KEYS * SLICE) == [(N2, "b", {"c"})], "node 1 is free sooner, but three keys would lose it"
+
+
 def test_the_model_that_left_gets_its_turn_by_the_same_rule():
     world = busy()
     world.step(SLICE)
