@@ -509,8 +509,8 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path):
 
 
 def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    hub = Path("/home/me/.cache/huggingface/hub")
+    monkeypatch.setenv("HOME", "/somewhere")
+    hub = Path("/somewhere/.cache/huggingface/hub")
     for environment, folder in (
         ({}, hub), ({"XDG_CACHE_HOME": "/c"}, Path("/c/huggingface/hub")), ({"XDG_CACHE_HOME": ""}, hub),
         ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")),

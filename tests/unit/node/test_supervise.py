@@ -38,7 +38,7 @@ from wire.refusals import Code
 from wire.units import GIB, MIB
 
 LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
-WAIT = 15.0
+WAIT = 60.0
 QUICK = Patience(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5, leave=0.3)
 
 
@@ -665,6 +665,7 @@ async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: 
         ("os.kill(os.getpid(), 9)", "the engine process ended by SIGKILL"),
         ("os.kill(os.getpid(), 40)", "the engine process ended by signal 40"),
         ("sys.exit(3)", "the engine process ended with exit code 3"),
+        ("sys.exit(0)", "the engine process ended with exit code 0"),
     ],
 )
 async def test_a_death_is_named_by_its_signal_or_its_exit_code(agent: Callable[..., Agent], line: str, cause: str):
