@@ -46,6 +46,7 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
     log.debug("too fine")
     with structlog.contextvars.bound_contextvars(request=7):
         log.info("one", value=Path("x"))
+    kept: KeyError | None = None
     try:
         {}["k"]
     except KeyError as error:

@@ -95,6 +95,7 @@ def broken(private: bool) -> str:
 
 
 def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_one_line():
+    told = hidden = ""
     try:
         try:
             fail("first")

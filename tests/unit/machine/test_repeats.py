@@ -28,7 +28,7 @@ def test_subjects_are_counted_each_for_itself(subject: str):
     assert admitted(repeats, 1, 0.0) == [0]
     assert admitted(repeats, 1, 0.0, "gone", **{subject: "a"}) == [0]
     assert repeats.admit("store", "denied", {subject: "a"}, 0.0) == 0
-    assert admitted(repeats, 1, 0.0, **{subject: "a", "request": 7}) == [None], "another field makes no subject"
+    assert admitted(repeats, 1, 0.0, **{subject: "a", "request": "7"}) == [None], "another field makes no subject"
 
 
 def test_of_a_long_subject_the_beginning_counts():
