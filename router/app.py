@@ -75,7 +75,7 @@ class FrontDoor:
         self._strict = strict = settings.unknown_fields == "refuse"
         self._responses = Responses(strict=strict)
         self._intake = Intake(settings.body_bytes)
-        self._dialects: Mapping[str, Dialect] = {
+        self.dialects: Mapping[str, Dialect] = {
             CHAT: Chat(strict=strict),
             COMPLETIONS: Completion(strict=strict),
             MESSAGES: Messages(strict=strict),
@@ -90,7 +90,7 @@ class FrontDoor:
             await self._control(scope, receive, send)
             return
         path: str = scope["path"]
-        dialect = self._dialects.get(path)
+        dialect = self.dialects.get(path)
         if dialect is not None:
             exchange = Exchange(scope, receive, send, dialect.style)
             await self._counted(exchange, self._generate(exchange, dialect))
