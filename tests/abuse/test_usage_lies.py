@@ -103,7 +103,7 @@ async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: P
         answer = await asyncio.wait_for(client.delete("/api/v1/nodes/studio"), 30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
     assert port.application.store.denied(who.node, "")
-    port.application.store._failure = None
+    port.application.store._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
 
 
 async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from coordinator.cli import nodes, watch
-from coordinator.cli.models import _print_models
+from coordinator.cli.models import print_models
 from coordinator.cli.node_table import NARROW
 from coordinator.membership import Member, State
 from coordinator.shown import Told, node_row
@@ -105,7 +105,7 @@ def test_wide_shows_every_column_on_one_line(screen: Any):
 
 @pytest.mark.parametrize(("width", "models"), SIZES)
 def test_models_fit_with_whole_names(screen: Any, width: int, models: int):
-    lines = screen(width, lambda: _print_models(a_catalogue(models), wide=False))
+    lines = screen(width, lambda: print_models(a_catalogue(models), wide=False))
     assert max(map(len, lines)) <= width
     assert len(lines) == models + 1
     assert all(line.startswith("mlx-community/Qwen3-") and "studio" in line for line in lines[1:])
