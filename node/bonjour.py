@@ -33,9 +33,10 @@ GOODBYE_WITHIN = 3.0
 """Seconds that saying goodbye may take at the end."""
 RESOLVE_WITHIN = 3000
 """Milliseconds that one record may take to resolve."""
-SETTLE = 1.0
+SETTLE = 1.5
 """Seconds to wait for others after the first was found: two clusters on one LAN must both be seen, and somebody who
-announces our cluster's id must not hide the coordinator that can prove it."""
+announces our cluster's id must not hide the coordinator that can prove it. A responder sends a record at most once a
+second (RFC 6762, section 6), so the answer of one that has just announced itself comes a second later."""
 MOST_FOUND = 64
 STAGGER = 1.0
 """Seconds after which the next address is tried beside those that have not answered."""
