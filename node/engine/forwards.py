@@ -34,7 +34,8 @@ log = structlog.get_logger("engine.forwards")
 class Forwards:
     """`reserved()` returns the bytes promised and not written. `make_room(site, bytes)` frees what can be freed and
     returns whether that was enough; `give_up_load(why)` aborts a load under way and returns whether there was one.
-    `read(model)` returns the bytes of its weights that are in memory. `clock()` counts the time the machine sleeps."""
+    `read(model)` returns the bytes of its weights that are in memory.
+    `clock()` returns seconds and also runs while the machine sleeps."""
 
     def __init__(
         self,

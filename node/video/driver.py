@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray as untyped
@@ -48,8 +48,8 @@ class Driver:
     def __init__(
         self,
         writer: asyncio.StreamWriter,
-        create: Callable[[Create], Awaitable[None]] | None = None,
-        kill: Callable[[str], Awaitable[None]] | None = None,
+        create: Callable[[Create], Coroutine[Any, Any, None]] | None = None,
+        kill: Callable[[str], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._writer = writer
         self._start = create or _create
@@ -98,7 +98,7 @@ class Driver:
             if creating is not None:
                 creating.cancel()
         task = asyncio.create_task(
-            self._create(message) if isinstance(message, Create) else self._end(message.lease)
+            self._create(message) if isinstance(message, Create) else self._kill(message.lease)
         )  # fmt: skip
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -118,9 +118,6 @@ class Driver:
             self.send(NotCreated(wanted.lease, f"{type(error).__name__}: {str(error).strip()[:400]}"))
         else:
             self.send(Created(wanted.lease))
-
-    async def _end(self, lease: str) -> None:
-        await self._kill(lease)
 
 
 async def _connect(wanted: Connect) -> None:

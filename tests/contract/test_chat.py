@@ -332,7 +332,9 @@ async def test_a_reader_that_does_not_read_loses_its_stream_alone():
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {cluster.key}\r\n"
         writer.write(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: node.reserved)
-        writer.transport.pause_reading()
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
         request = next(iter(node.reserved))
         async with asyncio.timeout(20):
             while not any(isinstance(frame, Cancel) for frame in node.heard):

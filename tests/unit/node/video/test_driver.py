@@ -4,7 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -65,7 +65,7 @@ class Sent:
 class Scene:
     """A driver that reads what it is sent here, with another start and end of actors."""
 
-    def __init__(self, create: Callable[[Create], Awaitable[None]]) -> None:
+    def __init__(self, create: Callable[[Create], Coroutine[Any, Any, None]]) -> None:
         self.sent: Any = Sent()
         self.killed: list[str] = []
         self.driver = driver.Driver(self.sent, create, self._kill)
