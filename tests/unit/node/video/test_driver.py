@@ -89,7 +89,7 @@ WANTED = Create("lease_1", 1, "/f", 1.0, 30.0)
 
 async def turned(wanted: Callable[[], object]) -> None:
     """Let the loop turn until something holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while not wanted():  # noqa: ASYNC110  what is sent sets no event
             await asyncio.sleep(0)
 
@@ -124,7 +124,7 @@ async def test_a_start_ends_once_its_lease_has_ended():
 
     scene = Scene(create)
     scene.ask(WANTED)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         await begun.wait()
         assert scene.driver.creating == {"lease_1"}
         scene.ask(Kill("lease_1"))
