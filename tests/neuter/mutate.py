@@ -48,8 +48,11 @@ class Function:
         self.key: Key = (self.path, min(lines))
 
     def live(self) -> list[FunctionType]:
-        """Return the function objects with this code."""
-        return [one for one in gc.get_objects() if isinstance(one, FunctionType) and _key(one.__code__) == self.key]
+        """Return the function objects with this code, those that tests/conftest.py froze included."""
+        gc.unfreeze()
+        found = [one for one in gc.get_objects() if isinstance(one, FunctionType) and _key(one.__code__) == self.key]
+        gc.freeze()
+        return found
 
     def code(self) -> CodeType | None:
         """Compile the module as its tree stands now; return the code of this function."""
