@@ -142,14 +142,14 @@ class Mutate:
 
     def _measured(self, session: pytest.Session) -> dict[str, object]:
         """Run all tests, with a profiler that sees which of our functions are called."""
-        keys = {function.key for function in self._functions}
+        keys = {id(one.__code__): str(function.key) for function in self._functions for one in function.live()}
         calls: dict[str, set[int]] = defaultdict(set)
         seconds: dict[int, float] = {}
         number = 0
 
         def seen(frame: FrameType, event: str, _argument: object) -> None:
-            if event == "call" and (key := _key(frame.f_code)) in keys:
-                calls[str(key)].add(number)
+            if event == "call" and (key := keys.get(id(frame.f_code))):
+                calls[key].add(number)
 
         threading.setprofile(seen)
         sys.setprofile(seen)

@@ -223,7 +223,7 @@ def _conditions(site: Site) -> Iterator[ast.expr]:
 def _members(site: Site) -> Iterator[ast.expr]:
     """Return a collection without one of its members."""
     match site.node:
-        case ast.Tuple(members, ast.Load()) if isinstance(site.owner, ast.Subscript | ast.Assign):
+        case ast.Tuple() if isinstance(site.owner, ast.Subscript) or _is_unpacked(site.owner):
             pass
         case ast.Tuple(members, ast.Load()) | ast.List(members, ast.Load()) | ast.Set(members):
             for index in range(len(members)):
@@ -235,6 +235,10 @@ def _members(site: Site) -> Iterator[ast.expr]:
                 yield ast.Dict([*keys[:index], *keys[index + 1 :]], [*values[:index], *values[index + 1 :]])
         case _:
             pass
+
+
+def _is_unpacked(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(target, ast.Tuple) for target in node.targets)
 
 
 def _calls(site: Site) -> Iterator[ast.expr]:

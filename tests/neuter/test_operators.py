@@ -25,6 +25,7 @@ def made(body: str, *operators: str) -> list[str]:
         ("return [a]", ["[a] → []"]),
         ("return a in {1, b}", ["{1, b} → {b}", "{1, b} → {1}"]),
         ("return {a: 1, **b}", ["{a: 1, **b} → {**b}", "{a: 1, **b} → {a: 1}"]),
+        ("c = a, b", ["(a, b) → (b,)", "(a, b) → (a,)"]),
         ("c, d = a, b", []),
         ("return dict[a, b]()", []),
     ],
