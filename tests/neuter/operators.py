@@ -8,7 +8,6 @@ informs: strings, f-strings, log calls, `raise` messages, annotations and docstr
 import ast
 import builtins
 import copy
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -150,7 +149,9 @@ def _bound(function: ast.AST) -> set[str]:
     """Return the parameters of a function and of those in it, and the names that they assign several times."""
     nodes = list(ast.walk(function))
     stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {name for name in stored if stored.count(name) > 1} | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return {name for name in stored if stored.count(name) > 1} | {
+        node.arg for node in nodes if isinstance(node, ast.arg)
+    }
 
 
 def _values(site: Site) -> Iterator[ast.expr | ast.stmt]:
@@ -249,9 +250,10 @@ def _calls(site: Site) -> Iterator[ast.expr]:
     for index, keyword in enumerate(keywords):
         if not isinstance(keyword.value, ast.JoinedStr):
             yield ast.Call(called, arguments, [*keywords[:index], *keywords[index + 1 :]])
-    if isinstance(called, ast.Name) and called.id.islower() and not hasattr(builtins, called.id) and arguments:
-        if not isinstance(arguments[0], ast.Starred) and not isinstance(site.owner, ast.Expr | ast.Await):
-            yield arguments[0]
+    wraps = isinstance(called, ast.Name) and called.id.islower() and not hasattr(builtins, called.id)
+    valued = not isinstance(site.owner, ast.Expr | ast.Await)
+    if wraps and valued and arguments and not isinstance(arguments[0], ast.Starred):
+        yield arguments[0]
 
 
 OPERATORS: dict[str, Callable[[Site], Iterator[ast.expr | ast.stmt]]] = {
