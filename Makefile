@@ -12,7 +12,7 @@ READY := .venv/.ready
 # A process that may not keep its bytecode compiles all that it imports: an engine then takes 2.2 s of CPU to start, not 1.1.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly other quick lint types models unit bench neuter mutants fuzz docs screenshots clients walks manual lock clean mac-check
+.PHONY: demo test nightly other quick lint types models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
@@ -44,6 +44,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/lint-imports --no-cache > .venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+	$(BIN)/python -m docs.style_check
 
 # Train the tests' models anew, after what they learn or their shape has changed: tests/models/trained/ is committed.
 models: $(READY)
@@ -63,6 +64,10 @@ fuzz: $(READY)
 
 neuter: $(READY)
 	$(FAST) $(BIN)/python -m tests.neuter
+
+# Branches that unit, contract and simulation tests take, by room, against the floors in tests/coverage.toml.
+coverage: $(READY)
+	$(FAST) $(BIN)/python -m tests.coverage
 
 mutants: $(READY)
 	$(FAST) $(BIN)/python -m tests.neuter.mutants

@@ -26,13 +26,13 @@ TOKENS = 50, 70, 110
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """One node with two models, of which one fits; the queue gives up after two seconds, streams show signs of life
+    """One node with two models, of which one fits; the queue gives up after six seconds, streams show signs of life
     every fifth of a second."""
     wide = tiny_model("llama", trained=False, preset="bench50m")
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", first=wide, second=wide)
         settings = (*MLX, f"models.folders={place}")
-        made.up("router.queue_seconds=2", "router.keepalive_seconds=0.2", "router.swap_seconds=40")
+        made.up("router.queue_seconds=6", "router.keepalive_seconds=0.2", "router.swap_seconds=40")
         bare = made.join("narrow", *settings)
         until(lambda: made.node("narrow")["current"], what="a reading")
         current = made.node("narrow")["current"]

@@ -238,7 +238,7 @@ class Pool:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `cluster` as it is, on the coordinator's host."""
         command = [*self.wrap, *CLI, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=180)
 
     def node(self, name: str) -> dict[str, Any]:
         """Give what the API says of one node; of two with one name the one that has not left."""

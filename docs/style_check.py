@@ -1,0 +1,222 @@
+"""Count where prose breaks the rules of docs/style.md. `make lint` runs this.
+
+Checked are docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. Each room (a
+package, or a folder of one) has a number of findings in docs/style_counts.toml that may only fall:
+
+    python -m docs.style_check                 # fail where a room has more findings than its number
+    python -m docs.style_check router docs     # list the findings of these rooms or files
+    python -m docs.style_check --write         # lower the numbers to the findings of today
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+ROOT = Path(__file__).parents[1]
+COUNTS = Path(__file__).with_name("style_counts.toml")
+PACKAGES = ("coordinator", "machine", "node", "router", "wire")
+OTHERS = ("dashboards", "deploy", "docs", "tests")
+UNCHECKED = (
+    "docs/api.md", "docs/cli.md", "docs/metrics.md", "docs/settings.md", "docs/style.md",
+    "coordinator/web/static/vendor",
+)  # fmt: skip
+"""Files that are generated from checked ones, quote the words, or come from other projects."""
+MAX_WORDS = 25
+"""Words of a sentence."""
+MAX_SHOWN = 40
+VERBS = re.compile(r"\s*(?:give|say|take in|let|hear|tell|look|note|see)\b", re.IGNORECASE)
+"""First words of a docstring that say nothing: rule 1."""
+SIZES = (
+    "big|busy|close|costly|deep|early|far|fast|few|great|high|large|late|little|long|low|many|much|new|often|old|short|slow|"
+    "small|soon|wide"
+)
+RULES: Mapping[str, re.Pattern[str]] = {
+    "clause": re.compile(
+        r"\bwhat\b(?! to\b)|(?:^|[,;:(]\s+|\b(?:and|as|at|beside|by|for|from|if|of|on|or|than|that|to|with)\s+)who\b",
+        re.IGNORECASE,
+    ),
+    "filler": re.compile(
+        r"\b(?:anew|whoever|whatever|of late|for ever|by itself|by themselves|beside|in any case|"
+        rf"go(?:es|ing)? on|went on|as of now)\b|\bso\b(?! (?:that|far)\b)|\btoo\b(?! (?:\w+ )?(?:{SIZES})\b)",
+        re.IGNORECASE,
+    ),
+    "subject": re.compile(
+        r"\b(?:he|him|his|himself|she|her|somebody|someone|nobody|anybody|everybody|one another|others)\b",
+        re.IGNORECASE,
+    ),
+    "dialect": re.compile(
+        r"\b(?:told|heard|spoken|unread|doors?|shelf|shelves|stories|voices?|conductors?|papers?|lives|in hand)\b",
+        re.IGNORECASE,
+    ),
+}
+"""Rules 3, 4, 5, and 2 with 9."""
+SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"(])")
+WORD = re.compile(r"[A-Za-z][\w'’-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Prose of one place. `whole` when it has sentences whose length counts."""
+
+    line: int
+    prose: str
+    docstring: bool = False
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One place that breaks one rule."""
+
+    file: str
+    line: int
+    rule: str
+    excerpt: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.rule}: {self.excerpt}"
+
+
+def of_python(source: str, *, strings: bool) -> Iterator[Text]:
+    """Yield docstrings and comments of a module, and its other texts if `strings`."""
+    tree = ast.parse(source)
+    documented = set[int]()
+    for node in ast.walk(tree):
+        body: object = getattr(node, "body", None)
+        for at, one in enumerate(cast("list[object]", body) if isinstance(body, list) else []):
+            value = one.value if isinstance(one, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                documented.add(id(value))
+                function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and at == 0
+                yield Text(value.lineno, value.value, docstring=function)
+    if strings:
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
+            if isinstance(text, str) and reads_as_prose(text):
+                yield Text(getattr(node, "lineno", 0), text, whole=False)
+    yield from _comments(source)
+
+
+def _comments(source: str) -> Iterator[Text]:
+    """Yield comments, those of adjacent lines as one text."""
+    first, last, parts = 0, 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or re.match(r"#\s*(?:noqa|type:|pyright:|fmt:|!)", token.string):
+            continue
+        if parts and token.start[0] == last + 1:
+            parts.append(token.string.lstrip("# "))
+        else:
+            if parts:
+                yield Text(first, " ".join(parts))
+            first, parts = token.start[0], [token.string.lstrip("# ")]
+        last = token.start[0]
+    if parts:
+        yield Text(first, " ".join(parts))
+
+
+def reads_as_prose(text: str) -> bool:
+    """Return whether a string is a text for a person: four words, and few signs that are not letters."""
+    letters = sum(one.isalpha() or one in " ,.'" for one in text)
+    return len(WORD.findall(text)) >= 4 and letters >= 0.85 * len(text) and "\n" not in text.strip()
+
+
+def of_script(source: str) -> Iterator[Text]:
+    """Yield comments and texts of a JavaScript or HTML file of the page."""
+    for number, line in enumerate(source.splitlines(), 1):
+        for found in re.finditer(r"//\s(.*)|\"([^\"]+)\"|'([^']+)'|`([^`]+)`|>([^<>{}$]+)<", line):
+            text = next(part for part in found.groups() if part is not None)
+            if len(WORD.findall(text)) >= 2:
+                yield Text(number, text, whole=bool(found.group(1)))
+
+
+def of_markdown(source: str) -> Iterator[Text]:
+    """Yield paragraphs, list items and table rows without code."""
+    source = re.sub(r"^```.*?^```", lambda found: "\n" * found[0].count("\n"), source, flags=re.DOTALL | re.MULTILINE)
+    source = re.sub(r"<!--.*?-->", lambda found: "\n" * found[0].count("\n"), source, flags=re.DOTALL)
+    first, parts = 0, list[str]()
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        starts = re.match(r"\s*(?:[-*+]|\d+\.|#+|\||>)\s*", line)
+        if parts and (not line.strip() or starts):
+            yield Text(first, " ".join(parts))
+            parts = []
+        if line.strip():
+            first = number if not parts else first
+            parts.append(line[starts.end() :].replace("|", ". ") if starts else line.strip())
+
+
+def findings(file: str, texts: Iterator[Text]) -> Iterator[Finding]:
+    """Yield where the texts of a file break a rule."""
+    for text in texts:
+        prose = re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+|\*\*", " ", text.prose)
+        if text.docstring and VERBS.match(prose):
+            yield Finding(file, text.line, "verb", text.prose.strip()[:60])
+        for sentence in SENTENCE.split(" ".join(prose.split())):
+            if sentence.endswith("?"):
+                continue
+            for rule, pattern in RULES.items():
+                for found in pattern.finditer(sentence):
+                    yield Finding(file, text.line, rule, sentence[max(0, found.start() - 25) : found.end() + 25])
+            if text.whole and len(WORD.findall(sentence)) > MAX_WORDS:
+                yield Finding(file, text.line, "long", f"{len(WORD.findall(sentence))} words: {sentence[:60]}")
+
+
+def of_file(path: Path) -> list[Finding]:
+    """Return the findings of a file of the repository."""
+    name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return list(findings(name, of_python(source, strings=name.startswith(PACKAGES))))
+    return list(findings(name, of_markdown(source) if path.suffix == ".md" else of_script(source)))
+
+
+def files() -> Iterator[Path]:
+    """Yield the files that are checked."""
+    top = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
+    below = (path for folder in (*PACKAGES, *OTHERS) for path in (ROOT / folder).rglob("*"))
+    for path in sorted([*top, *below]):
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix in (".py", ".md", ".js", ".html") and not name.startswith(UNCHECKED):
+            yield path
+
+
+def room_of(name: str) -> str:
+    """Return the room of a file: its package, with the first folder in it."""
+    parts = name.split("/")[:-1]
+    return "/".join(parts[:2]) or "top"
+
+
+def counts(found: list[Finding]) -> Counter[str]:
+    """Count findings by room."""
+    return Counter(room_of(one.file) for one in found)
+
+
+def main(arguments: list[str]) -> int:
+    """Check, list or write; 1 where a room has more findings than its number."""
+    found = [one for path in files() for one in of_file(path)]
+    now = counts(found)
+    if arguments and arguments != ["--write"]:
+        wanted = [one for one in found if one.file.startswith(tuple(arguments))]
+        print(*wanted, f"{len(wanted)} findings", sep="\n")
+        return 0
+    most: dict[str, int] = tomllib.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    if arguments:
+        rooms = {room_of(path.relative_to(ROOT).as_posix()) for path in files()}
+        lower = {room: min(now[room], most.get(room, now[room])) for room in sorted(rooms)}
+        COUNTS.write_text("".join(f'"{room}" = {count}\n' for room, count in lower.items()))
+        return 0
+    worse = [room for room in now if now[room] > most.get(room, 0)]
+    for room in worse:
+        print(f"{room}: {now[room]} findings, at most {most.get(room, 0)}: python -m docs.style_check {room}")
+        print(*[f"  {one}" for one in found if room_of(one.file) == room][:MAX_SHOWN], sep="\n")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""The check of docs/style.md."""
+
+import pytest
+
+from docs.style_check import Text, findings, of_markdown, of_python, reads_as_prose, room_of
+
+SOURCE = '''
+"""Hold what waits."""
+LIMIT = 1
+"""The most of it."""
+def one() -> None:
+    """Give the row."""
+    # a request that waits
+    # for somebody else
+    raise ValueError("the owner was told about his limit")
+'''
+
+
+def rules(prose: str, **how: bool) -> list[str]:
+    return [one.rule for one in findings("a.py", iter([Text(1, prose, **how)]))]
+
+
+@pytest.mark.parametrize(
+    ("prose", "rule"),
+    [
+        ("Return what waits.", "clause"),
+        ("Who asks is answered.", "clause"),
+        ("It is full, so no request is sent.", "filler"),
+        ("The queue is full, too.", "filler"),
+        ("The request goes on.", "filler"),
+        ("The key has his limit.", "subject"),
+        ("The node told the router.", "dialect"),
+        ("One " + "word " * 25 + "end.", "long"),
+    ],
+)
+def test_findings_name_the_rule_that_a_sentence_breaks(prose: str, rule: str):
+    assert rules(prose) == [rule]
+
+
+@pytest.mark.parametrize(
+    "prose",
+    ["What is a node?", "Too many requests.", "It is sent so that the node answers.", "The person who owns the Mac.",
+     "`what waits` is a name.", "The error says what to do."],
+)  # fmt: skip
+def test_findings_leave_out_questions_names_and_common_phrases(prose: str):
+    assert rules(prose) == []
+
+
+def test_findings_look_at_the_first_word_of_docstrings_alone():
+    assert rules("Give the row.", docstring=True) == ["verb"]
+    assert rules("Give the row.") == []
+
+
+def test_of_python_yields_docstrings_comments_and_texts_for_people():
+    found = list(findings("a.py", of_python(SOURCE, strings=True)))
+    assert [(one.line, one.rule) for one in found] == [
+        (2, "clause"), (6, "verb"), (9, "subject"), (9, "dialect"), (7, "subject")
+    ]  # fmt: skip
+    assert len(list(findings("a.py", of_python(SOURCE, strings=False)))) == 3
+
+
+def test_of_markdown_leaves_code_out_and_counts_each_item():
+    text = "# What is here\n\n```\nwhat waits\n```\n- a row, so long\n- a\n  request, too\n\n| of what waits | b |\n"
+    assert [(one.line, one.rule) for one in findings("a.md", of_markdown(text))] == [
+        (1, "clause"), (6, "filler"), (7, "filler"), (10, "clause")
+    ]  # fmt: skip
+
+
+def test_reads_as_prose_leaves_out_names_and_patterns():
+    assert reads_as_prose("the body is not usable")
+    assert not reads_as_prose("content-length: {a}/{b}/{c}: [d] (e)")
+    assert not reads_as_prose("too short")
+
+
+@pytest.mark.parametrize(
+    ("file", "room"), [("README.md", "top"), ("wire/a.py", "wire"), ("node/engine/b/c.py", "node/engine")]
+)
+def test_room_of_is_the_package_with_its_first_folder(file: str, room: str):
+    assert room_of(file) == room
