@@ -9,7 +9,7 @@ that has the most gives way to a newcomer from an address that has fewer. A mach
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -92,6 +92,11 @@ class Approvals:
         """When new codes came up, and from which address."""
         self._wrong = 0
         self._locked_until = float("-inf")
+
+    @property
+    def tickets(self) -> Mapping[str, Ticket]:
+        """Requests that wait for a decision, by code."""
+        return self._tickets
 
     def ask(self, waiting: Waiting, now: float) -> Ticket | float:
         """Take a place in the line, or give the seconds after which there may be one."""

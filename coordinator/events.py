@@ -52,7 +52,12 @@ class Events:
     @property
     def full(self) -> bool:
         """Whether as many read as may."""
-        return len(self._readers) >= MOST_READERS
+        return self.readers >= MOST_READERS
+
+    @property
+    def readers(self) -> int:
+        """Number of readers."""
+        return len(self._readers)
 
     async def read(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
         """Yield events in the form of server-sent events: those after number `last`, else the `newest`; and with

@@ -467,6 +467,11 @@ class LinkServer:
         """Give how many connections are no links (yet)."""
         return len(self._strangers)
 
+    @property
+    def retired(self) -> int:
+        """Number of links that a newer one of the same node has replaced and that have not ended."""
+        return len(self._retired)
+
     def lives(self) -> dict[NodeId, tuple[float, float]]:
         """Give begin and end of the certificate that each linked node showed, in Unix seconds."""
         return {node: link.life for node, link in self._links.items()}

@@ -15,6 +15,10 @@ class RateLimit:
         self._burst = float(burst)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Return the number of buckets that are kept."""
+        return len(self._buckets)
+
     def wait(self, address: str, now: float) -> float:
         """Count an attempt and give 0, or give the seconds until one will be allowed, counting nothing."""
         who = network_of(address)

@@ -316,9 +316,10 @@ class Registry:
         self._views.pop(node, None)
         self._act(actions, always=always)
 
-    def _tick(self) -> None:
+    def tick(self, now: float | None = None) -> None:
+        """Do what is due now, or was by `now` (seconds of the loop)."""
         self._timer = None
-        self._pool, actions = membership.tick(self._pool, self._loop.time())
+        self._pool, actions = membership.tick(self._pool, self._loop.time() if now is None else now)
         self._act(actions)
 
     def _act(self, actions: tuple[membership.Action, ...], *, always: bool = False) -> None:
@@ -353,7 +354,7 @@ class Registry:
             if due is not None and self._due <= due:
                 return
             self._timer.cancel()
-        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+        self._timer = None if due is None else self._loop.call_at(due, self.tick)
         self._due = due or 0.0
 
     def _publish(self) -> None:

@@ -29,6 +29,11 @@ class Awake:
         """Whether it is held now."""
         return self._child is not None and self._child.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child that holds it; None while there is none."""
+        return None if self._child is None else self._child.pid
+
     def hold(self, wanted: bool) -> None:
         """Hold it, or let it go; nothing happens where it is so already, or this system has none."""
         if wanted and not self.held:

@@ -28,6 +28,15 @@ class Repeats:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _Seen] = {}
 
+    def __len__(self) -> int:
+        """Return the number of subjects that are known."""
+        return len(self._seen)
+
+    @property
+    def left_out(self) -> int:
+        """Number of events that were left out and not counted in a later one yet."""
+        return sum(seen.left_out for seen in self._seen.values())
+
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
         """Say whether an event is told: None when not, else how many like it were left out before it."""
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))

@@ -605,11 +605,11 @@ class Agent:
 
     def _answer(self, link: Link, ask: Ask) -> None:
         if ask.what == "logs":
-            link.later(_pieces(ask, self._log_file, lines=True))
+            link.later(pieces(ask, self._log_file, lines=True))
         elif ask.what == "metrics":
             link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
-            link.later(_pieces(ask, made))
+            link.later(pieces(ask, made))
         else:
             link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
 
@@ -677,7 +677,7 @@ def _line_start(file: BinaryIO, position: int) -> int:
     return start if line.endswith(b"\n") and file.read(1) else position
 
 
-def _pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
+def pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
     """Yield a window of a file as answers, read as they are sent; with `lines` its end begins with a whole line."""
     try:
         with path.open("rb") as file:

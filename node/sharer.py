@@ -89,7 +89,7 @@ class Sharer:
 
     async def start(self) -> None:
         """Find the answer before anything is taken, and keep to it from now on."""
-        await self._read_power()
+        await self.read_power()
         self.look()
         log.info("sharing", when=self._rule.when.value, hours=str(self._rule.hours or ""), battery=self._rule.battery,
                  shared=self.standing.shared, why=self.standing.why)  # fmt: skip
@@ -154,12 +154,13 @@ class Sharer:
                     await self._woken.wait()
             try:
                 if loop.time() - self._read_at >= READ_SECONDS:
-                    await self._read_power()
+                    await self.read_power()
                 self.look()
             except Exception:
                 log.exception("sharing")  # the next look may go well, and until then the last answer holds
 
-    async def _read_power(self) -> None:
+    async def read_power(self) -> None:
+        """Read the power supply and the battery, where the rule depends on them."""
         if self._rule.when in (When.PLUGGED_IN, When.IDLE) or self._rule.battery:
             self._power = await asyncio.to_thread(self._read)
         self._read_at = asyncio.get_running_loop().time()

@@ -339,6 +339,11 @@ class Supervisor:
         return self._child.process.pid if self._child else None
 
     @property
+    def child(self) -> Child | None:
+        """The present child; None while there is none."""
+        return self._child
+
+    @property
     def ready(self) -> int | None:
         """The process id of the present child once it has limits in force; None before that."""
         return self._child.process.pid if self._child is not None and self._child.ready else None
@@ -448,7 +453,7 @@ class Supervisor:
         if child is None or child.resting:
             return
         if child.seen or self._wanted or self._settings.models.preload:
-            self._recycle(child, "its memory is its owner's for now, so it was replaced by one that holds nothing")
+            self.recycle(child, "its memory is its owner's for now, so it was replaced by one that holds nothing")
         child.resting = True
 
     def wake(self) -> None:
@@ -456,7 +461,7 @@ class Supervisor:
         self._resting = False
         child = self._child
         if child is not None and child.resting and self._settings.models.preload:
-            self._recycle(child, "what is preloaded comes back with another")
+            self.recycle(child, "what is preloaded comes back with another")
 
     async def stop(self) -> None:
         """End the child; requests that are still open end in Failed."""
@@ -684,7 +689,7 @@ class Supervisor:
                 log.warning("recycled", unreturned=show_size(frame.unreturned), phys=show_size(frame.memory.phys),
                             base=show_size(frame.memory.base))  # fmt: skip
                 text = f"{show_size(frame.unreturned)} of unloaded models did not come back, so it was replaced"
-                self._recycle(child, text)
+                self.recycle(child, text)
             else:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
@@ -700,7 +705,7 @@ class Supervisor:
         here = any(model.loaded or model.loading for model in report.models)
         return report.unreturned > 0 and child.ready and bool(child.seen) and not used and not here
 
-    def _recycle(self, child: Child, why: str) -> None:
+    def recycle(self, child: Child, why: str) -> None:
         """End a healthy child, for another to take its place; one that ends already is replaced in any case."""
         if child.asked:
             return

@@ -47,7 +47,7 @@ MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
-_OLLAMA = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
+OLLAMA_PATHS = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
 __all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
 
@@ -75,7 +75,7 @@ class FrontDoor:
         self._strict = strict = settings.unknown_fields == "refuse"
         self._responses = Responses(strict=strict)
         self._intake = Intake(settings.body_bytes)
-        self._dialects: Mapping[str, Dialect] = {
+        self.dialects: Mapping[str, Dialect] = {
             CHAT: Chat(strict=strict),
             COMPLETIONS: Completion(strict=strict),
             MESSAGES: Messages(strict=strict),
@@ -90,7 +90,7 @@ class FrontDoor:
             await self._control(scope, receive, send)
             return
         path: str = scope["path"]
-        dialect = self._dialects.get(path)
+        dialect = self.dialects.get(path)
         if dialect is not None:
             exchange = Exchange(scope, receive, send, dialect.style)
             await self._counted(exchange, self._generate(exchange, dialect))
@@ -103,7 +103,7 @@ class FrontDoor:
         elif path == COUNT:
             exchange = Exchange(scope, receive, send, ANTHROPIC)
             await self._counted(exchange, self._count(exchange))
-        elif path in _OLLAMA or path.startswith("/api/blobs/"):
+        elif path in OLLAMA_PATHS or path.startswith("/api/blobs/"):
             exchange = Exchange(scope, receive, send, OLLAMA)
             await self._counted(exchange, self._ollama(exchange))
         elif path == "/health":
@@ -222,7 +222,7 @@ class FrontDoor:
     async def _ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
         post = path == "/api/show"
-        known = path in _OLLAMA - ollama_models.REFUSED
+        known = path in OLLAMA_PATHS - ollama_models.REFUSED
         key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)

@@ -285,6 +285,11 @@ class Dispatcher:
                 del self._emptying[node]
         return self.ledger.in_flight(node)
 
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """Requests that were not closed yet, ended or not."""
+        return tuple(self._open.values())
+
     def under_way(self) -> list[Ticket]:
         """List the requests that are here, the oldest first."""
         return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
@@ -967,9 +972,9 @@ class Dispatcher:
 
     def _arm(self) -> None:
         if self._timer is None and self._open:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._sweep)
+            self._timer = asyncio.get_running_loop().call_later(self._interval, self.sweep)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Look at everybody who is here a few times a second, instead of a timer for each."""
         self._timer = None
         now = self._clock()

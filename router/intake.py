@@ -25,6 +25,11 @@ class Intake:
         self._most = most
         self._lanes: dict[str, _Lane] = {}
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """API keys that hold room or wait for it."""
+        return frozenset(self._lanes)
+
     async def take(self, key: str, size: int) -> None:
         """Take `size` bytes of a key's room, waiting first; `release` must follow unless this call is cancelled."""
         lane = self._lanes.setdefault(key, _Lane())

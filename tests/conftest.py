@@ -113,5 +113,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         if not any(entry in reason for entry in listed):
             terminalreporter.write_line(f"UNLISTED SKIP {report.nodeid}: {reason}", red=True)
-            session: Any = terminalreporter._session
+            session: Any = terminalreporter._session  # pyright: ignore[reportPrivateUsage]  pytest has no other way to the exit status here
             session.exitstatus = UNLISTED_SKIP

@@ -38,8 +38,8 @@ MOST_OPEN = 64
 """Messages that may be under way in fragments at once."""
 
 _HEADER = struct.Struct(">IB")
-_TAG_OF: dict[type[Frame], int] = {kind: tag for tag, kind in TAGS.items()}
-_FRAGMENT = _TAG_OF[Fragment]
+TAG_OF: dict[type[Frame], int] = {kind: tag for tag, kind in TAGS.items()}
+_FRAGMENT = TAG_OF[Fragment]
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
     tag: msgspec.msgpack.Decoder(kind) for tag, kind in TAGS.items()
 }
@@ -67,7 +67,7 @@ def encode(frame: Frame) -> bytes:
     body = _encoder.encode(frame)
     if _HEADER.size + len(body) > LONGEST_JOINED:
         raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {LONGEST_JOINED}")
-    return _HEADER.pack(len(body) + 1, _TAG_OF[type(frame)]) + body
+    return _HEADER.pack(len(body) + 1, TAG_OF[type(frame)]) + body
 
 
 def fragments(encoded: bytes, message: int) -> Iterator[bytes]:

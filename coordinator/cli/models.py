@@ -25,7 +25,7 @@ def models(session: Session) -> None:
 
     `-o wide` names every node with the speeds and sizes that were measured there.
     """
-    session.show(session.call("GET", "/api/v1/models"), lambda answer: _print_models(answer, wide=session.wide))
+    session.show(session.call("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide))
 
 
 @click.group(cls=Group)
@@ -46,10 +46,11 @@ def show_model(session: Session, name: str) -> None:
     if not found:
         known = ", ".join(one["name"] for one in answer["models"]) or "none"
         raise Problem(NOT_FOUND, f"no node has a model {name}; models: {known}")
-    session.show({"schema": 1, "model": found[0]}, lambda one: _print_models({"models": [one["model"]]}, wide=True))
+    session.show({"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True))
 
 
-def _print_models(answer: dict[str, Any], *, wide: bool) -> None:
+def print_models(answer: dict[str, Any], *, wide: bool) -> None:
+    """Print the table of all models."""
     if wide:
         rows = [
             (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))

@@ -24,10 +24,11 @@ FEW = 6
 @options
 def status(session: Session) -> None:
     """Print the state of the pool and its conditions in a few lines."""
-    session.show(session.call("GET", "/api/v1/status"), _print_status)
+    session.show(session.call("GET", "/api/v1/status"), print_status)
 
 
-def _print_status(answer: dict[str, Any]) -> None:
+def print_status(answer: dict[str, Any]) -> None:
+    """Print the status of the cluster."""
     states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
     click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
     click.echo(f"endpoint  {answer['base_url']}")
@@ -54,7 +55,7 @@ def _few(names: list[str]) -> str:
 @wide_options
 def nodes(session: Session) -> None:
     """List the nodes: memory as current of ceiling, models as loaded of known. `-o wide` shows every column."""
-    session.show(session.call("GET", "/api/v1/nodes"), lambda answer: _print_nodes(answer, wide=session.wide))
+    session.show(session.call("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide))
 
 
 @click.group(cls=Group)
@@ -65,7 +66,8 @@ def node() -> None:
 node.add_command(nodes, "list")
 
 
-def _print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
+def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
+    """Print the table of all nodes."""
     if wide:
         table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, whole=True)
     else:
@@ -90,11 +92,12 @@ def _print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
 def show_node(session: Session, node: str) -> None:
     """Show everything that is known of one node, its memory as the sum that its gate makes now."""
     session.show(
-        session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: _print_node(answer["node"])
+        session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
     )
 
 
-def _print_node(node: dict[str, Any]) -> None:
+def print_node(node: dict[str, Any]) -> None:
+    """Print the memory and all facts of one node."""
     for line in arithmetic(node):
         click.echo(line)
     if broken := breaker_of(node):

@@ -157,10 +157,11 @@ def _picture(session: Session, width: int) -> "Group":
     found: list[RenderableType] = [head, Text()]
     found += [Text(harmless(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else
                    "yellow") for one in status["conditions"]]  # fmt: skip
-    return Group(*found, _table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
+    return Group(*found, table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
 
 
-def _table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
+def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
+    """Render the nodes as a table of at most `width` columns."""
     from rich.table import Table
     from rich.text import Text
 

@@ -162,6 +162,11 @@ class Webhook:
         self._waiting: deque[bytes] = deque(maxlen=WAITING)
         self._more = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Number of messages that were not sent yet."""
+        return len(self._waiting)
+
     def tell(self, condition: Condition, began: bool) -> None:
         """Send this soon."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.row()}

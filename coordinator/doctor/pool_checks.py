@@ -69,7 +69,7 @@ def coordinator(here: Here) -> Finding:
         return warn("the node's part did not answer in time", "run `python -m node.examine --state STATE`")
     if told["identity_error"]:
         return fail(told["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
-    return _link(dialled)
+    return link_finding(dialled)
 
 
 def _endpoint(here: Here) -> Finding:
@@ -87,7 +87,8 @@ def _endpoint(here: Here) -> Finding:
     return fail(answer.problem, step.get(answer.code, "look at its log: `cluster logs`, or STATE/logs/coordinator.log"))
 
 
-def _link(dialled: Sequence[dict[str, Any]]) -> Finding:
+def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
+    """Return what the attempts to reach the cluster port came to."""
     """Judge who answered at the addresses that a node remembers."""
     text = "; ".join(f"{one['address']}: {_said(one)}" for one in dialled) or "no address is remembered"
     numbers = {one["address"]: one["seconds"] for one in dialled}

@@ -35,6 +35,11 @@ class Live:
         """Whether there are as many viewers as there may be."""
         return self._viewers >= MOST_VIEWERS
 
+    async def rested(self) -> None:
+        """Wait until nobody looks, because the last viewer has left."""
+        if self._task is not None:
+            await self._task
+
     async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
         """Give events for one viewer, for as long as it is `welcome`; only what is now unless it will `follow`."""
         self._viewers += 1

@@ -48,6 +48,11 @@ class Canary:
         self._look_at = 0.0
 
     @property
+    def held(self) -> mmap.mmap | None:
+        """The reserve itself; None while there is none."""
+        return self._held
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are held."""
         return 0 if self._held is None else len(self._held)

@@ -15,7 +15,7 @@ class Deadline:
     exception that is still pending at the end is taken back."""
 
     def __init__(self, seconds: float, message: str) -> None:
-        self._timer = threading.Timer(seconds, self._expire)
+        self._timer = threading.Timer(seconds, self.expire)
         self._timer.daemon = True
         self._message = message
         self._lock = threading.Lock()
@@ -34,7 +34,8 @@ class Deadline:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
             raise DeadlineError(self._message) from None
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Raise DeadlineError in the thread inside the context; do nothing outside it."""
         with self._lock:
             if not self._over:
                 self._raised = True

@@ -6,7 +6,7 @@ its model, and touches no other request. Whether there is room is decided on the
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -48,6 +48,11 @@ class Door:
         self._tokenizers: dict[str, Tokenizer] = {}
         self._grammars = Grammars()
         self._loading, self._compiling = threading.Lock(), threading.Lock()
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """Loaded tokenizers by folder and fingerprint of their model."""
+        return self._tokenizers
 
     def inline(self, frame: Generate | Count) -> bool:
         """Return whether the I/O thread may prepare this prompt itself: it is short, waits for no lock, and compiles no
@@ -119,7 +124,7 @@ class Door:
         if cause := self._barred(found):
             return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         try:
-            tokenizer = self._tokenizer(found)
+            tokenizer = self.tokenizer(found)
         except TokenizerError as error:
             return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
         if request.tools and "tools" not in tokenizer.features:
@@ -171,7 +176,8 @@ class Door:
             log.exception("grammar", request=request.request, request_id=request.request_id)
             raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
 
-    def _tokenizer(self, found: Found) -> Tokenizer:
+    def tokenizer(self, found: Found) -> Tokenizer:
+        """Return the tokenizer of a model, tried and loaded at the first call; TokenizerError where it cannot be."""
         tokenizer = self._tokenizers.get(_key(found))
         if tokenizer is not None:
             return tokenizer

@@ -129,6 +129,11 @@ class Estimator:
         for a moment, and for more tokens than were measured what the margin was narrowed by."""
         return self.foreseen(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
 
+    @property
+    def samples(self) -> dict[str, int]:
+        """Number of samples by kind of forward."""
+        return {CHUNKS: len(self._chunks), STEPS: len(self._steps)}
+
     def uncovered(self, kind: str, size: int) -> int:
         """Return the bytes that a forward of this kind and size is charged with because no profile covers it."""
         covered = self._covered.get(kind)

@@ -34,7 +34,8 @@ log = structlog.get_logger("engine.forwards")
 class Forwards:
     """`reserved()` returns the bytes promised and not written. `make_room(site, bytes)` frees what can be freed and
     returns whether that was enough; `give_up_load(why)` aborts a load under way and returns whether there was one.
-    `read(model)` returns the bytes of its weights that are in memory."""
+    `read(model)` returns the bytes of its weights that are in memory.
+    `clock()` returns seconds and also runs while the machine sleeps."""
 
     def __init__(
         self,
@@ -46,8 +47,10 @@ class Forwards:
         residual: Callable[[], int | None] = lambda: None,
         *,
         read: Callable[[str], int],
+        gate: type[Gate] = Gate,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.gate = Gate(residual)
+        self.gate = gate(residual)
         self.call: Call | None = None
         self.failures = self.sheds = self.shrinks = self.preemptions = self.overs = 0
         self.height = Height()
@@ -59,8 +62,7 @@ class Forwards:
         self._forwards = self._steps = 0
         self._asked: tuple[Site, int, Memory] | None = None
         self._read = read
-        self._clock, _ = system_clocks()
-        """Goes on while the machine sleeps."""
+        self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
         """When each model's last call ended."""
         self._waited: Counter[str] = Counter()

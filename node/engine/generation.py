@@ -121,6 +121,21 @@ class Generation:
 
     # what the engine asks
 
+    @property
+    def live(self) -> Mapping[int, Sequence]:
+        """Requests that have not ended, by number."""
+        return self._live
+
+    @property
+    def prefills(self) -> tuple[Prefill, ...]:
+        """Prefills that have not joined their batch."""
+        return tuple(self._prefills)
+
+    @property
+    def preempted(self) -> tuple[Sequence, ...]:
+        """Requests without memory that return once there is room."""
+        return tuple(self._preempted)
+
     def begin(self, resident: Resident, sequence: Sequence) -> None:
         """Take in an admitted request, whose rows are promised their memory. Rows of which the same is known, the
         prompt alone most often, are written as one."""
@@ -291,7 +306,7 @@ class Generation:
             self._keep(self._residents()[sequence.request.model], joined)
         if sequence.number in self._live:  # a batch that broke meanwhile may have ended it
             sequence.yielded = True
-            self._preempt(sequence)
+            self.preempt(sequence)
             if not keep:
                 give_back()
 
@@ -404,7 +419,7 @@ class Generation:
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._reuse.distrust(prefill.resident.name)
-            self._fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
+            self.fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
             return
         over = self._forwards.over() if refused is None else None
         if refused is not None:
@@ -590,7 +605,7 @@ class Generation:
         """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
-                self._fail(row.sequence, *_failing(error))
+                self.fail(row.sequence, *_failing(error))
         now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
@@ -627,7 +642,7 @@ class Generation:
             self._read(row, token)
         except Exception as error:
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
-            self._fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
+            self.fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
             return
         if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
             self._out.deltas += row.gathered()
@@ -680,7 +695,7 @@ class Generation:
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
             if row.rebuilt > MOST_REBUILDS:
-                self._fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
+                self.fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
             else:
                 self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.known()))
         give_back()
@@ -713,7 +728,7 @@ class Generation:
         """Give a request's memory back: the router places it again, or it comes back here."""
         unknown = refused.code is Code.UNREADABLE
         if sequence.delivered and (unknown or len(self._live) > 1 or self._forwards.falls_at() is not None):
-            self._preempt(sequence)
+            self.preempt(sequence)
             give_back()
         else:
             self._end(sequence, refused, "no_headroom")
@@ -729,7 +744,8 @@ class Generation:
         else:
             self._out.ends.append(Refusal(sequence.number, refused, sequence.shape.prompt))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Release the memory of a request; it is written anew from its ids once there is room."""
         rows = list(sequence.writing())
         self._leave(sequence)
         self._drop(self._residents()[sequence.request.model], rows)
@@ -823,7 +839,7 @@ class Generation:
         if not len(batch):
             del resident.batches[number]
 
-    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
+    def fail(self, sequence: Sequence, code: str, message: str) -> None:
         """End a request as broken, unless it has ended already: one fault may reach it by two ways."""
         if sequence.number not in self._live:
             return

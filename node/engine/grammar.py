@@ -42,8 +42,8 @@ REMEMBERED: Final = 256
 class Grammars:
     """Compiles what is asked for, for the tokenizers of one engine."""
 
-    def __init__(self) -> None:
-        self._vetting = Vetting()
+    def __init__(self, vetting: Vetting | None = None) -> None:
+        self._vetting = vetting or Vetting()
         self._guides: dict[int, Guide] = {}
         self._kept: OrderedDict[tuple[int, bytes], LLMatcher] = OrderedDict()
         self._wrong: OrderedDict[bytes, str] = OrderedDict()
@@ -61,6 +61,11 @@ class Grammars:
         matcher = self._matcher(guide, plain, lambda: write(asked, tools, calling, one=one))
         known = "" if calling is None else as_read(calling.parser, tools_of(tools, asked.tool))
         return Grammar(matcher, guide, outline, known)
+
+    @property
+    def kept(self) -> int:
+        """Number of compiled grammars that are kept."""
+        return len(self._kept)
 
     def knows(self, tokenizer: "Tokenizer") -> bool:
         """Whether this tokenizer's tables are made."""

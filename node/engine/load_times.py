@@ -44,6 +44,11 @@ class LoadTimes:
         self._file = None if folder is None else folder / FILE
         self._kept = _read(self._file)
 
+    @property
+    def kept(self) -> Kept:
+        """What was measured."""
+        return self._kept
+
     def expected(self, fingerprint: str, weights: int, probe: float) -> float:
         """Return the expected seconds of a load. `probe` are those of a first profile until one was measured; 0: this
         model has a profile."""

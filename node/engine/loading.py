@@ -136,6 +136,11 @@ class Shelf:
         return not self.residents and not self.busy
 
     @property
+    def looks_at(self) -> float | None:
+        """When to look whether the memory of unloaded models is back; None while a model is here or on its way."""
+        return self.returns.at if self.empty else None
+
+    @property
     def reading(self) -> str:
         """The model that is being read, or would be next."""
         if self._reading is not None:

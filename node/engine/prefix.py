@@ -114,6 +114,16 @@ class PrefixCache(Generic[V]):
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def entries(self) -> tuple[Entry[V], ...]:
+        """All that is kept, least recently used first."""
+        return tuple(self._order)
+
+    @property
+    def scopes(self) -> frozenset[tuple[str, str]]:
+        """Pairs of model and scope of which anything is held."""
+        return frozenset(self._tries)
+
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
         """See PrefixStore. What is found was used just now."""
         trie = self._tries.get((model, scope))

@@ -103,6 +103,11 @@ class Reuse:
         return self._kept.nbytes
 
     @property
+    def entries(self) -> tuple[Entry[Layers], ...]:
+        """All that is kept, least recently used first."""
+        return self._kept.entries
+
+    @property
     def reusable(self) -> int:
         """Bytes that are surely free once all is given back."""
         return int(self._kept.nbytes * SURE)

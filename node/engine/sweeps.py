@@ -69,6 +69,11 @@ class Sweeps:
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.held
 
     @property
+    def measuring(self) -> str:
+        """The model that is being measured; empty when none is."""
+        return "" if self._sweep is None else self._sweep.resident.name
+
+    @property
     def busy(self) -> bool:
         """Whether a step has something to do or to say."""
         return bool(self._ends) or self._sweep is not None or self._next() is not None or bool(self._lost())

@@ -25,7 +25,7 @@ from node.engine.door import Door
 from node.engine.footprint import Footprint, Metal, Wiring, clear_pool, give_back, limit_pool, open_metal
 from node.engine.forwards import Forwards
 from node.engine.found import Found
-from node.engine.gate import Site
+from node.engine.gate import Gate, Site
 from node.engine.generation import Generation, finished
 from node.engine.kinds import Call, Doing, Recording, Work
 from node.engine.ledger import Commitment
@@ -94,51 +94,54 @@ log = structlog.get_logger("engine.text")
 
 
 class TextEngine:
-    """See the module's text. In the folder `profiles` measurements are kept; None: nowhere."""
+    """See the module's text. In the folder `profiles` measurements are kept; None: nowhere.
+
+    Its parts can be read from outside; only the engine calls what changes them."""
 
     def __init__(
         self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware,
         profiles: Path | None, metal: Callable[[], Metal] = open_metal,
+        gate: type[Gate] = Gate,
     ) -> None:  # fmt: skip
         self._settings = settings.engine.mlx
-        self._library = library
-        self._trials = Trials(profiles)
-        self._door = Door(
-            library, self._context, recorder=recorder, trials=self._trials if settings.models.trial else None,
+        self.library = library
+        self.trials = Trials(profiles)
+        self.door = Door(
+            library, self._context, recorder=recorder, trials=self.trials if settings.models.trial else None,
             barred=lambda found: self._cause(found, time.monotonic()),
         )  # fmt: skip
-        self._footprint = Footprint(hardware.memory, self._held)
-        self._forwards = Forwards(
-            recorder, self._footprint, self._reserved, self._make_room, self._give_up_load, self._residual,
-            read=self._weights,
+        self.footprint = Footprint(hardware.memory, self._held)
+        self.forwards = Forwards(
+            recorder, self.footprint, self._reserved, self._make_room, self._give_up_load, self._residual,
+            read=self._weights, gate=gate,
         )  # fmt: skip
-        self.gate = self._forwards.gate
-        self._reuse = Reuse(self._forwards, self._kept_most, self._footprint.forget)
-        self._times = LoadTimes(profiles)
+        self.gate = self.forwards.gate
+        self.reuse = Reuse(self.forwards, self._kept_most, self.footprint.forget)
+        self.times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
-        self._profiler = Profiler(
-            Profiles(profiles), hardware, self._ask, Spike(self._forwards.height, self._footprint.sensor),
+        self.profiler = Profiler(
+            Profiles(profiles), hardware, self._ask, Spike(self.forwards.height, self.footprint.sensor),
             self._longest, self.gate.narrowed, chunk=self._settings.chunk, batch=self._settings.batch,
             context=self._settings.context, on=settings.models.profile == "auto",
         )  # fmt: skip
         self._wiring = Wiring(Wire(settings.memory.wire), metal)
-        self._shelf = Shelf(self.gate, self._memory, self._released, pinned, self._reuse, library, self._pieces,
+        self.shelf = Shelf(self.gate, self._memory, self._released, pinned, self.reuse, library, self._pieces,
                             settings.models.idle_unload)  # fmt: skip
-        self._generation = Generation(
-            self._forwards,
-            lambda: self._shelf.residents,
-            self._reuse,
+        self.generation = Generation(
+            self.forwards,
+            lambda: self.shelf.residents,
+            self.reuse,
             self._settings.batch,
             self._settings.chunk,
             self._settings.chunk_floor,
         )
-        self._sweeps = Sweeps(
-            self._profiler, self._forwards, lambda: self._shelf.residents, self._shelf.loading, self._alone,
-            self._generation.still,
+        self.sweeps = Sweeps(
+            self.profiler, self.forwards, lambda: self.shelf.residents, self.shelf.loading, self._alone,
+            self.generation.still,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
         )  # fmt: skip
-        self._canary = Canary(settings.memory.canary, self._memory)
-        self._shelf.spares += [self._canary, self._sweeps]
+        self.canary = Canary(settings.memory.canary, self._memory)
+        self.shelf.spares += [self.canary, self.sweeps]
         self._pending: dict[int, tuple[Prepared, float]] = {}
         self._unread: dict[int, tuple[int, Resident | None]] = {}
         self._orders: dict[int, str] = {}
@@ -150,25 +153,25 @@ class TextEngine:
             if found is None:
                 log.error("preload", model=name, cause="no such model in the folders")
             else:
-                self._shelf.ask(found)
+                self.shelf.ask(found)
 
     # what the threads ask
 
     def prepare(self, frame: Frame) -> Work | None:
         """On the I/O thread: put a short prompt into tokens, or count it; at a sign of life, look for new models."""
         if isinstance(frame, Generate | Count):
-            if self._door.inline(frame):
+            if self.door.inline(frame):
                 return self._read(frame).work
-            return Unread(frame, self._door.need(frame), partial(self._read, frame))
+            return Unread(frame, self.door.need(frame), partial(self._read, frame))
         if isinstance(frame, Load | Profile):
-            self._library.look(frame.model)
+            self.library.look(frame.model)
         if isinstance(frame, Ping):
-            return frame if self._library.refresh() else None
+            return frame if self.library.refresh() else None
         return frame
 
     def call(self) -> Call | None:
         """Say which native call is under way."""
-        return self._forwards.call
+        return self.forwards.call
 
     def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
         """Take in one piece of work and give what is answered at once, and what may be read now."""
@@ -188,7 +191,7 @@ class TextEngine:
                 return self._enforce(work)
             case MakeRoom():
                 self._roomed = work.number
-                self._shelf.make_room(work.size, over_load=not self._waited_for(self._shelf.reading))
+                self.shelf.make_room(work.size, over_load=not self._waited_for(self.shelf.reading))
                 return self._ended_loads()
             case Load():
                 return self._load(work, now)
@@ -207,77 +210,73 @@ class TextEngine:
     def due(self, now: float) -> float | None:
         """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
         or when the recent height falls, or an unused model leaves or has left."""
-        works = self._generation.due(now)
-        if (works is not None and works <= now) or self._shelf.ended:
+        works = self.generation.due(now)
+        if (works is not None and works <= now) or self.shelf.ended:
             return now
-        if self._may_load() or (self._sweeps.busy and self.gate.closed() is None):
+        if self._may_load() or (self.sweeps.busy and self.gate.closed() is None):
             return now
-        shelf, footprint = self._shelf, self._footprint
-        times = works, footprint.falls_at(now), shelf.leaves_at(), self._looks_at(), self._canary.due()
+        shelf, footprint = self.shelf, self.footprint
+        times = works, footprint.falls_at(now), shelf.leaves_at(), shelf.looks_at, self.canary.due()
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
         """Decode, read a piece of a load, write one chunk of a prompt; what each has to say is given before the next
         begins, so that no token waits for a chunk."""
-        self._generation.decode()
-        yield from self._generation.said()
+        self.generation.decode()
+        yield from self.generation.said()
         if self._may_load():
             self._tick()
         yield from self._ended_loads()
-        self._generation.prefill()
-        yield from self._generation.said()
+        self.generation.prefill()
+        yield from self.generation.said()
         yield from self._ended_loads()
-        if self._sweeps.busy:
-            yield from self._sweeps.step()
-        self._shelf.leave(now)
-        if (looks_at := self._looks_at()) is not None and looks_at <= now:
+        if self.sweeps.busy:
+            yield from self.sweeps.step()
+        self.shelf.leave(now)
+        if (looks_at := self.shelf.looks_at) is not None and looks_at <= now:
             self._look_back()
-        if self._generation.due(now) is None:
-            if broken := self._generation.check():
+        if self.generation.due(now) is None:
+            if broken := self.generation.check():
                 log.error("bookkeeping", broken=broken[:MOST_BROKEN], count=len(broken))
             clear_pool()
-            self._canary.tend(now)
+            self.canary.tend(now)
 
     def report(self, now: float) -> EngineReport:
         """Give the snapshot."""
-        running, waiting, queued = self._generation.load()
+        running, waiting, queued = self.generation.load()
         queued += sum(prepared.tokens for prepared, _ in self._pending.values())
         memory = replace(
-            self._offered(now), reusable=self._reuse.reusable + self._canary.nbytes, canary=self._canary.nbytes
+            self._offered(now), reusable=self.reuse.reusable + self.canary.nbytes, canary=self.canary.nbytes
         )
-        models = tuple(self._reported(found, memory, now) for found in self._library.known().values())
-        shelf = self._shelf
-        counts = replace(self._forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
+        models = tuple(self._reported(found, memory, now) for found in self.library.known().values())
+        shelf = self.shelf
+        counts = replace(self.forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
         return EngineReport(
             memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
-            counts, self._reuse.state(), self.gate.held,
+            counts, self.reuse.state(), self.gate.held,
             self._enforced, shelf.returns.unreturned, self.gate.measures(), self._roomed,
             metal_limit=self._wiring.metal.limit, wired=self._wiring.wired,
         )  # fmt: skip
 
     def halt(self) -> None:
         """Begin no further native call."""
-        self._forwards.halted = True
+        self.forwards.halted = True
 
     def close(self) -> None:
         """Wait for what runs on the device, and give back rows, prefixes, models and free buffers."""
         try:
-            self._generation.still()
+            self.generation.still()
         finally:
-            self._generation.close()
-            self._shelf.close()
+            self.generation.close()
+            self.shelf.close()
 
     def _cause(self, found: Found, now: float) -> str:
         """Return why a model cannot be used now; empty when it can."""
-        return self._shelf.cause(found, now) or self._trials.cause(found.fingerprint)
-
-    def _looks_at(self) -> float | None:
-        """Say when to look whether the memory of the models that went is back; None while one is here."""
-        return self._shelf.returns.at if self._shelf.empty else None
+        return self.shelf.cause(found, now) or self.trials.cause(found.fingerprint)
 
     def _look_back(self) -> None:
         give_back()
-        memory, returns = self._memory(), self._shelf.returns
+        memory, returns = self._memory(), self.shelf.returns
         weights = returns.weights
         if missing := returns.look(memory.phys, memory.base):
             log.warning(
@@ -287,13 +286,13 @@ class TextEngine:
     def _hold(self, limits: Limits) -> None:
         """Put limits in force. The wired limit does not depend on them."""
         self.gate.hold(limits)
-        self._canary.hold(limits.cap)
-        self._shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
-        self._reuse.relieve(lambda: level(self._memory()) <= Level.OK)
+        self.canary.hold(limits.cap)
+        self.shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
+        self.reuse.relieve(lambda: level(self._memory()) <= Level.OK)
         if limits.cap != self._cap:
             self._cap = limits.cap
             limit_pool(limits.cap)
-            for resident in self._shelf.residents.values():
+            for resident in self.shelf.residents.values():
                 resident.bound_waste(waste_under(limits.cap))
 
     def _enforce(self, order: Enforce) -> list[Frame]:
@@ -301,27 +300,27 @@ class TextEngine:
         self._enforced = order.poll
         if order.level < Level.OVER_HARD:
             # A height that has passed asks nobody for anything.
-            self._shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
+            self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
             return []
         before = excess(self._memory())
 
         def enough() -> bool:
             return before - excess(self._memory()) >= order.excess
 
-        self._shelf.relieve(enough)
+        self.shelf.relieve(enough)
         if not enough():
-            self._shelf.give_up(shed(self._memory(), order.excess))
+            self.shelf.give_up(shed(self._memory(), order.excess))
         if not enough():
-            self._generation.shed(shed(self._memory(), order.excess))
-            self._footprint.forget()
-        return [*self._ended_loads(), *self._generation.said()]
+            self.generation.shed(shed(self._memory(), order.excess))
+            self.footprint.forget()
+        return [*self._ended_loads(), *self.generation.said()]
 
     # requests
 
     def _read(self, frame: Generate | Count) -> Read:
         """Put a prompt into tokens, or only count them."""
         counts = isinstance(frame, Count)
-        return Read(frame.request, self._door.count(frame) if counts else self._door.prepare(frame))
+        return Read(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
 
     def _weigh(self, unread: Unread) -> Collection[Frame | Unread]:
         """Let a long prompt be read if there is room for that, and promise it. Its model does not leave meanwhile."""
@@ -329,16 +328,16 @@ class TextEngine:
         if number in self._cancelled:
             del self._cancelled[number]
             return []
-        if self._generation.holds(number) or number in self._pending or number in self._unread:
+        if self.generation.holds(number) or number in self._pending or number in self._unread:
             return []
         refused = self.gate.closed() or too_long(unread.frame, unread.need, self._memory())
         if refused is not None:
             return [Refusal(number, refused)]
-        resident = self._shelf.residents.get(unread.frame.model)
+        resident = self.shelf.residents.get(unread.frame.model)
         self._unread[number] = (0, resident)
         if resident is not None:
             resident.users += 1
-        refused = self._forwards.ask(Site.PREFLIGHT, unread.need) if unread.need else None
+        refused = self.forwards.ask(Site.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
@@ -357,19 +356,19 @@ class TextEngine:
         if request.request in self._cancelled:
             del self._cancelled[request.request]
             return []
-        if self._generation.holds(request.request) or request.request in self._pending:
+        if self.generation.holds(request.request) or request.request in self._pending:
             return []
         refused = self.gate.closed() or prepared.refused or self._unlike(request)
         if refused is not None:
             return [Refusal(request.request, refused)]
-        resident = self._shelf.residents.get(request.model)
+        resident = self.shelf.residents.get(request.model)
         if resident is not None:
             return self._admit(resident, prepared, now, now)
         return self._await_model(prepared, now)
 
     def _unlike(self, request: Generate) -> Refused | None:
         """Refuse to continue an answer that another model of this name began: the router knows only the last report."""
-        found = self._library.find(request.model)
+        found = self.library.find(request.model)
         if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
             return None
         return Refused(Code.NOT_READY, f"{request.model} is another model here than the one that began the answer")
@@ -377,7 +376,7 @@ class TextEngine:
     def _await_model(self, prepared: Prepared, now: float) -> list[Frame]:
         """Let a request wait for its model, unless the model cannot come."""
         request = prepared.request
-        found = self._library.find(request.model)
+        found = self.library.find(request.model)
         if found is None:
             return [Refusal(request.request, Refused(Code.NO_MODEL, f"this node has no model {request.model}"))]
         shape = self._shape(prepared, found)
@@ -386,11 +385,11 @@ class TextEngine:
         if cause:
             refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         if refused is None:
-            refused = preflight.too_large(shape, self._forwards.memory(now), self._model(found, now))
+            refused = preflight.too_large(shape, self.forwards.memory(now), self._model(found, now))
         if refused is not None:
             return [Refusal(request.request, refused, prepared.tokens)]
         self._pending[request.request] = (prepared, now)
-        self._shelf.ask(found)
+        self.shelf.ask(found)
         return []
 
     def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
@@ -420,7 +419,7 @@ class TextEngine:
             row.commitment = commitment
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
         resident.measured_text(text, len(prepared.ids))
-        self._generation.begin(resident, sequence)
+        self.generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
     def _sequence(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, arrived: float) -> Sequence:
@@ -456,10 +455,10 @@ class TextEngine:
         held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
         cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
-        wanted = cost + self._generation.wanted(key)
+        wanted = cost + self.generation.wanted(key)
         if answer is None or answer.code is not Code.NO_ROOM:
             return answer
-        if self._shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
+        if self.shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
             return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         return answer
 
@@ -467,15 +466,15 @@ class TextEngine:
         """Preempt requests of keys that hold more memory than this one would with a request that holds `held` bytes and
         costs `cost` at its admission; return whether any was."""
         room = self._offered(now, owner.name).headroom
-        if room is None or now < self._way_at or not self._generation.make_way(owner, held, cost - room):
+        if room is None or now < self._way_at or not self.generation.make_way(owner, held, cost - room):
             return False
         self._way_at = now + WAY_SECONDS
         self._released()
         return True
 
     def _cancel(self, number: int) -> None:
-        known = self._pending.pop(number, None) is not None or self._sweeps.cancel(number)
-        if known or self._generation.cancel(number):
+        known = self._pending.pop(number, None) is not None or self.sweeps.cancel(number)
+        if known or self.generation.cancel(number):
             return
         self._cancelled[number] = None
         while len(self._cancelled) > REMEMBERED:
@@ -484,7 +483,7 @@ class TextEngine:
     # loading
 
     def _load(self, order: Load, now: float) -> list[Frame]:
-        if order.model in self._shelf.residents:
+        if order.model in self.shelf.residents:
             return [Finished(order.request, (), 0, 0)]
         refused = self._ordered(order.model, now)
         if refused is not None:
@@ -493,49 +492,49 @@ class TextEngine:
         return []
 
     def _profile(self, order: Profile, now: float) -> list[Frame]:
-        refused = None if order.model in self._shelf.residents else self._ordered(order.model, now)
+        refused = None if order.model in self.shelf.residents else self._ordered(order.model, now)
         if refused is not None:
             return [Refusal(order.request, refused)]
-        self._sweeps.ask(order.request, order.model)
+        self.sweeps.ask(order.request, order.model)
         return []
 
     def _ordered(self, name: str, now: float) -> Refused | None:
         """Begin to load what somebody asked for by name; or say why it cannot be."""
-        found = self._library.find(name)
+        found = self.library.find(name)
         if found is None:
             return Refused(Code.NO_MODEL, f"this node has no model {name}")
-        self._shelf.forgive(name)
+        self.shelf.forgive(name)
         cause = self._cause(found, now)
         if cause:
             return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
-        self._shelf.ask(found)
+        self.shelf.ask(found)
         return None
 
     def _unload(self, order: Unload) -> list[Frame]:
         cancelled = Refused(
             Code.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
         )
-        if self._shelf.loading(order.model) and self._shelf.give_up(cancelled, order.model):
+        if self.shelf.loading(order.model) and self.shelf.give_up(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
-        resident = self._shelf.residents.get(order.model)
+        resident = self.shelf.residents.get(order.model)
         if resident is None:
             return [Refusal(order.request, Refused(Code.NO_MODEL, f"{order.model} is not loaded here"))]
         if resident.users:
             message = f"{order.model} has {resident.users} requests here: wait for their end, or cordon the node first"
             return [Refusal(order.request, Refused(Code.IN_USE, message))]
         del resident
-        self._shelf.drop(order.model)
+        self.shelf.drop(order.model)
         return [Finished(order.request, (), 0, 0)]
 
     def _may_load(self) -> bool:
-        return self._shelf.busy and self.gate.closed() is None
+        return self.shelf.busy and self.gate.closed() is None
 
     def _restore(self, restore: Restore, now: float) -> None:
-        self._shelf.ban(restore.bans, now)
+        self.shelf.ban(restore.bans, now)
         for name in restore.models:
-            found = self._library.find(name)
+            found = self.library.find(name)
             if found is not None and not self._cause(found, now):
-                self._shelf.ask(found)
+                self.shelf.ask(found)
 
     def _waited_for(self, model: str) -> bool:
         """Return whether a request waits for this model."""
@@ -543,21 +542,21 @@ class TextEngine:
 
     def _make_room(self, site: Site, need: int) -> bool:
         """Free memory for a forward. For a request that runs, a load under way is given up."""
-        return self._shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
+        return self.shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
-        return self._shelf.give_up(why)
+        return self.shelf.give_up(why)
 
     def _tick(self) -> None:
-        name = self._shelf.reading
+        name = self.shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
-        self._generation.still()
-        with self._forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
-            self._shelf.tick()
+        self.generation.still()
+        with self.forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
+            self.shelf.tick()
 
     def _ended_loads(self) -> list[Frame]:
         """Answer everyone who waited for a load that has ended."""
-        ended, self._shelf.ended = self._shelf.ended, []
+        ended, self.shelf.ended = self.shelf.ended, []
         return [frame for outcome in ended for frame in self._loaded(outcome)]
 
     def _loaded(self, outcome: Outcome) -> list[Frame]:
@@ -567,7 +566,7 @@ class TextEngine:
             outcome.resident.bound_waste(waste_under(self._cap))
         name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
         if not isinstance(outcome, Loaded):
-            self._sweeps.failed(name, outcome.refused)
+            self.sweeps.failed(name, outcome.refused)
         frames: list[Frame] = []
         for number in [number for number, model in self._orders.items() if model == name]:
             del self._orders[number]
@@ -585,21 +584,21 @@ class TextEngine:
     # memory
 
     def _kept_most(self, cap: int) -> int:
-        weights = sum(resident.weights for resident in self._shelf.residents.values())
+        weights = sum(resident.weights for resident in self.shelf.residents.values())
         return limit_of(self._settings.prefix_cache, cap, weights)
 
     def _memory(self) -> Memory:
-        return self._forwards.memory(time.monotonic())
+        return self.forwards.memory(time.monotonic())
 
     def _offered(self, now: float, key: str | None = None) -> Memory:
         """Read the memory as it is for a new request of `key`: waiting requests come first."""
-        memory, wanted = self._forwards.memory(now), self._generation.wanted(key)
+        memory, wanted = self.forwards.memory(now), self.generation.wanted(key)
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
     def _released(self) -> None:
         """Forget the recent height of memory that was given back on purpose; a model may have gone with it."""
-        self._footprint.forget()
+        self.footprint.forget()
         self._rewire()
 
     def _weighed(self, weights: int) -> None:
@@ -609,40 +608,40 @@ class TextEngine:
 
     def _rewire(self) -> None:
         """Set the wired limit for the weights in memory."""
-        self._wiring.follow(self._coming + sum(one.weights for one in self._shelf.residents.values()))
+        self._wiring.follow(self._coming + sum(one.weights for one in self.shelf.residents.values()))
 
     def _held(self) -> int:
         """Sum up what is known to be in memory: weights, as far as they are read, rows, kept prefixes."""
-        rows = sum(one.weights + one.ledger.written() for one in self._shelf.residents.values())
-        return rows + self._shelf.read + self._reuse.nbytes
+        rows = sum(one.weights + one.ledger.written() for one in self.shelf.residents.values())
+        return rows + self.shelf.read + self.reuse.nbytes
 
     def _weights(self, model: str) -> int:
         """Return the bytes of a model's weights that are in memory."""
-        return self._shelf.weights(model)
+        return self.shelf.weights(model)
 
     def _reserved(self) -> int:
         """Sum up what is promised: rows, weights on their way, the rows that wait for these, and prompts being read."""
-        reserved = self._shelf.left + sum(one.ledger.reserved() for one in self._shelf.residents.values())
+        reserved = self.shelf.left + sum(one.ledger.reserved() for one in self.shelf.residents.values())
         reserved += sum(need for need, _ in self._unread.values())
         for prepared, _ in self._pending.values():
-            found = self._library.find(prepared.request.model)
+            found = self.library.find(prepared.request.model)
             if found is not None:
                 shape = self._shape(prepared, found)
                 reserved += row_bytes(found.kv, shape.length) * shape.choices
         return reserved
 
     def _model(self, found: Found, now: float) -> Model:
-        resident, weights = self._shelf.residents.get(found.name), self._shelf.size_of(found)
+        resident, weights = self.shelf.residents.get(found.name), self.shelf.size_of(found)
         if resident is None:
             return Model(
                 found.name, found.fingerprint, False, weights, found.kv.per_token, context=self._context(found),
-                load_seconds=self._times.expected(
-                    found.fingerprint, weights, self._profiler.seconds(found.fingerprint)
-                ), features=self._door.features(found), kv_step=found.kv.step,
+                load_seconds=self.times.expected(
+                    found.fingerprint, weights, self.profiler.seconds(found.fingerprint)
+                ), features=self.door.features(found), kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
                 kv_waste=waste_under(self._cap),
-                loading=self._shelf.loading(found.name), cause=self._cause(found, now),
-                progress=self._shelf.progress(found.name), pinned=found.name in self._shelf.pinned,
+                loading=self.shelf.loading(found.name), cause=self._cause(found, now),
+                progress=self.shelf.progress(found.name), pinned=found.name in self.shelf.pinned,
                 **self._transients(found.forward),
             )  # fmt: skip
         kv, rested = resident.kv, resident.rested(now)
@@ -650,17 +649,17 @@ class TextEngine:
             found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
             load_seconds=resident.load_seconds, prefill_speed=resident.reads.after(rested),
             decode_speed=resident.writes.after(rested),
-            bytes_per_token=resident.bytes_per_token or 4.0, features=self._door.features(found),
+            bytes_per_token=resident.bytes_per_token or 4.0, features=self.door.features(found),
             groups=resident.ledger.groups(),
             kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
             kv_waste=kv.waste, covered_rows=resident.estimator.rows,
             uncovered=self.gate.narrowed() if resident.estimator.rows else 0,
-            pinned=found.name in self._shelf.pinned,
+            pinned=found.name in self.shelf.pinned,
             **self._transients(resident.estimator.transient),
         )  # fmt: skip
 
     def _reported(self, found: Found, memory: Memory, now: float) -> Model:
-        resident, model = self._shelf.residents.get(found.name), self._model(found, now)
+        resident, model = self.shelf.residents.get(found.name), self._model(found, now)
         return model if resident is None else self._measured(model, resident, memory)
 
     def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
@@ -681,7 +680,7 @@ class TextEngine:
 
     def _alone(self, resident: Resident) -> bool:
         """Whether a model is the only one here, used by nobody but a sweep."""
-        return list(self._shelf.residents.values()) == [resident] and resident.users == 1
+        return list(self.shelf.residents.values()) == [resident] and resident.users == 1
 
     def _pieces(self, found: Found) -> Iterator[Step | Resident]:
         """Load a model and measure its profile, piece by piece, and how long that takes."""
@@ -691,12 +690,12 @@ class TextEngine:
                 if isinstance(piece, Step):
                     read = time.monotonic()
                 else:
-                    warm, first = time.monotonic(), self._profiler.seconds(found.fingerprint) > 0
-                    if not self._library.unchanged(found):
+                    warm, first = time.monotonic(), self.profiler.seconds(found.fingerprint) > 0
+                    if not self.library.unchanged(found):
                         raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
-                    yield from (Step() for _ in self._profiler.probe(piece, alone=not self._shelf.residents))
+                    yield from (Step() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
                     probe = time.monotonic() - warm if first else 0.0
-                    self._times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                    self.times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
                 yield piece
         finally:
             self._coming = 0
@@ -707,7 +706,7 @@ class TextEngine:
     def _residual(self) -> int | None:
         """Give the worst residual of all that is loaded, measured then or seen since; None where nothing is, or one has
         not been measured up to the smallest chunk that is cut here."""
-        residents = self._shelf.residents.values()
+        residents = self.shelf.residents.values()
         profiles = [one.profile for one in residents]
         floor = min(self._settings.chunk, self._settings.chunk_floor)
         measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]

@@ -77,7 +77,7 @@ class Together:
         cache, count = new_cache(resident.model), len(rows) * longest
         expected = count / (resident.reads.late or FIRST_SPEED)
         with self._forwards.native(Doing.PREFILL, resident.name, 0, expected) as call:
-            _write(resident.model, rows, cache)
+            write(resident.model, rows, cache)
         resident.prefilled(count, time.monotonic() - call.since, longest / 2)
         resident.estimator.observe_together(len(rows), longest, self._forwards.height.above() - extent_of(cache).size)
         for one in members:
@@ -88,7 +88,8 @@ class Together:
         return cache
 
 
-def _write(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
+def write(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
+    """Write rows of one length into a cache, without logits."""
     model(mx.array(rows), cache=cache)
     evaluate([layer.state for layer in cache])
 

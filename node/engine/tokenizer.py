@@ -135,11 +135,12 @@ class Tokenizer:
     """One model's tokenizer.
 
     `eos` are the ids that end an answer, `size` is one more than the highest id, `features` what the model can do:
-    `tools` where its calls can be read.
+    `tools` where its calls can be read. `wrapper` is mlx-lm's tokenizer, `rust` the tokenizer below it, None where
+    that is written in Python; `markup` are the marks of thoughts and calls.
     """
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
-        self._wrapper = wrapper
+        self.wrapper = wrapper
         self.eos = frozenset(wrapper.eos_token_ids)
         self.size = max(len(wrapper), max(wrapper.get_vocab().values(), default=-1) + 1)
         self.features = ("tools",) if wrapper.has_tool_calling else ()
@@ -149,13 +150,13 @@ class Tokenizer:
         self._ids: dict[str, int] = {}
         self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._special = re.compile("")
-        self._markup = _markup(wrapper)
-        self._machines = {tools: TextStateMachine(self._markup.transitions(tools)) for tools in (False, True)}
+        self.markup = _markup(wrapper)
+        self._machines = {tools: TextStateMachine(self.markup.transitions(tools)) for tools in (False, True)}
         self._plainly = cast(
             "Callable[[str], list[int]]", partial(cast("Any", wrapper).encode, add_special_tokens=False)
         )
         fast = cast("Any", wrapper)._tokenizer
-        self._rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
+        self.rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
         # a truncation set in the tokenizer's file is taken off at its first use, and must not be while others read
         wrapper.encode("")
 
@@ -166,11 +167,11 @@ class Tokenizer:
         TemplateFailed where template or tokenizer fail."""
         plain = bool(request.text or request.ids)
         try:
-            ids = request.ids or self._encoded(self._text(request), plain=plain, most=most)
+            ids = request.ids or self.encode(self._text(request), plain=plain, most=most)
             self._check(ids)
             if plain:
                 return Prompt(ids, False, plain=True)
-            return Prompt(ids, *(self._ends_with(ids, marker) for marker in self._markup.think))
+            return Prompt(ids, *(self._ends_with(ids, marker) for marker in self.markup.think))
         except (TemplateFailed, TooLong):
             raise
         except Exception as error:
@@ -202,15 +203,15 @@ class Tokenizer:
 
     def _probe(self, request: Generate, system: Message, word: str) -> tuple[int, ...]:
         probe = replace(request, messages=(system, Message("user", word)), tools="", template="")
-        return self._encoded(self._text(probe), plain=False)
+        return self.encode(self._text(probe), plain=False)
 
     def count(self, request: Generate) -> int:
         """Return the number of a request's prompt tokens; TemplateFailed where template or tokenizer fail."""
         try:
             text = self._text(request)
-            if self._rust is not None and len(text) > LONG_TEXT:
-                return len(self._rust.encode_batch_fast([text], add_special_tokens=False)[0])
-            ids = self._encoded(text, plain=False)
+            if self.rust is not None and len(text) > LONG_TEXT:
+                return len(self.rust.encode_batch_fast([text], add_special_tokens=False)[0])
+            ids = self.encode(text, plain=False)
             self._check(ids)
             return len(ids)
         except TemplateFailed:
@@ -221,17 +222,17 @@ class Tokenizer:
     def _text(self, request: Generate) -> str:
         if request.text:
             return request.text
-        if not self._wrapper.has_chat_template:
+        if not self.wrapper.has_chat_template:
             raise TemplateFailed("the model has no chat template")
         return self._render(request)
 
-    def _encoded(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
+    def encode(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
         """Put a text into tokens; with `plain` with those that the tokenizer adds to every text."""
-        if self._rust is None or len(text) <= LONG_TEXT:
-            return tuple(self._wrapper.encode(text) if plain else self._plainly(text))
+        if self.rust is None or len(text) <= LONG_TEXT:
+            return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
         if most and len(text) > max(2 * most, READ_SLICE):
-            self._bound(self._rust, text, most)
-        return tuple(self._rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
+            self._bound(self.rust, text, most)
+        return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
 
     def _bound(self, rust: "RustTokenizer", text: str, most: int) -> None:
         """Raise TooLong as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
@@ -258,11 +259,11 @@ class Tokenizer:
         `grammar` has its markers where that puts them, and nowhere else."""
         given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
-        calls = Calls(prefix, self._wrapper.tool_parser if given else None, ways(given), self._markup.call[1])
+        calls = Calls(prefix, self.wrapper.tool_parser if given else None, ways(given), self.markup.call[1])
         if grammar is not None:
             place = grammar.outline.beginning()
             return TextPipeline(self._decoder(), grammar.cutter(), place, Stops(stops), calls, one_call=one_call)
-        place = self._markup.beginning(thinking)
+        place = self.markup.beginning(thinking)
         cutter = MarkCutter(self._machines[bool(given)], place)
         return TextPipeline(self._decoder(), cutter, place, Stops(stops), calls, one_call=one_call)
 
@@ -275,16 +276,16 @@ class Tokenizer:
     @property
     def think(self) -> tuple[str, str]:
         """The markers around a thought, empty where there are none."""
-        return self._markup.think
+        return self.markup.think
 
     @property
     def calling(self) -> Calling | None:
         """How calls are written; None where the model makes none."""
-        if not self._markup.call[0]:
+        if not self.markup.call[0]:
             return None
-        parser = str(getattr(self._wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
-        template = self._wrapper.chat_template
-        return Calling(parser, self._markup.call, template if isinstance(template, str) else "", self._mark)
+        parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
+        template = self.wrapper.chat_template
+        return Calling(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
 
     def single(self, text: str) -> int | None:
         """Give the one token that a marker is, if it is one."""
@@ -295,11 +296,11 @@ class Tokenizer:
     def constrainable(self) -> bool:
         """Whether answers can follow a grammar: not where they have a format of their own, into which no other can be
         put, and not with a tokenizer that llguidance cannot read."""
-        return not self._markup.edges and isinstance(cast("Any", self._wrapper)._tokenizer, PreTrainedTokenizerFast)
+        return not self.markup.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def guide(self) -> LLTokenizer | None:
         """Give the tokenizer as llguidance has it; None where it cannot be. Takes a second for a large vocabulary."""
-        fast = cast("Any", self._wrapper)._tokenizer
+        fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:
             return None
         guide = from_tokenizer(fast, n_vocab=self.size, eos_token=sorted(self.eos))
@@ -319,7 +320,7 @@ class Tokenizer:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})" if longest else "")
 
     def _decoder(self) -> "_Decoder":
-        return _Decoder(self._wrapper.detokenizer, self.size, self.eos)
+        return _Decoder(self.wrapper.detokenizer, self.size, self.eos)
 
     def token_bytes(self, token: int) -> bytes:
         """Give a token's bytes: exactly where tokens are bytes, else the text that it has alone; none out of range."""
@@ -331,7 +332,7 @@ class Tokenizer:
             return b"".join(BYTES.get(sign) or sign.encode() for sign in self._detokenizer.tokenmap[token] or "")
         if isinstance(self._detokenizer, SPMStreamingDetokenizer):
             return self._detokenizer.tokenmap[token].replace("\u2581".encode(), b" ")
-        return self._wrapper.decode([token]).encode()
+        return self.wrapper.decode([token]).encode()
 
     # prompts
 
@@ -342,7 +343,7 @@ class Tokenizer:
             variables["continue_final_message"] = True
         tools = _tools(request.tools) or None
         if not self._own_renderer:
-            _set_clock(self._wrapper.get_chat_template(None, tools))
+            _set_clock(self.wrapper.get_chat_template(None, tools))
         moment = _NOW.set(request.created)
         try:
             return self._written_out(request, tools, continued, variables)
@@ -354,7 +355,7 @@ class Tokenizer:
     ) -> str:
         with Deadline(RENDER_SECONDS, f"the chat template took more than {RENDER_SECONDS:.0f} s"):
             messages = [_written(message, self._own_renderer) for message in request.messages]
-            return cast("str", cast("Any", self._wrapper).apply_chat_template(
+            return cast("str", cast("Any", self.wrapper).apply_chat_template(
                 messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
             ))  # fmt: skip
 
@@ -367,7 +368,7 @@ class Tokenizer:
 
     def _ends_with(self, ids: tuple[int, ...], marker: str) -> bool:
         """Look at the very end only: the marker may also stand in what a user wrote."""
-        return bool(marker) and self._wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(marker)
+        return bool(marker) and self.wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(marker)
 
 
 class _Decoder:
@@ -430,10 +431,10 @@ class Uncut:
 def _wrapper(folder: Path) -> TokenizerWrapper:
     config = load_config(folder) if (folder / "config.json").exists() else {}
     strictly = {"trust_remote_code": False, "local_files_only": True}
-    return load_tokenizer(folder, strictly, config.get("eos_token_id"), _defaults(config.get("model_type")))
+    return load_tokenizer(folder, strictly, config.get("eos_token_id"), defaults(config.get("model_type")))
 
 
-def _defaults(kind: object) -> dict[str, object] | None:
+def defaults(kind: object) -> dict[str, object] | None:
     """Read what mlx-lm presumes of a type of model whose folder says too little about its tokenizer.
 
     It stands in the model's module, which is read here and not imported: that would make kernels on this thread, and

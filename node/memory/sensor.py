@@ -53,26 +53,26 @@ class Pages(Protocol):
 
 
 class Sensor:
-    """Dated readings of one process."""
+    """Dated readings of one process, from `source`."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
 
     def phys(self) -> Reading:
         """Read the footprint now, dated by the monotonic clock."""
-        return Reading(self._source.phys(), self._source.source, time.monotonic())
+        return Reading(self.source.phys(), self.source.source, time.monotonic())
 
     def highs(self) -> Highs:
         """Read the kernel's high-water marks, which calibrate and never judge."""
-        return self._source.highs()
+        return self.source.highs()
 
     def begin_interval(self) -> bool:
         """Let the interval's high-water mark begin anew; whether the system let us."""
-        return self._source.begin_interval()
+        return self.source.begin_interval()
 
     def close(self) -> None:
         """Stop reading."""
-        self._source.close()
+        self.source.close()
 
 
 def open_sensor(pid: int) -> Sensor:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray as untyped
@@ -41,12 +42,25 @@ CLOSED, FAILED = 3, 4
 
 
 class Driver:
-    """Creates and ends actors as the agent asks, and answers over `writer`."""
+    """Creates and ends actors as the agent asks, and answers over `writer`. `create(wanted)` returns once an actor has
+    begun, `kill(lease)` once there is none."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        create: Callable[[Create], Coroutine[Any, Any, None]] | None = None,
+        kill: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         self._writer = writer
+        self._start = create or _create
+        self._kill = kill or _kill
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def creating(self) -> frozenset[str]:
+        """Leases whose actor is being started."""
+        return frozenset(self._creating)
 
     def send(self, message: DriverMessage) -> None:
         """Send a message to the agent."""
@@ -95,7 +109,7 @@ class Driver:
     async def _create(self, wanted: Create) -> None:
         try:
             async with asyncio.timeout(wanted.seconds):
-                await _create(wanted)
+                await self._start(wanted)
         except TimeoutError:
             await self._kill(wanted.lease)
             self.send(NotCreated(wanted.lease, f"Ray started no actor within {wanted.seconds:.0f} s"))
@@ -104,11 +118,6 @@ class Driver:
             self.send(NotCreated(wanted.lease, f"{type(error).__name__}: {str(error).strip()[:400]}"))
         else:
             self.send(Created(wanted.lease))
-
-    async def _kill(self, lease: str) -> None:
-        with contextlib.suppress(ValueError):  # there is none of this name
-            actor: Any = await asyncio.to_thread(ray.get_actor, lease, NAMESPACE)
-            await asyncio.to_thread(ray.kill, actor)
 
 
 async def _connect(wanted: Connect) -> None:
@@ -131,6 +140,12 @@ async def _create(wanted: Create) -> None:
         resources={RESOURCE: wanted.gib}, max_restarts=0, max_task_retries=0, max_concurrency=4,
     ).remote(wanted.folder, wanted.lease, wanted.generation)  # fmt: skip
     await actor.begun.remote()
+
+
+async def _kill(lease: str) -> None:
+    with contextlib.suppress(ValueError):  # there is none of this name
+        actor: Any = await asyncio.to_thread(ray.get_actor, lease, NAMESPACE)
+        await asyncio.to_thread(ray.kill, actor)
 
 
 async def _run(descriptor: int) -> None:

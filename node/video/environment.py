@@ -94,7 +94,7 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
     private_folder(folder)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
         built = Path(making) / "environment"
-        _build(built, files, wheelhouse, Path(making) / "wheels")
+        build(built, files, wheelhouse, Path(making) / "wheels")
         _probe(built)
         facts = {"engine": engine_of(files), "python": platform.python_version(), "locks": [one.name for one in files]}
         write_private(built / READY, json.dumps(facts).encode())
@@ -103,21 +103,22 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
     return environment
 
 
-def _build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
-    _run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
+def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
+    """Make a virtual environment in `built` with the packages of the requirement `files`."""
+    run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
-        _run([*_pip(built), "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest",
+        run([*_pip(built), "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest",
               str(wheels), "--requirement", str(torch)], NO_TORCH)  # fmt: skip
     where = ["--find-links", str(wheelhouse or wheels)] if wheelhouse or wheels.exists() else []
     where += ["--no-index"] if wheelhouse else []
     uv = _uv()
     if uv:
         install = [*uv, "pip", "sync", "--quiet", "--python", str(interpreter(built)), "--require-hashes"]
-        _run([*install, *where, *map(str, files)], "the packages could not be installed")
+        run([*install, *where, *map(str, files)], "the packages could not be installed")
     else:
         install = [*_pip(built), "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", *where]
-        _run([*install, *(word for file in files for word in ("--requirement", str(file)))],
-             "the packages could not be installed")  # fmt: skip
+        run([*install, *(word for file in files for word in ("--requirement", str(file)))],
+            "the packages could not be installed")  # fmt: skip
 
 
 def _pip(built: Path) -> list[str]:
@@ -134,10 +135,10 @@ def _uv() -> list[str]:
 
 def _probe(built: Path) -> None:
     """Import the engine as the worker will."""
-    _run([str(interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment")
+    run([str(interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment")
 
 
-def _run(command: Sequence[str], otherwise: str) -> None:
+def run(command: Sequence[str], otherwise: str) -> None:
     """Run a step; Failure with the last that it said when it fails."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))

@@ -120,6 +120,11 @@ class LocalRay:
         """The process id of Ray's launcher; None while there is none."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def busy(self) -> bool:
+        """Whether Ray is kept up, or tried."""
+        return self._task is not None and not self._task.done()
+
     def allow(self, *, on: bool) -> None:
         """Set whether the coordinator allows this Mac to make videos."""
         if on != self._allowed:
@@ -160,7 +165,7 @@ class LocalRay:
 
     def _change(self) -> None:
         self._again.set()
-        if self._wanted and (self._task is None or self._task.done()):
+        if self._wanted and not self.busy:
             self._task = asyncio.get_running_loop().create_task(self._keep())
 
     def _actor_failed(self, lease: str, why: str) -> None:
@@ -269,6 +274,11 @@ class DriverProcess:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    @property
+    def pending(self) -> frozenset[str]:
+        """Leases whose actor was asked for and not answered yet."""
+        return frozenset(self._pending)
+
     def create(self, wanted: Create) -> None:
         """Start an actor, now or as soon as a driver is connected."""
         self._pending[wanted.lease] = wanted
@@ -309,7 +319,7 @@ class DriverProcess:
             messages = MessageReader(FromDriver)
             while data := await reader.read(65536):
                 for message in messages.feed(data):
-                    self._receive(message, writer)
+                    self.receive(message, writer)
             async with asyncio.timeout(GRACE):
                 return await process.wait()
         except TimeoutError:
@@ -319,7 +329,8 @@ class DriverProcess:
             writer.close()
             await _end(process)
 
-    def _receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
+    def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
+        """Take a message of the driver at `writer`."""
         match message:
             case Connected():
                 log.info("driver connected")

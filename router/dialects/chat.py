@@ -58,14 +58,14 @@ class Chat:
 
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     """Read a body (UTF-8 JSON), or say which parameter is wrong and why; `strict` refuses unknown fields."""
-    plain = chat_quick.read(body, _plain_tools)
+    plain = chat_quick.read(body, plain_tools)
     if plain is not None:
         return ChatRequest(*plain)
     return parse_wholly(body, strict=strict)
 
 
 @lru_cache(KNOWN_TOOLS)
-def _plain_tools(raw: bytes) -> str | None:
+def plain_tools(raw: bytes) -> str | None:
     """Return the text of a body's tools, which an agent sends with every request; None where there is more to say of
     them."""
     found = parse_wholly(_ONLY_TOOLS % raw)

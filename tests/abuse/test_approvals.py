@@ -77,7 +77,7 @@ async def test_who_gave_way_is_told_to_use_a_token(tmp_path: Path) -> None:
 
         def crowd(code: str) -> None:
             codes.append(code)
-            (ticket,) = door.approvals._tickets.values()
+            (ticket,) = door.approvals.tickets.values()
             ticket.gave_way = True
             ticket.wake()
 

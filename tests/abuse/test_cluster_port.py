@@ -362,9 +362,9 @@ PATHS = ("/api/v1/status", "/api/v1/nodes", "/api/v1/nodes/liar", "/api/v1/model
 
 def _printed(answers: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
     """Give what `cluster nodes` and `cluster node show` print of these answers."""
-    verbs._print_status(answers["/api/v1/status"])
-    verbs._print_nodes(answers["/api/v1/nodes"])
-    verbs._print_node(answers["/api/v1/nodes/liar"]["node"])
+    verbs.print_status(answers["/api/v1/status"])
+    verbs.print_nodes(answers["/api/v1/nodes"])
+    verbs.print_node(answers["/api/v1/nodes/liar"]["node"])
     return capsys.readouterr().out
 
 

@@ -73,7 +73,7 @@ async def test_a_node_has_two_links_at_most(port: Port) -> None:
         lines = [await port.link(who, takeover=True) for _ in range(10)]
         await asyncio.gather(*(line.ended() for line in lines[:-2]))
         links = port.application.registry.links
-        assert len(links._retired) == 1
+        assert links.retired == 1
         assert not any(line.reader.at_eof() for line in lines[-2:])
 
 

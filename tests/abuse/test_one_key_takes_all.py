@@ -69,8 +69,8 @@ def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Dri
     """Else it would take the row that it has just given up before a new request of the other key."""
     fill(driver, ROWS)
     turns_to_first(driver, OTHER)
-    (sequence,) = driver.engine._generation._preempted
-    resident = driver.engine._shelf.residents[driver.default]
+    (sequence,) = driver.engine.generation.preempted
+    resident = driver.resident()
     returning = Prefill(resident, sequence, list(sequence.writing()), list(sequence.prompt))
     assert (bool(sequence.joined), returning.answered) == (True, False)
 

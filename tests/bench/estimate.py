@@ -49,7 +49,7 @@ def main() -> None:
         driver = Driver(models.path(arch, trained=False), profile="auto", chunk=512)
         driver.take(Load(1, driver.default))
         driver.until(lambda driver=driver: driver.said[1])
-        resident, random = driver.engine._shelf.residents[driver.default], Random(1)
+        resident, random = driver.resident(), Random(1)
         found[arch] = [ratios(resident, tokens, past, random) for tokens, past in islice(cycle(UNSEEN), len(UNSEEN))]
         del driver, resident
     print(json.dumps(found))

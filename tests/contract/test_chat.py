@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.app import _OLLAMA, openapi_paths, openapi_schemas
+from router.app import OLLAMA_PATHS, openapi_paths, openapi_schemas
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_memory, a_model
 from wire.frames import Cancel, Delta, Deltas, Generate
@@ -327,12 +327,14 @@ async def test_a_reader_that_does_not_read_loses_its_stream_alone():
     settings = RouterSettings(slow_client_bytes=1 * MIB)
     async with served(LoopbackCluster(node, settings=settings)) as cluster:
         host, port = cluster.base_url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps(ASK | {"stream": True}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {cluster.key}\r\n"
         writer.write(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: node.reserved)
-        reader._transport.pause_reading()  # pyright: ignore
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
         request = next(iter(node.reserved))
         async with asyncio.timeout(20):
             while not any(isinstance(frame, Cancel) for frame in node.heard):
@@ -524,7 +526,7 @@ def test_the_description_of_these_routes_is_whole():
     by_pattern = {"/v1/models", "/v1/models/{model}", "/v1/responses/{response}", "/v1/messages/count_tokens",
                   "/api/blobs/{digest}", "/health", "/livez"}  # fmt: skip
     elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # what answers those has tests of its own
-    assert set(paths) - elsewhere == set(door._dialects) | _OLLAMA | by_pattern
+    assert set(paths) - elsewhere == set(door.dialects) | OLLAMA_PATHS | by_pattern
     text = json.dumps(paths) + json.dumps(schemas)
     for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in schemas

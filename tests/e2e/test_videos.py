@@ -126,7 +126,7 @@ def test_a_job_from_the_library_to_a_file_that_plays(real: Pool, tmp_path: Path)
     found = probe(data, tmp_path)
     assert (found["codec_name"], found["width"], found["height"], found["nb_read_frames"]) == ("h264", 64, 48, "9")
     assert client.videos.download_content(made.id, variant="thumbnail").read()[:4] == b"RIFF"
-    direct = client._client  # the library has no ranges
+    direct = client._client  # pyright: ignore[reportPrivateUsage]  the library has no ranges
     url = f"{pool.facts['base_url']}/videos/{made.id}/content"
     part = direct.get(url, headers={"authorization": f"Bearer {pool.key}", "range": "bytes=4-7"})
     assert (part.status_code, part.content) == (206, b"ftyp")

@@ -5,6 +5,9 @@ other than `WireError` from the decoder, any exception from a connection, a fram
 again, and a view of the pool or a row of the database that holds what JSON cannot.
 """
 
+# pyright: reportPrivateUsage=false
+# A connection is put in the place of a linked one, without the certificate and the rate limit of real links.
+
 import asyncio
 import json
 import random

@@ -112,7 +112,7 @@ class LoopbackCluster:
     ) -> None:
         self.settings = settings or RouterSettings()
         self.nodes = {node.id: node for node in nodes}
-        self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers)
+        self.dispatcher = Dispatcher(self.send, self.settings, numbers=self._numbers)
         self.keys = KeyRing(PEPPER)
         self.app: App = FrontDoor(self.dispatcher, self.keys, self.settings, control)
         self.key = self.make_key("infer")
@@ -138,7 +138,8 @@ class LoopbackCluster:
         return view_of(node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic(),
                        labels=node.labels)  # fmt: skip
 
-    def _send(self, node_id: NodeId, frame: Frame) -> bool:
+    def send(self, node_id: NodeId, frame: Frame) -> bool:
+        """Take a frame from the dispatcher to a node; False where there is no link."""
         node = self.nodes[node_id]
         if not node.up:
             return False

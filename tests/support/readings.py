@@ -33,8 +33,8 @@ class FailingSource:
 
 def failing(sensor: Sensor) -> FailingSource:
     """Put a source that can fail between a sensor and its own."""
-    made = FailingSource(sensor._source)
-    sensor._source = made
+    made = FailingSource(sensor.source)
+    sensor.source = made
     return made
 
 

@@ -9,10 +9,12 @@ import mlx.core as mx
 
 from node.engine.cache import Layers, TextModel, new_cache
 from node.engine.footprint import Metal, open_metal
+from node.engine.gate import Gate, Site
 from node.engine.kinds import Work
 from node.engine.recorder import Recorder
-from node.engine.resident import forward
+from node.engine.resident import Resident, forward
 from node.engine.text import TextEngine
+from node.engine.tokenizer import Tokenizer
 from node.engine.unread import Unread
 from node.library import Library
 from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
@@ -32,8 +34,10 @@ from wire.frames import (
     Params,
     Refusal,
 )
-from wire.report import Hardware
+from wire.refusals import Code, Refused
+from wire.report import Hardware, Memory
 from wire.units import GIB, MIB
+from wire.verdict import Fits
 
 ROOMY = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
 GREEDY = Params(temperature=0.0)
@@ -65,6 +69,21 @@ def likeliest(logits: mx.array) -> int:
     return token
 
 
+class ScriptedGate(Gate):
+    """A gate that keeps what it is asked, and also refuses what `refuses(site, bytes)`."""
+
+    def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
+        super().__init__(residual)
+        self.asked: list[tuple[Site, int]] = []
+        self.refuses: Callable[[Site, int], object] = lambda site, estimate: False
+
+    def check(self, site: Site, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
+        """See `Gate`."""
+        answer = super().check(site, memory, estimate, load=load)
+        self.asked.append((site, estimate))
+        return Refused(Code.NO_ROOM, "no room by script") if self.refuses(site, estimate) else answer
+
+
 class Driver:
     """An engine over the models in some folders, and what it said by request."""
 
@@ -94,7 +113,9 @@ class Driver:
         library = Library(models)
         library.scan()
         self.recorder = Recorder()
-        self.engine = TextEngine(settings, library, self.recorder, Hardware("test", 16 * GIB), profiles, metal)
+        self.engine = TextEngine(
+            settings, library, self.recorder, Hardware("test", 16 * GIB), profiles, metal, ScriptedGate
+        )
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int, int], str] = defaultdict(str)
         self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -129,11 +150,26 @@ class Driver:
         self.take(Generate(self.number, self.number, name, model, messages, params, 0, **fields))  # type: ignore[arg-type]
         return self.number
 
+    @property
+    def gate(self) -> ScriptedGate:
+        """The gate of the engine."""
+        gate = self.engine.gate
+        assert isinstance(gate, ScriptedGate)
+        return gate
+
+    def resident(self, model: str = "") -> Resident:
+        """Return a loaded model."""
+        return self.engine.shelf.residents[model or self.default]
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the default model."""
+        return self.engine.door.tokenizer(self.engine.library.known()[self.default])
+
     def turn(self) -> None:
         """Let the engine take one step."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
-        broken = self.engine._generation.check()
+        broken = self.engine.generation.check()
         assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:

@@ -91,7 +91,7 @@ def status(**fields: Any) -> dict[str, Any]:
 def test_status_shows_dangers_in_red_and_other_warnings_in_yellow(monkeypatch: pytest.MonkeyPatch):
     lines: list[tuple[str, str | None]] = []
     monkeypatch.setattr("click.secho", lambda text, fg=None: lines.append((text, fg)))
-    verbs._print_status(status(dangers=["near: memory.guard is off"]))
+    verbs.print_status(status(dangers=["near: memory.guard is off"]))
     assert lines == [("warning   far: it is slow", "yellow"), ("warning   near: memory.guard is off", "red")]
 
 

@@ -54,7 +54,7 @@ async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
     assert [told([await one]) for one in waiting] == [[7], [7]]
     for one in (first, second):
         await one.aclose()
-    assert hub._readers == {}
+    assert hub.readers == 0
 
 
 async def test_who_reads_too_slowly_is_told_how_much_was_lost():

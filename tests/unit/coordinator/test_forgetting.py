@@ -1,5 +1,6 @@
 """A node that is gone for good leaves nothing behind, wherever things are kept by node."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import membership
 from router.breaker import Breakers
 from router.dispatch import Dispatcher
 from router.placement import Demand
@@ -87,7 +87,7 @@ def happen(pool: Cluster, step: str) -> None:
         pool.state = {A: "suspect"}
         pool.report()
         pool.now += 5.0
-        pool.dispatcher._sweep()
+        pool.dispatcher.sweep()
     elif step == "fault":
         pool.dispatcher.breakers.fault(A, 1, pool.now)
     elif not sent:
@@ -105,8 +105,8 @@ def happen(pool: Cluster, step: str) -> None:
     elif step == "gone":
         pool.dispatcher.node_gone(sent[-1][0], "cut")
         pool.report()
-    elif step == "drop" and pool.dispatcher._open:
-        pool.dispatcher.close(next(iter(pool.dispatcher._open.values())))
+    elif step == "drop" and pool.dispatcher.tickets:
+        pool.dispatcher.close(pool.dispatcher.tickets[0])
 
 
 def test_the_search_finds_what_is_kept():
@@ -126,8 +126,7 @@ async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path:
         made.registry.enrolled(row)
         assert list(found(made.registry, A, "registry", set())) != []
         made.registry.remove(A)
-        made.registry._pool, actions = membership.tick(made.registry.pool, made.registry._loop.time() + 1e6)
-        made.registry._act(actions)
+        made.registry.tick(asyncio.get_running_loop().time() + 1e6)
         kept = [path for path in found(made.registry, A, "registry", set()) if "_store" not in path]
         assert kept == [], "the store keeps who was removed, so that it cannot come back"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import logs
-from node.agent import _pieces
+from node.agent import pieces
 from wire.frames import Ask
 
 
@@ -28,7 +28,7 @@ async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
         assert whole.endswith(found)
         assert found.startswith(b"{")
         ask = Ask(1, "logs", -size, 10**6)
-        asked = b"".join(answer.payload for answer in _pieces(ask, file, lines=True))
+        asked = b"".join(answer.payload for answer in pieces(ask, file, lines=True))
         assert asked == found
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from coordinator.cli import nodes, watch
-from coordinator.cli.models import _print_models
+from coordinator.cli.models import print_models
 from coordinator.cli.node_table import NARROW
 from coordinator.membership import Member, State
 from coordinator.shown import Told, node_row
@@ -72,7 +72,7 @@ def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(("width", "models"), SIZES)
 def test_nodes_fit_with_whole_names_and_states(screen: Any, width: int, models: int):
-    lines = screen(width, lambda: nodes._print_nodes(a_pool(models)))
+    lines = screen(width, lambda: nodes.print_nodes(a_pool(models)))
     assert len(NARROW) == 7, "and without VIDEO where no node has a package for it"
     assert "VIDEO" not in lines[0]
     assert len(lines) == 4, "a header and a line for each node: no advice where all is well"
@@ -89,7 +89,7 @@ def test_nodes_fit_with_whole_names_and_states(screen: Any, width: int, models: 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_a_long_name_is_folded_and_not_cut(screen: Any, width: int):
     long = "the-mac-studio-in-the-basement-next-to-the-washing-machine-63ch"
-    lines = screen(width, lambda: nodes._print_nodes({"nodes": [a_node(long, 12, cordoned=True)]}))
+    lines = screen(width, lambda: nodes.print_nodes({"nodes": [a_node(long, 12, cordoned=True)]}))
     column = lines[0].index("STATE")
     assert "".join(line[:column].strip() for line in lines[1:]) == long
     assert "…" not in "".join(lines)
@@ -97,7 +97,7 @@ def test_a_long_name_is_folded_and_not_cut(screen: Any, width: int):
 
 
 def test_wide_shows_every_column_on_one_line(screen: Any):
-    lines = screen(80, lambda: nodes._print_nodes(a_pool(12), wide=True))
+    lines = screen(80, lambda: nodes.print_nodes(a_pool(12), wide=True))
     assert len(lines) == 4
     assert all(name in lines[0] for name in ("CHIP", "CAP", "LIMITED BY", "GUARD", "VERSION"))
     assert "mlx-community/Qwen3-11B-4bit (not loaded)" in lines[1]
@@ -105,7 +105,7 @@ def test_wide_shows_every_column_on_one_line(screen: Any):
 
 @pytest.mark.parametrize(("width", "models"), SIZES)
 def test_models_fit_with_whole_names(screen: Any, width: int, models: int):
-    lines = screen(width, lambda: _print_models(a_catalogue(models), wide=False))
+    lines = screen(width, lambda: print_models(a_catalogue(models), wide=False))
     assert max(map(len, lines)) <= width
     assert len(lines) == models + 1
     assert all(line.startswith("mlx-community/Qwen3-") and "studio" in line for line in lines[1:])
@@ -114,7 +114,7 @@ def test_models_fit_with_whole_names(screen: Any, width: int, models: int):
 @pytest.mark.parametrize(("width", "models"), SIZES)
 def test_the_live_view_fits(width: int, models: int):
     console = Console(width=width, record=True, file=open(os.devnull, "w"), color_system=None)  # noqa: SIM115
-    console.print(watch._table(a_pool(models)["nodes"], width))
+    console.print(watch.table(a_pool(models)["nodes"], width))
     lines = console.export_text().splitlines()
     if os.environ.get("SHOW"):
         print("\n".join(lines))

@@ -183,12 +183,11 @@ def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
         found = repeats.admit("x", event, {}, now)
         told += found is not None
         left_out += found or 0
-    waiting = sum(seen.left_out for seen in repeats._seen.values())
-    assert told + left_out + waiting == len(events)
+    assert told + left_out + repeats.left_out == len(events)
 
 
 def test_a_stranger_with_many_addresses_fills_no_memory():
     repeats = Repeats()
     for number in range(10 * MOST_KNOWN):
         repeats.admit("x", "denied", {"peer": str(number)}, 0.0)
-    assert len(repeats._seen) <= MOST_KNOWN + 1
+    assert len(repeats) <= MOST_KNOWN + 1

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from node.agent import _pieces
+from node.agent import pieces
 from wire.frames import Ask
 
 
 def window(file: Path, offset: int, limit: int = 1000) -> tuple[bytes, int, int]:
-    *pieces, last = _pieces(Ask(1, "logs", offset, limit), file)
-    return b"".join(piece.payload for piece in pieces), last.next, last.end
+    *answers, last = pieces(Ask(1, "logs", offset, limit), file)
+    return b"".join(piece.payload for piece in answers), last.next, last.end
 
 
 def test_a_log_is_followed_from_where_the_last_window_ended(tmp_path: Path):
@@ -29,6 +29,6 @@ def test_a_file_that_began_anew_is_read_from_its_beginning(tmp_path: Path):
 
 
 def test_a_log_that_is_not_there_is_said(tmp_path: Path):
-    (answer,) = _pieces(Ask(1, "logs", -10, 10), tmp_path / "none")
+    (answer,) = pieces(Ask(1, "logs", -10, 10), tmp_path / "none")
     assert answer.last
     assert answer.error

@@ -315,7 +315,7 @@ def test_a_wall_clock_that_jumps_makes_no_reading_stale(clock: Later, monkeypatc
 
 
 def unreadable(pid: int) -> Sensor:
-    return Sensor(FailingSource(open_sensor(pid)._source, fails=True))
+    return Sensor(FailingSource(open_sensor(pid).source, fails=True))
 
 
 def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monkeypatch: pytest.MonkeyPatch):

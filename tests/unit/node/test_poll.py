@@ -341,7 +341,7 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
     for size in (36 * GIB, 0, 36 * GIB):
         node.limiter.leases = size
         node.poll.look()
-        numbers.append(node.supervisor._numbered)
+        numbers.append(node.supervisor.told)
     assert numbers == [2, 3, 4], "each was told at once"
     await node.until(lambda: node.supervisor.held == 4)
     assert node.supervisor.report
@@ -373,7 +373,7 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
     node.machine.free = 60 * GIB
     node.poll.look()
     told = node.supervisor.told
-    source = failing(node.supervisor._child.sensor)  # type: ignore[union-attr]
+    source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
     for fails in ("engine", "machine", "both"):
         standing = node.limiter.standing
         source.fails, node.machine.free = fails != "machine", 60 * GIB if fails == "engine" else None
@@ -394,7 +394,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     node = await make(step_ms=5)
     node.generate(1, tokens=400)
     await node.until(lambda: node.speaks(1))
-    source = failing(node.supervisor._child.sensor)  # type: ignore[union-attr]
+    source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
     source.fails, node.machine.free = fails == "engine", None if fails == "machine" else 128 * GIB
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)

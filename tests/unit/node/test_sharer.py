@@ -136,7 +136,7 @@ async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
     assert "its battery is at 49 %" in sharer.told().why
     for charge, shared in ((52.0, False), (55.0, True), (51.0, True), (49.0, False)):
         scene.power = Power(plugged=False, battery=charge)
-        await sharer._read_power()
+        await sharer.read_power()
         sharer.look()
         assert sharer.standing.shared is shared
     await sharer.stop()

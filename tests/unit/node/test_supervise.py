@@ -826,13 +826,13 @@ async def test_over_its_cap_a_child_has_a_short_time_and_not_none(agent: Callabl
 async def test_an_end_under_way_may_become_sooner_and_not_later(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(replace(SOON, leave=3.0), calls(tmp_path, busy=1.0, expected=500.0, lasts=60))
     await in_a_call(one)
-    child = one.supervisor._child
+    child = one.supervisor.child
     assert child is not None
-    one.supervisor._recycle(child, "for a test")
+    one.supervisor.recycle(child, "for a test")
     one.supervisor.end("over its cap")
     due = child.killed_at
     assert due < time.monotonic() + 1.0
-    one.supervisor._recycle(child, "once more")
+    one.supervisor.recycle(child, "once more")
     assert child.killed_at == due
     assert one.supervisor.state.recycles == 1
     await one.until(lambda: one.supervisor.pid != child.process.pid)
@@ -880,7 +880,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     frame = Generate(2, 2, "r", "macpool-tiny", (Message("user", "word " * 1500),), Params(), 0)
     one.supervisor.send(encode(frame), Generate, 2)
     await asyncio.to_thread(until, lambda: "the forward begins" in one.log_file.read_text(), what="a forward")
-    child = one.supervisor._child
+    child = one.supervisor.child
     assert child is not None
     await one.supervisor.stop()
     said = one.log_file.read_text()
@@ -901,7 +901,7 @@ async def loses(one: Agent, before: int, after: int) -> None:
     one.wired = before + 20 * GIB
     deaths = supervisor.state.restarts
     assert pid is not None
-    child = supervisor._child
+    child = supervisor.child
     assert child is not None
     child.wired.last = one.wired  # as its next look would
     os.kill(pid, signal.SIGKILL)
@@ -1006,9 +1006,9 @@ async def test_an_engine_that_was_recycled_can_leak_too(agent: Callable[..., Age
     await one.ready()
     for round_ in (1, 2):
         one.wired = (3 + 20 * round_) * GIB
-        child = one.supervisor._child
+        child = one.supervisor.child
         assert child is not None
-        one.supervisor._recycle(child, "for a test")
+        one.supervisor.recycle(child, "for a test")
         await one.until(lambda round_=round_: one.supervisor.state.leaked == 20 * round_ * GIB)
         await one.until(lambda round_=round_: one.armed() or round_ == 2)
     await one.until(lambda: one.supervisor.state.state == "failed")

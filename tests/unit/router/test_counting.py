@@ -6,7 +6,8 @@ from router.counting import count
 from router.orders import MAX_COUNTS_OF_A_KEY
 from router.problems import Problem
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Count, Message
+from wire.frames import Count, Frame, Message
+from wire.identity import NodeId
 from wire.refusals import Code, Refused
 
 ASKED = Count(0, "tiny", (Message("user", "x" * 40),), 0)
@@ -55,11 +56,23 @@ async def test_a_model_that_nobody_has_is_a_404():
     assert (found.status, found.code) == (404, "model_not_found")
 
 
+class Lost(LoopbackCluster):
+    """Every node is lost with the frame that it is sent."""
+
+    def send(self, node_id: NodeId, frame: Frame) -> bool:
+        self.dispatcher.node_gone(node_id, "cut")
+        return True
+
+
+class Silent(LoopbackCluster):
+    """No node answers."""
+
+    def send(self, node_id: NodeId, frame: Frame) -> bool:
+        return True
+
+
 async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
-    node = LoopbackNode("a")
-    cluster = LoopbackCluster(node)
-    cluster._send = lambda node_id, frame: True
-    cluster.dispatcher.orders._send = lambda node_id, frame: cluster.dispatcher.node_gone(node_id, "cut") is None
+    cluster = Lost(LoopbackNode("a"))
     found = await count(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (502, "node_lost")
@@ -73,8 +86,7 @@ async def test_a_node_is_asked_in_the_name_of_the_key():
 
 async def test_one_key_does_not_take_all_counts():
     node = LoopbackNode("a")
-    cluster = LoopbackCluster(node)
-    cluster.dispatcher.orders._send = lambda node_id, frame: True
+    cluster = Silent(node)
     counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_OF_A_KEY + 1)]
     other = asyncio.ensure_future(count(cluster.dispatcher, ASKED, "other"))
     await asyncio.sleep(0.01)

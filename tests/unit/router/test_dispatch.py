@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from router.dispatch import Dispatcher
+from router.dispatch import SWEEP_SECONDS, Dispatcher
 from router.placement import Demand, NoPlacement, Placement
 from router.quotas import KeyLimits, Quotas
 from router.settings import RouterSettings
@@ -55,7 +55,8 @@ class Cluster:
         self.models: tuple[Model, ...] = (a_model(),)
         self.engine = EngineState("x", "ready")
         self.labels: dict[NodeId, frozenset[str]] = {}
-        self.dispatcher = Dispatcher(self._send, RouterSettings(**settings), numbers=self._numbers,  # pyright: ignore
+        self.settings = RouterSettings(**settings)  # pyright: ignore
+        self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers,
                                      clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
         self.nodes = nodes
         self.report()
@@ -75,10 +76,11 @@ class Cluster:
     def report(self, *only: NodeId) -> None:
         self.now += 0.01
         kept = {node.id: node for node in self.dispatcher.view.nodes}
-        views = [kept[node] if only and node not in only else self._view(node) for node in self.nodes]
+        views = [kept[node] if only and node not in only else self.seen(node) for node in self.nodes]
         self.dispatcher.set_view(ClusterView(tuple(views)))
 
-    def _view(self, node: NodeId) -> NodeView:
+    def seen(self, node: NodeId) -> NodeView:
+        """Return what the dispatcher sees of a node."""
         report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
         return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now,
                        labels=self.labels.get(node, frozenset()))  # fmt: skip
@@ -399,7 +401,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unle
     assert [early.entry is None, late.entry is None] == [False, False]
     one.now += 31
     one.report()
-    one.dispatcher._expire(one.now)
+    one.dispatcher.sweep()
     assert isinstance(early.outcome, Refused)
     assert early.outcome.code is Code.DEADLINE
     assert "others need" in early.outcome.message
@@ -416,7 +418,7 @@ async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_
     assert greedy[-1].entry is not None
     one.now += 31
     one.report()
-    one.dispatcher._expire(one.now)
+    one.dispatcher.sweep()
     assert {ticket.node for ticket in (*others, *greedy)} == {A}
 
 
@@ -904,7 +906,9 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
     if end == "left":
         one.dispatcher.close(ticket)
     elif end == "slow" and isinstance(ticket, StreamTicket):
-        one.dispatcher._stuck(ticket)
+        ticket.opened = ticket.blocked = True
+        for _ in range(int(one.settings.slow_client_seconds / SWEEP_SECONDS) + 2):
+            one.dispatcher.sweep()
     elif end == "lost":
         one.dispatcher.node_gone(A, "the link ended")
     elif end == "engine":

@@ -42,7 +42,7 @@ def passes(cluster: Cluster, seconds: float) -> None:
     for _ in range(int(seconds / SWEEP_SECONDS)):
         cluster.now += SWEEP_SECONDS
         cluster.report()
-        cluster.dispatcher._sweep()
+        cluster.dispatcher.sweep()
 
 
 def pair(*nodes: str, **settings: object) -> Cluster:
@@ -101,7 +101,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
 
 async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_the_longest(mac: Cluster):
     other, whole = ask(mac, "two", "bob"), ask(mac, "two", "eve", stream=False)
-    passes(mac, 3 * mac.dispatcher._settings.queue_seconds)
+    passes(mac, 3 * mac.settings.queue_seconds)
     assert other.outcome is None
     assert whole.outcome is None
     passes(mac, LONGEST)
@@ -128,7 +128,7 @@ async def test_a_short_time_for_swaps_takes_nothing_from_the_queue_time():
 
 async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster):
     """Room is kept for who waits for five seconds, but none where a model would have to leave for it."""
-    slow = mac.dispatcher._settings.swap_seconds
+    slow = mac.settings.swap_seconds
     other = ask(mac, "two", "bob")
     mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)
     for _ in range(int(2 * LEAST_SLICE)):
@@ -142,7 +142,7 @@ async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
     mac.memory = {A: a_memory(0)}
     mac.report()
     ticket = ask(mac, "one", "bob")
-    passes(mac, mac.dispatcher._settings.queue_seconds + 1)
+    passes(mac, mac.settings.queue_seconds + 1)
     assert isinstance(ticket.outcome, Refused)
     assert not ticket.swap
 
@@ -150,7 +150,7 @@ async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
 async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster):
     other = ask(mac, "two", "bob")
     assert isinstance(other, StreamTicket)
-    passes(mac, mac.dispatcher._settings.keepalive_seconds - 1)
+    passes(mac, mac.settings.keepalive_seconds - 1)
     assert not other.ready
     passes(mac, 2)
     assert other.ready, "nudged, although it waits in the queue"

@@ -61,4 +61,4 @@ async def test_a_body_that_stops_waiting_takes_nothing(admitted: bool) -> None:
         intake.release("a", 10)
     assert await started(behind) == [True]
     intake.release("a", 10)
-    assert not intake._lanes
+    assert not intake.keys

@@ -50,7 +50,7 @@ def comes(cluster: Cluster, node: NodeId = B) -> None:
     """A node is ready, and the dispatcher looks around."""
     cluster.state[node] = "ready"
     cluster.report()
-    cluster.dispatcher._sweep()
+    cluster.dispatcher.sweep()
 
 
 def on(cluster: Cluster, tickets: list[Ticket], node: NodeId) -> list[int]:
@@ -78,7 +78,7 @@ async def test_what_was_taken_over_stays_there_and_what_is_left_stays_where_it_i
     for _ in range(3):
         joining.now += 2 * relief.SOONER
         joining.report()
-        joining.dispatcher._sweep()
+        joining.dispatcher.sweep()
         assert on(joining, tickets, B) == moved, "it has prompts to read itself"
 
 
@@ -173,7 +173,7 @@ async def test_a_node_without_a_free_row_takes_over_nothing(joining: Cluster):
         joining.speak()
     joining.state[A] = "ready"
     joining.report()
-    joining.dispatcher._sweep()
+    joining.dispatcher.sweep()
     assert on(joining, tickets, B) == []
 
 
@@ -184,7 +184,7 @@ async def test_those_in_line_go_first(joining: Cluster):
     comes(joining)
     assert on(joining, tickets, B) == []
     joining.dispatcher.close(in_line)
-    joining.dispatcher._sweep()
+    joining.dispatcher.sweep()
     assert on(joining, tickets, B) != []
 
 
@@ -197,15 +197,15 @@ async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining
     assert tickets[moved[-1]].node == A, "it goes back, to wait there"
     joining.now += 2 * relief.SOONER
     joining.report()
-    joining.dispatcher._sweep()
+    joining.dispatcher.sweep()
     assert tickets[moved[-1]].node == A
 
 
 class Uneven(Cluster):
     """The second node has the first model only."""
 
-    def _view(self, node: NodeId) -> NodeView:
-        view = super()._view(node)
+    def seen(self, node: NodeId) -> NodeView:
+        view = super().seen(node)
         return view if node == A else dataclasses.replace(view, models={"tiny": view.models["tiny"]})
 
 

@@ -149,13 +149,13 @@ async def test_the_next_node_is_asked_when_one_refuses_to_go_on():
 
 def models(cluster: Cluster, **by_node: Model) -> None:
     """Give nodes models of their own."""
-    plain = cluster._view
+    plain = cluster.seen
 
     def view(node: NodeId):
         cluster.models = (by_node.get(node, a_model()),)
         return plain(node)
 
-    cluster._view = view
+    cluster.seen = view
     cluster.report()
 
 
@@ -423,9 +423,9 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
     )))  # fmt: skip
     cluster.now = heard_at + seconds
     cluster.report(other_than(node))
-    cluster.dispatcher._sweep()
+    cluster.dispatcher.sweep()
     cluster.now += 0.01
-    cluster.dispatcher._sweep()
+    cluster.dispatcher.sweep()
 
 
 async def test_a_silent_node_s_streams_go_on_elsewhere_before_it_is_lost(two: Cluster):
@@ -569,7 +569,7 @@ class Story:
             dispatcher.move(node)
         elif action == "late" and self.old:
             where, number = self.old[which % len(self.old)]
-            if dispatcher._live.get(number) is None:
+            if all(one.node is None or one.request != number for one in dispatcher.tickets):
                 dispatcher.receive(where, Deltas((Delta(number, 0, (99,), ((0, "late "),)),)))
                 dispatcher.receive(where, Failed(number, "engine_crashed", "late"))
         elif action == "take":

@@ -41,7 +41,7 @@ def test_any_slicing_of_the_stream_gives_the_same_frames(frames: list[Frame], st
 def test_extra_trailing_fields_are_ignored(frame: Frame) -> None:
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
     body = msgspec.msgpack.encode([*fields, {"new": [1, 2]}, "later"])
-    assert decode(codec._TAG_OF[type(frame)], body) == frame
+    assert decode(codec.TAG_OF[type(frame)], body) == frame
 
 
 @given(FRAMES)
@@ -50,7 +50,7 @@ def test_missing_trailing_fields_take_defaults(frame: Frame) -> None:
     fields = msgspec.structs.fields(kind)
     required = sum(field.required for field in fields)
     packed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
-    got = decode(codec._TAG_OF[kind], msgspec.msgpack.encode(packed[:required]))
+    got = decode(codec.TAG_OF[kind], msgspec.msgpack.encode(packed[:required]))
     for index, field in enumerate(fields):
         expected = getattr(frame, field.name) if index < required else field.default
         assert getattr(got, field.name) == expected
@@ -115,7 +115,7 @@ def test_an_unknown_frame_is_refused() -> None:
 
 
 def test_a_body_may_be_exactly_as_long_as_its_kind_allows() -> None:
-    tag = codec._TAG_OF[Cancel]
+    tag = codec.TAG_OF[Cancel]
     filled = codec.MAX_REPORT_BYTES - len(msgspec.msgpack.encode([1, b"x" * 70_000])) + 70_000
     body = msgspec.msgpack.encode([1, b"x" * filled])
     assert (len(body), decode(tag, body)) == (codec.MAX_REPORT_BYTES, Cancel(1))

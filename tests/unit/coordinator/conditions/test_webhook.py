@@ -263,7 +263,7 @@ async def test_a_flood_is_bounded():
     one = Webhook(Address(True, "example.com", 443, "/"), "home", lambda *_: 204)
     for _ in range(1000):
         one.tell(GUARD_OFF, True)
-    assert len(one._waiting) == webhook.WAITING
+    assert one.waiting == webhook.WAITING
 
 
 def test_what_answers_no_http_is_a_failure():

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.doctor.examination import CHECKS, Check, Examined, examine
 from coordinator.doctor.finding import Finding, exit_code, fail, not_here, ok, warn
-from coordinator.doctor.pool_checks import _link
+from coordinator.doctor.pool_checks import link_finding
 from machine.power import Power
 from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
 from wire.units import GIB
@@ -206,11 +206,11 @@ def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(
 
 
 def test_a_node_that_reaches_a_stranger_never_goes_on():
-    found = _link([{**PEER, "proven": False, "error": "self-signed certificate in certificate chain"}])
+    found = link_finding([{**PEER, "proven": False, "error": "self-signed certificate in certificate chain"}])
     assert found.result == "fail"
     assert exit_code([("coordinator", found)], strict=False) == 9
-    assert _link([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}, PEER]).result == "ok"
-    lost = _link([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}])
+    assert link_finding([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}, PEER]).result == "ok"
+    lost = link_finding([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}])
     assert (lost.result, exit_code([("coordinator", lost)], strict=False)) == ("fail", 6)
 
 

@@ -84,9 +84,8 @@ async def test_nobody_looks_when_nobody_watches():
                 await looks.get()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert live._task is not None
         async with asyncio.timeout(30):
-            await live._task
+            await live.rested()
         looks = asyncio.Queue()
 
 

@@ -57,8 +57,8 @@ def test_it_is_random_page_by_page():
     canary = Canary("3MiB", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     held(canary)
-    assert canary._held is not None
-    assert all(len(set(canary._held[start : start + 4096])) > 200 for start in range(0, 3 * MIB, 4096))
+    assert canary.held is not None
+    assert all(len(set(canary.held[start : start + 4096])) > 200 for start in range(0, 3 * MIB, 4096))
 
 
 def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
@@ -104,8 +104,8 @@ def test_under_a_smaller_cap_it_goes():
 def a_driver() -> Driver:
     driver = Driver(models.path("llama"), canary="48MiB")
     driver.answer("Hello!")
-    held(driver.engine._canary, time.monotonic() + LOOK)
-    assert driver.engine._canary.nbytes == 48 * MIB
+    held(driver.engine.canary, time.monotonic() + LOOK)
+    assert driver.engine.canary.nbytes == 48 * MIB
     return driver
 
 
@@ -114,37 +114,37 @@ def test_a_node_tells_of_it_and_lets_the_router_count_on_it():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.canary == 48 * MIB
     assert memory.reusable >= 48 * MIB
-    driver.engine._canary.give()
+    driver.engine.canary.give()
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.canary == 0
 
 
 def test_it_goes_before_the_prefix_cache_and_any_model():
     driver = a_driver()
-    kept = driver.engine._reuse.nbytes
+    kept = driver.engine.reuse.nbytes
     assert kept > 0
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     room = 8 * MIB
     tight = memory.current + memory.reserved + room
     driver.take(Limits(tight, tight, 0, "static"))
-    assert driver.engine._canary.nbytes == 48 * MIB, "nothing was short yet"
-    assert driver.engine._shelf.make_room(room + 24 * MIB)
-    assert driver.engine._canary.nbytes == 0
-    assert driver.engine._reuse.nbytes == kept
-    assert driver.default in driver.engine._shelf.residents
+    assert driver.engine.canary.nbytes == 48 * MIB, "nothing was short yet"
+    assert driver.engine.shelf.make_room(room + 24 * MIB)
+    assert driver.engine.canary.nbytes == 0
+    assert driver.engine.reuse.nbytes == kept
+    assert driver.default in driver.engine.shelf.residents
 
 
 def test_the_enforcers_word_takes_it_first():
     driver = a_driver()
-    kept = driver.engine._reuse.nbytes
+    kept = driver.engine.reuse.nbytes
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
     driver.engine.gate.hold(Limits(tight, tight, 0, "static"))
     driver.take(Enforce(1, Level.OVER_SOFT))
-    assert driver.engine._canary.nbytes == 0
-    assert driver.engine._reuse.nbytes == kept
+    assert driver.engine.canary.nbytes == 0
+    assert driver.engine.reuse.nbytes == kept
 
 
 def test_lower_limits_take_it_at_once():
@@ -153,7 +153,7 @@ def test_lower_limits_take_it_at_once():
     assert memory.current is not None
     tight = memory.current - 8 * MIB
     driver.take(Limits(tight, tight, 0, "static"))
-    assert driver.engine._canary.nbytes == 0
+    assert driver.engine.canary.nbytes == 0
 
 
 def test_an_engine_at_rest_looks_for_it_and_takes_it():
@@ -169,4 +169,4 @@ def test_an_engine_at_rest_looks_for_it_and_takes_it():
         if due is None:
             break
         due = max(due, now + 0.1)
-    assert engine._canary.nbytes == 2 * MIB
+    assert engine.canary.nbytes == 2 * MIB

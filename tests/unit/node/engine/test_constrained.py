@@ -100,7 +100,7 @@ def test_a_thought_that_the_prompt_opens_or_closes(driver: Driver):
 
 def test_a_thought_does_not_end_the_answer(driver: Driver):
     """A wish for an ending within the thought is not granted: the answer would be none."""
-    (eos,) = driver.engine._door._tokenizer(driver.engine._library.known()[driver.default]).eos
+    (eos,) = driver.tokenizer().eos
     params = bound(SCHEMA, logit_bias=((eos, 12.0),), max_tokens=200)
     number = driver.ask(THINK["prompt"], params)
     end = finished(driver, number)
@@ -140,7 +140,7 @@ def test_what_is_cut_by_its_length_says_so(driver: Driver):
 
 
 def test_bias_and_penalties_come_before_the_mask(driver: Driver):
-    (eos,) = driver.engine._door._tokenizer(driver.engine._library.known()[driver.default]).eos
+    (eos,) = driver.tokenizer().eos
     params = bound(SCHEMA, logit_bias=((eos, 100.0),), presence_penalty=2.0, frequency_penalty=1.0, max_tokens=300)
     number = driver.ask("Hello!", params)
     finished(driver, number)
@@ -182,8 +182,8 @@ def test_a_row_that_gave_way_goes_on_in_its_grammar(driver: Driver):
     finished(driver, alone)
     again = driver.ask("Hello!", params)
     driver.until(lambda: len(driver.ids[again, 0]) > 5)
-    live = driver.engine._generation._live[again]
-    driver.engine._generation._preempt(live)
+    live = driver.engine.generation.live[again]
+    driver.engine.generation.preempt(live)
     finished(driver, again)
     assert driver.ids[again, 0] == driver.ids[alone, 0]
 
@@ -194,7 +194,7 @@ def test_a_batch_that_breaks_costs_no_grammar(driver: Driver, monkeypatch: pytes
     finished(driver, alone)
     again = driver.ask("Hello!", params)
     driver.until(lambda: len(driver.ids[again, 0]) > 5)
-    (batch,) = driver.engine._shelf.residents[driver.default].batches.values()
+    (batch,) = driver.resident().batches.values()
     monkeypatch.setattr(batch, "step", lambda: 1 / 0)
     finished(driver, again)
     assert driver.ids[again, 0] == driver.ids[alone, 0]

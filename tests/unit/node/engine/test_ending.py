@@ -44,10 +44,10 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     driver.take(Load(60, "c"))
     driver.turn()
     engine = driver.engine
-    assert engine._shelf.reading == "c"
-    assert any(one.cache for one in engine._generation._prefills)
-    assert engine._sweeps._sweep is not None
-    assert mx.get_active_memory() > before + 2 * engine._shelf.residents["a"].weights
+    assert engine.shelf.reading == "c"
+    assert any(one.cache for one in engine.generation.prefills)
+    assert engine.sweeps.measuring == "b"
+    assert mx.get_active_memory() > before + 2 * engine.shelf.residents["a"].weights
     engine.halt()
     with pytest.raises(Halted):
         driver.turn()
@@ -232,7 +232,7 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
 
         def breaks(engine, now):
             yield from step(engine, now)
-            if engine._shelf.residents:
+            if engine.shelf.residents:
                 raise KeyError("a bug")
 
         TextEngine.step = breaks

@@ -105,7 +105,7 @@ def test_over_hard_the_newest_that_holds_memory_ends_and_the_others_go_on(driver
     new = driver.ask("word " * 20, LONG)
     driver.until(lambda: driver.ids[new, 0])
     waits = driver.ask(ANSWERS[1]["prompt"])
-    resident = driver.engine._shelf.residents[driver.default]
+    resident = driver.resident()
     before = resident.ledger.written()
     driver.take(Enforce(1, HARD, GIB))
     end = driver.ended(new)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.engine.estimate import MOST_SAMPLES, NOISE, SEEN, STEPS, Estimator
+from node.engine.estimate import CHUNKS, MOST_SAMPLES, NOISE, SEEN, STEPS, Estimator
 from wire.report import Transient
 from wire.verdict import prefill_transient, step_transient
 
@@ -101,7 +101,7 @@ def test_samples_are_bounded():
     estimator = Estimator(PRIOR)
     for tokens in range(1, 2000, 3):
         estimator.observe(tokens, tokens * 7, prefill_transient(TRUE, tokens, tokens * 7))
-    assert len(estimator._chunks) <= MOST_SAMPLES
+    assert estimator.samples[CHUNKS] <= MOST_SAMPLES
 
 
 def covered(tokens: int, narrowed: int, rows: int = 4) -> Estimator:

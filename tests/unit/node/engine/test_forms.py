@@ -583,13 +583,13 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
         tokenizer, Grammar(calls="required"), written(tools_for(parser)), Prompt((1,), thinking=False), one=False
     )
     text = answer(parser, [("read", {"path": "a < b", "mode": "fast", "count": 3, "note": None}), ("now", {})])
-    ids = tokenizer._wrapper.encode(text, add_special_tokens=False)
+    ids = tokenizer.wrapper.encode(text, add_special_tokens=False)
     assert len(ids) < len(text.encode()), "marks are single tokens"
     constraint = made.begin()
     for token in ids:
         mask = constraint.mask()
         assert mask is not None
-        assert mask[token // 8] >> token % 8 & 1, tokenizer._wrapper.decode([token])
+        assert mask[token // 8] >> token % 8 & 1, tokenizer.wrapper.decode([token])
         constraint.feed(token)
     (eos,) = tokenizer.eos
     constraint.feed(eos)

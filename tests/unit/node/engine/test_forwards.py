@@ -22,24 +22,22 @@ from wire.units import GIB, MIB
 WEIGHTS = {"large": 85 * GIB, "small": GIB}
 
 
-def new_forwards() -> Forwards:
+def new_forwards(clock: Later | None = None) -> Forwards:
     """Make forwards of an engine that holds both models and gives nothing back."""
     return Forwards(
         Recorder(), Footprint(GIB, lambda: 0), lambda: 0, lambda site, need: False, lambda refused: False,
-        read=WEIGHTS.__getitem__,
+        read=WEIGHTS.__getitem__, clock=clock,
     )  # fmt: skip
 
 
 @pytest.fixture
-def forwards() -> Forwards:
-    made = new_forwards()
-    made._clock = Later()
-    return made
+def clock() -> Later:
+    return Later()
 
 
-def ahead(forwards: Forwards, seconds: float) -> None:
-    assert isinstance(forwards._clock, Later)
-    forwards._clock.by += seconds
+@pytest.fixture
+def forwards(clock: Later) -> Forwards:
+    return new_forwards(clock)
 
 
 def expected(forwards: Forwards, doing: Doing, model: str = "large", own: float = 0.5) -> float:
@@ -60,27 +58,27 @@ def test_the_first_forward_after_a_load_may_read_the_weights_again_and_the_next_
     assert expected(forwards, Doing.PREFILL) == READ_AGAIN, "loaded again, however soon"
 
 
-def test_the_first_forward_after_a_rest_may_read_the_weights_again(forwards: Forwards):
+def test_the_first_forward_after_a_rest_may_read_the_weights_again(forwards: Forwards, clock: Later):
     for _ in range(2):
         expected(forwards, Doing.PREFILL)
-    ahead(forwards, REST / 2)
+    clock.by += REST / 2
     assert expected(forwards, Doing.DECODE) == 0.0
-    ahead(forwards, REST)
+    clock.by += REST
     assert expected(forwards, Doing.PREFILL) == READ_AGAIN
     assert expected(forwards, Doing.JOIN) == expected(forwards, Doing.DECODE) == 0.0
 
 
-def test_a_decode_step_is_waited_for_in_the_call_after_it(forwards: Forwards):
+def test_a_decode_step_is_waited_for_in_the_call_after_it(forwards: Forwards, clock: Later):
     assert [expected(forwards, Doing.DECODE) for _ in range(3)] == [READ_AGAIN, READ_AGAIN, 0.0]
-    ahead(forwards, 2 * REST)
+    clock.by += 2 * REST
     expected(forwards, Doing.DECODE)
     with forwards.waits(Doing.DECODE, "large", 0.0) as call:
         assert call.expected == READ_AGAIN
 
 
-def test_each_model_rests_for_itself(forwards: Forwards):
+def test_each_model_rests_for_itself(forwards: Forwards, clock: Later):
     expected(forwards, Doing.PREFILL, "small")
-    ahead(forwards, 2 * REST)
+    clock.by += 2 * REST
     expected(forwards, Doing.PREFILL, "large")
     assert expected(forwards, Doing.PREFILL, "large") == 0.0
     assert expected(forwards, Doing.PREFILL, "small") == WEIGHTS["small"] / LOAD_SPEED
@@ -112,18 +110,22 @@ def test_once_halted_no_call_begins(forwards: Forwards):
 def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
     (tmp_path / "a").symlink_to(models.path("llama"))
     driver = Driver(tmp_path)
-    forwards = driver.engine._forwards
+
+    def rewiring(model: str) -> float:
+        with driver.engine.forwards.waits(Doing.DECODE, model, 0.0) as call:
+            return call.expected
+
     seen: list[float] = []
     driver.take(Load(7, "a"))
     while not driver.said[7]:
         driver.turn()
-        seen.append(forwards._rewiring("a"))
-    weights = driver.engine._shelf.residents["a"].weights
+        seen.append(rewiring("a"))
+    weights = driver.resident("a").weights
     assert seen[-1] == weights / LOAD_SPEED
     assert seen[0] < seen[-1]
     driver.answer("Hello!", GREEDY)
-    assert forwards._rewiring("a") == 0.0
-    assert forwards._rewiring("b") == 0.0, "nothing of it is here"
+    assert rewiring("a") == 0.0
+    assert rewiring("b") == 0.0, "nothing of it is here"
 
 
 class Asked:

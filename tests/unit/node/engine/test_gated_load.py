@@ -56,7 +56,7 @@ def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -
     """Leave so many bytes above what is held and reserved now."""
     driver.take(ROOMY)
     give_back()
-    driver.engine._footprint.forget()  # a height of earlier tests in this process
+    driver.engine.footprint.forget()  # a height of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
     limits = Limits(cap, now.current + now.reserved + room, margin, "static")
@@ -202,7 +202,7 @@ def test_a_lease_ends_a_load_that_no_request_waits_for(driver: Driver, waits: bo
 
 def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: Path):
     shutil.copytree(tmp_path / "grown", tmp_path / "second")
-    driver.engine._library.scan()
+    driver.engine.library.scan()
     before = memory(driver).active
     waiting = driver.ask("hello", endless(2), model="grown")
     begun(driver)
@@ -216,7 +216,7 @@ def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: 
         assert end.refused.code is Code.NOT_READY
         assert "unloaded by order" in end.refused.message
     assert memory(driver).active < before + 8 * MIB
-    assert not driver.engine._shelf.busy
+    assert not driver.engine.shelf.busy
     driver.take(Load(ORDER + 4, "grown"))
     assert isinstance(driver.end(ORDER + 4), Finished)
 

@@ -34,9 +34,35 @@ def tokenizer() -> Tokenizer:
     return load(models.path("llama"))
 
 
+class Asked(Vetting):
+    """A vetting that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grammars: list[str] = []
+
+    def why_not(self, grammar: str) -> str:
+        """See `Vetting`."""
+        self.grammars.append(grammar)
+        return super().why_not(grammar)
+
+
+class Refusing(Vetting):
+    """A vetting that finds every grammar too long."""
+
+    def why_not(self, grammar: str) -> str:
+        """See `Vetting`."""
+        return TOO_LONG
+
+
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    made = Grammars()
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer, asked: Asked) -> Grammars:
+    made = Grammars(asked)
     made.compile(tokenizer, Grammar("json_object"), "", PROMPT, one=False)
     return made
 
@@ -85,8 +111,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_wrong_or_means_harm_is_refused_in_no_time(name: str, tokenizer: Tokenizer, grammars: Grammars):
-    grammars._vetting.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')
+def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
+    name: str, tokenizer: Tokenizer, grammars: Grammars, asked: Asked
+):
+    asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start
     begun = time.perf_counter()
     with pytest.raises(Unfit) as found:
         grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one=False)
@@ -149,38 +177,37 @@ def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, grammars: Grammars):
         grammars.compile(tokenizer, Grammar("regex", f"a{number}"), "", PROMPT, one=False)
     again = grammars.compile(tokenizer, Grammar("regex", "[0-9]"), "", PROMPT, one=False)
     assert again.matcher is not one.matcher
-    assert len(grammars._kept) == KEPT
+    assert grammars.kept == KEPT
 
 
-def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: Grammars, asked: Asked):
     hostile = Grammar("regex", "((((a{11}){11}){11}){11}){11}")
     with pytest.raises(Unfit) as first:
         grammars.compile(tokenizer, hostile, "", PROMPT, one=False)
-    monkeypatch.setattr(grammars._vetting, "why_not", lambda _: pytest.fail("it is asked again"))
+    questions = len(asked.grammars)
     with pytest.raises(Unfit) as second:
         grammars.compile(tokenizer, hostile, "", PROMPT, one=False)
+    assert len(asked.grammars) == questions, "it is not asked again"
     assert str(first.value) == str(second.value)
 
 
-def test_a_grammar_is_asked_of_before_it_is_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    made = Grammars()
-    monkeypatch.setattr(made._vetting, "why_not", lambda _: TOO_LONG)
+def test_a_grammar_is_asked_of_before_it_is_compiled(tokenizer: Tokenizer):
+    made = Grammars(Refusing())
     with pytest.raises(Unfit, match="too long to compile"):
         made.compile(tokenizer, Grammar("regex", "[0-9]"), "", PROMPT, one=False)
-    assert not made._kept
+    assert made.kept == 0
 
 
 def test_a_process_that_dies_of_a_grammar_is_replaced():
     asked = Vetting()
     fine = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
+    first = asked.start()
     assert asked.why_not(fine) == ""
-    first = asked._child
+    assert first.poll() is None
     assert asked.why_not(endless) == TOO_LONG
     assert asked.why_not(fine) == ""
-    assert first is not None
     assert first.poll() is not None
-    assert asked._child is not first
 
 
 def test_a_process_that_gets_no_time_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch):

@@ -111,7 +111,7 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
     late = Deadline(30, "never")
     with late:
         pass
-    late._expire()  # as its timer does that could not be cancelled any more
+    late.expire()  # as its timer does that could not be cancelled any more
     assert sum(range(1000)) == 499_500, "nothing is raised"
     assert threading.active_count() < 50
 
@@ -162,14 +162,14 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
-    door = Door(driver.engine._library, trials=Trials(None, cpu=6))
+    door = Door(driver.engine.library, trials=Trials(None, cpu=6))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
     assert door.need(frame) > 512 * MIB
     assert not door.inline(frame)
     prepared = door.prepare(frame)
     assert prepared.refused is not None
     assert (prepared.refused.code, "took more than 6 s" in prepared.refused.message) == (Code.LOAD_FAILED, True)
-    assert not door._tokenizers
+    assert not door.tokenizers
 
 
 @pytest.mark.slow
@@ -178,10 +178,10 @@ def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: C
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
     engine = driver.engine
-    engine._door = Door(engine._library, trials=engine._trials)
-    engine._trials._cpu = 6
+    engine.trials = Trials(None, cpu=6)
+    engine.door = Door(engine.library, trials=engine.trials)
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
-    assert engine._door.prepare(frame).refused is not None
+    assert engine.door.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
     assert "took more than 6 s" in model.cause
 
@@ -190,7 +190,7 @@ def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Pat
     driver = Driver(tiny_model("llama"))
     driver.take(Restore((), (Ban(driver.default, 600.0, "its tokenizer hangs"),)))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
-    prepared = driver.engine._door.prepare(frame)
+    prepared = driver.engine.door.prepare(frame)
     assert prepared.refused is not None
     assert "its tokenizer hangs" in prepared.refused.message
-    assert not driver.engine._door._tokenizers
+    assert not driver.engine.door.tokenizers

@@ -39,7 +39,7 @@ def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
         times.measured(str(number), GIB, read=float(number), warm=1.0, probe=0.0)
     again = LoadTimes(tmp_path)
     assert again.expected(str(MAX_MODELS), GIB, 0.0) == MAX_MODELS + 1.0
-    assert len(again._kept.models) == MAX_MODELS
+    assert len(again.kept.models) == MAX_MODELS
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
@@ -75,7 +75,7 @@ def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tm
     assert isinstance(driver.end(1), Finished)
     whole = model(driver).load_seconds
     driver.take(Unload(2, "one"))
-    kept = driver.engine._times._kept
+    kept = driver.engine.times.kept
     assert kept.probe > 0
     assert kept.warm > 0
     assert 0 < model(driver).load_seconds == pytest.approx(whole - kept.probe, abs=0.5)

@@ -60,11 +60,12 @@ def pipeline(
     tools: bool = True,
     markup: Markup = MARKUP,
     parser=parse,
+    one_call: bool = False,
 ) -> TextPipeline:
     place = markup.beginning(thinking)
     calls = Calls("call_r_", parser if tools else None, [[{}]], markup.call[1])
     cutter = MarkCutter(TextStateMachine(markup.transitions(tools)), place)
-    return TextPipeline(Spelled(pieces), cutter, place, Stops(stops), calls)
+    return TextPipeline(Spelled(pieces), cutter, place, Stops(stops), calls, one_call=one_call)
 
 
 def gathered(pieces: Pieces, reason: str) -> Read:
@@ -265,7 +266,7 @@ def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
     model = tokenizer.load(folder)
     text = "<tool_call>\n<function=look>\n<parameter=at>\n12\n</parameter>\n</function>\n</tool_call>"
     tools = json.dumps([{"type": "function", "function": typed}])
-    found = run(model.pipeline("q", 2, (), tools, False), vocabulary.byte_ids(model._wrapper.get_vocab(), text))
+    found = run(model.pipeline("q", 2, (), tools, False), vocabulary.byte_ids(model.wrapper.get_vocab(), text))
     assert found.calls == ({"index": 0, "id": "call_q_2_0", "name": "look", "arguments": '{"at": 12}'},)
 
 
@@ -283,17 +284,17 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
     folder = vocabulary.byte_level(tmp_path / "m", tokens=record["tokens"])
     (folder / "config.json").write_text(json.dumps(record["config"]))
     model = tokenizer.load(vocabulary.configure(folder, tool_parser_type=parser))
-    words = model._wrapper.get_vocab()
+    words = model.wrapper.get_vocab()
     assert model.features == ("tools",)
     assert any(case["calls"] for case in record["cases"])
     for case, text in zip(record["cases"], whole, strict=True):
         found = [
             run(model.pipeline("r", 0, (), json.dumps(record["tools"]), False), ids)
-            for ids in (model._wrapper.encode(text, add_special_tokens=False), vocabulary.byte_ids(words, text))
+            for ids in (model.wrapper.encode(text, add_special_tokens=False), vocabulary.byte_ids(words, text))
         ]
-        machine = model._machines[True]
-        place = model._markup.beginning(False)
-        calls = Calls("call_r_", model._wrapper.tool_parser, [record["tools"]], model._markup.call[1])
+        machine = TextStateMachine(model.markup.transitions(True))
+        place = model.markup.beginning(False)
+        calls = Calls("call_r_", model.wrapper.tool_parser, [record["tools"]], model.markup.call[1])
         found.append(run(TextPipeline(Spelled([text]), MarkCutter(machine, place), place, Stops(()), calls), [0]))
         assert found[0] == found[1] == found[2]
         assert found[0].content == case["content"]
@@ -385,11 +386,11 @@ def test_the_token_that_ends_an_answer_has_no_text(models: list[Tokenizer]):
 
 def test_a_character_in_several_tokens_is_never_shown_broken(models: list[Tokenizer]):
     made = models[0].pipeline("r", 0, (), "", False)
-    ids = vocabulary.byte_ids(models[0]._wrapper.get_vocab(), "a東é🙂")
+    ids = vocabulary.byte_ids(models[0].wrapper.get_vocab(), "a東é🙂")
     assert [piece for token in ids for _, piece in made.feed(token).pieces] == ["a", "東", "é", "🙂"]
 
 
 def test_what_stays_broken_is_replaced_at_the_end(models: list[Tokenizer]):
     made = models[0].pipeline("r", 0, (), "", False)
-    ids = vocabulary.byte_ids(models[0]._wrapper.get_vocab(), "a🙂")[:-1]
+    ids = vocabulary.byte_ids(models[0].wrapper.get_vocab(), "a🙂")[:-1]
     assert run(made, ids).content == "a\ufffd"

@@ -1,5 +1,6 @@
 """Prompts without a template, counts without an answer, which stop string it was, one call and no more."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from node.engine import tokenizer
 from node.engine.door import Door
 from node.engine.markup import Markup
 from node.engine.pipeline import TextPipeline
-from node.engine.tokenizer import MarkCutter, Uncut
 from tests import models
 from tests.support.text_engine import GREEDY, Driver
 from tests.unit.node.engine.test_pipeline import LOOK, pipeline
@@ -40,20 +40,30 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
     number = driver.ask(messages=(), text="once upon a time", params=replace(GREEDY, max_tokens=2))
     end = driver.end(number)
     assert isinstance(end, Finished)
-    direct = tokenizer.load(Path(models.path("llama")))._wrapper.encode("once upon a time")
+    direct = tokenizer.load(Path(models.path("llama"))).wrapper.encode("once upon a time")
     assert (end.prompt_tokens, end.completion_tokens) == (len(direct), 2)
 
 
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
     """The marks of thoughts and calls are words like any others, where no template taught the model to set them."""
-    door = Door(Driver(models.path("llama")).engine._library)
-    (name,) = door._library.known()
+    library = Driver(models.path("llama")).engine.library
+    door, (name,) = Door(library), library.known()
     tools = '[{"type": "function", "function": {"name": "look"}}]'
     asked = Generate(1, 1, "r", name, (), Params(), 0, text="x", tools=tools)
-    prepared = door.prepare(asked)
-    assert prepared.voice is not None
-    assert type(prepared.voice(0)._cutter) is Uncut
-    assert type(door.prepare(replace(asked, text="", messages=HELLO)).voice(0)._cutter) is MarkCutter  # pyright: ignore
+    answer = "<think>well</think>yes"
+    ids = door.tokenizer(library.known()[name]).wrapper.encode(answer, add_special_tokens=False)
+
+    def heard(request: Generate) -> dict[Channel, str]:
+        voice = door.prepare(request).voice
+        assert voice is not None
+        made, said = voice(0), defaultdict[Channel, str](str)
+        pieces = [piece for token in ids for piece in made.feed(token).pieces]
+        for channel, text in (*pieces, *made.finish("stop")[0]):
+            said[channel] += text
+        return said
+
+    assert heard(asked) == {Channel.CONTENT: answer}
+    assert heard(replace(asked, text="", messages=HELLO)) == {Channel.REASONING: "well", Channel.CONTENT: "yes"}
 
 
 def test_an_id_that_is_none_is_refused(driver: Driver):
@@ -113,9 +123,7 @@ def test_the_tokens_of_a_call_are_no_thought():
 
 
 def one_call(pieces: list[str]) -> TextPipeline:
-    made = pipeline(pieces, markup=Markup(("<think>", "</think>"), ("<call>", "</call>")))
-    made._one_call = True
-    return made
+    return pipeline(pieces, markup=Markup(("<think>", "</think>"), ("<call>", "</call>")), one_call=True)
 
 
 def test_with_one_call_the_answer_ends_with_it():

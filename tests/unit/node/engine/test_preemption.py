@@ -52,7 +52,7 @@ def driver() -> Driver:
     made = Driver(models.path("llama"), models.path("qwen3"), batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
     for model in (LLAMA, QWEN):
         made.answer("hello", endless(model, 2), model=model)
-        made.engine._shelf.residents[model].bound_waste(0)
+        made.resident(model).bound_waste(0)
     return made
 
 
@@ -86,11 +86,11 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
     running.append((grower, start(driver, grower, EXPECTED)))
     running.append((victim, start(driver, victim, ANSWER)))
     assert len(driver.ids[running[-2][1], 0]) < EXPECTED, "the grower has not grown yet"
-    assert len(driver.engine._shelf.residents[LLAMA].batches) == 2
+    assert len(driver.resident(LLAMA).batches) == 2
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
     last = running[-1][1]
-    assert driver.engine._generation._preempted[0].number == last
+    assert driver.engine.generation.preempted[0].number == last
     squeeze(driver, 64 * MIB)
     for group, number in running:
         assert isinstance(driver.end(number), Finished), driver.ended(number)
@@ -102,7 +102,7 @@ def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decod
     numbers = [start(driver, group, ANSWER) for group in GROUPS]
     memory = driver.engine.report(time.monotonic()).memory
     driver.take(Limits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
-    assert len(driver.engine._shelf.residents[LLAMA].batches) == 2
+    assert len(driver.resident(LLAMA).batches) == 2
     driver.turn()
     assert counts(driver).overs > 0
     driver.take(ROOMY)
@@ -117,7 +117,7 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
     first, second = endless(LLAMA, ANSWER), Params(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    sequence = driver.engine._generation._live[number]
+    sequence = driver.engine.generation.live[number]
     with monkeypatch.context() as patch:
         patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
         patch.setattr(generation, "MOST_REBUILDS", 0)
@@ -132,10 +132,10 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
 def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_their_batch_breaks(driver: Driver):
     number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    resident = driver.engine._shelf.residents[LLAMA]
+    resident = driver.resident(LLAMA)
     for batch in resident.batches.values():
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine._generation._live[number].rows[0].rebuilt = generation.MOST_REBUILDS
+    driver.engine.generation.live[number].rows[0].rebuilt = generation.MOST_REBUILDS
     end = driver.end(number)
     assert isinstance(end, Failed)
     for _ in range(3):
@@ -171,12 +171,12 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
     last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
     driver.until(lambda: len(driver.ids[last, 0]) > 2)
-    sequence = driver.engine._generation._live[last]
+    sequence = driver.engine.generation.live[last]
     cached = sequence.cached
     before = driver.engine.report(time.monotonic()).cache.hits
-    driver.engine._generation._preempt(sequence)
-    driver.until(lambda: sequence not in driver.engine._generation._preempted)
-    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine._generation._prefills))
+    driver.engine.generation.preempt(sequence)
+    driver.until(lambda: sequence not in driver.engine.generation.preempted)
+    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.generation.prefills))
     assert driver.engine.report(time.monotonic()).cache.hits == before + 1
     assert sequence.cached == cached
     assert isinstance(driver.end(last), Finished)

@@ -39,7 +39,7 @@ def test_a_sequence_serves_its_own_scope_alone():
     assert kept.evict(10) == 10, "bytes are counted, and given back, in the order of their use over all scopes"
     assert kept.find("m", asked, cut=True, scope="alice").entry is None
     kept.drop("m")
-    assert (len(kept), kept.nbytes, kept._tries) == (0, 0, {}), "no key leaves anything behind"
+    assert (len(kept), kept.nbytes, kept.scopes) == (0, 0, frozenset()), "no key leaves anything behind"
 
 
 def test_a_cache_that_cannot_be_cut_serves_only_whole():

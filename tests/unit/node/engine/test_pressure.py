@@ -16,7 +16,7 @@ from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.fairness import Owner
 from wire.frames import Failed, Finished, Limits, Params, Refusal
-from wire.refusals import Code, Refused
+from wire.refusals import Code
 from wire.report import Counts, Group
 from wire.units import GIB, MIB
 from wire.verdict import padded, request_transient
@@ -59,7 +59,7 @@ def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
     number = driver.ask(prompt, wide)
     driver.end(number)
     expected = driver.ids[number, 0]
-    estimator = driver.engine._shelf.residents[driver.default].estimator
+    estimator = driver.resident().estimator
     number = driver.ask(prompt, wide)
     assert driver.admitted(number)
     squeeze(driver, (estimator.chunk(64, 1500) + estimator.chunk(512, 1500)) // 2)
@@ -94,30 +94,22 @@ def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver
         driver.turn()
     assert driver.ended(number) is None, "it waits"
     assert driver.engine.gate.refusals[Site.PREFILL] > 0
-    assert driver.engine._generation.wanted() > 0, "and newcomers let it pass"
+    assert driver.engine.generation.wanted() > 0, "and newcomers let it pass"
     driver.take(Limits(8 * GIB, held, 0, "dynamic"))
     assert isinstance(driver.end(number), Finished)
     assert isinstance(driver.end(first), Finished)
-    assert driver.engine._generation.wanted() == 0
+    assert driver.engine.generation.wanted() == 0
 
 
-def test_a_row_whose_join_has_no_room_joins_later(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
     first = driver.ask("hello", endless(300))
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
-    held = driver.engine.report(time.monotonic()).memory.ceiling
-    ask = driver.engine._forwards.ask
-
-    def ask_short(site: Site, need: int) -> Refused | None:
-        if site is Site.JOIN:
-            squeeze(driver, -2 * MIB)
-        return ask(site, need)
-
-    monkeypatch.setattr(driver.engine._forwards, "ask", ask_short)
-    number = driver.ask(SHORT[0]["prompt"], endless(8))
-    driver.until(lambda: driver.engine.gate.refusals[Site.JOIN] > 1)
+    driver.gate.refuses = lambda site, need: site is Site.JOIN
+    number, asked = driver.ask(SHORT[0]["prompt"], endless(8)), driver.gate.checks[Site.JOIN]
+    driver.until(lambda: driver.gate.checks[Site.JOIN] > asked + 2)
     assert driver.ended(number) is None, "its prompt is written, it waits"
-    monkeypatch.undo()
-    driver.take(Limits(8 * GIB, held, 0, "dynamic"))
+    assert not driver.ids[number, 0]
+    driver.gate.refuses = lambda site, need: False
     assert isinstance(driver.end(number), Finished)
     alone = driver.ask(SHORT[0]["prompt"], endless(8))
     driver.end(alone)
@@ -206,8 +198,8 @@ def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: 
     give_back()
     held = mx.get_active_memory() + mx.get_cache_memory()
     number = driver.ask("word " * 1500, endless(4))
-    driver.until(lambda: any(one.written > 700 for one in driver.engine._generation._prefills))
-    (prefill,) = driver.engine._generation._prefills
+    driver.until(lambda: any(one.written > 700 for one in driver.engine.generation.prefills))
+    (prefill,) = driver.engine.generation.prefills
     written = nbytes_of(prefill.cache or [])
     driver.cancel(number)
     assert written > MIB
@@ -218,14 +210,10 @@ def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Dri
     first = driver.ask(SHORT[0]["prompt"], endless(60))
     driver.until(lambda: driver.ids[first, 0])
     number = driver.ask("word " * 1500, endless(4))
-    driver.until(lambda: driver.engine._generation.load()[1])
+    driver.until(lambda: driver.engine.generation.load()[1])
     memory = driver.engine.report(time.monotonic()).memory
-    gate = driver.engine.gate
-    judged = gate._judge
-    gate._judge = lambda memory, estimate, *, load: None  # type: ignore[method-assign,assignment,return-value]
     driver.take(Limits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
     driver.until(lambda: driver.ended(number))
-    gate._judge = judged
     end = driver.ended(number)
     assert isinstance(end, Refusal), end
     assert "over its cap" in end.refused.message
@@ -239,10 +227,10 @@ def test_newcomers_do_not_pass_those_who_gave_way(driver: Driver):
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
-    wanted = driver.engine._generation.wanted()
+    wanted = driver.engine.generation.wanted()
     assert wanted > 0
     report = driver.engine.report(time.monotonic())
     assert report.memory.reserved >= wanted, "told to the router as promised"
     for number in numbers:
         driver.cancel(number)
-    assert driver.engine._generation.wanted() == 0
+    assert driver.engine.generation.wanted() == 0

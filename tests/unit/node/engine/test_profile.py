@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from node.engine import profile as tested
+from node.engine.estimate import CHUNKS, STEPS
 from node.engine.gate import Site
 from tests import models
 from tests.support.text_engine import Driver
@@ -38,7 +39,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resident(driver: Driver):
-    return driver.engine._shelf.residents[driver.default]
+    return driver.resident()
 
 
 def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
@@ -84,21 +85,14 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.phys is not None
     driver.take(Limits(memory.phys + 70 * MIB, memory.phys + 70 * MIB, 0, "static"))
-    asked: list[int] = []
-    whole = driver.engine._profiler._ask
-
-    def few(need: int) -> bool:
-        asked.append(need)
-        return len(asked) <= 3 and whole(need)
-
-    driver.engine._profiler._ask = few
+    driver.gate.refuses = lambda site, need: site is Site.PROBE and gate.checks[site] > 3
     before = mx.get_active_memory()
     driver.take(Load(1, driver.default))
     driver.until(lambda: driver.said[1])
     found = resident(driver)
     assert found.profile is not None
     assert found.profile.reach < 1024
-    assert gate.checks[Site.PROBE] <= 3
+    assert gate.checks[Site.PROBE] >= 4
     assert mx.get_active_memory() - before <= found.weights * 1.01, "what the probe wrote is given back"
 
 
@@ -128,12 +122,12 @@ def test_every_real_chunk_and_step_is_a_sample():
     driver = Driver(models.path("llama"), chunk=64)
     driver.end(driver.ask("word " * 300, SHORT))
     estimator = resident(driver).estimator
-    assert len(estimator._chunks) >= 3
+    assert estimator.samples[CHUNKS] >= 3
     assert estimator.highest > 0
     first = driver.ask("word", Params(temperature=0.0, max_tokens=200, logit_bias=((END, -100.0),)))
     driver.until(lambda: driver.ids[first, 0])
     driver.end(driver.ask("sun " * 900, SHORT))
-    assert len(estimator._steps) >= 1
+    assert estimator.samples[STEPS] >= 1
 
 
 def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kept: Path):

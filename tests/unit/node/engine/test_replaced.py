@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests import models
 from tests.support.text_engine import Driver
@@ -32,9 +33,13 @@ def replace(tmp_path: Path, name: str) -> None:
     other.replace(file)
 
 
+@pytest.fixture(autouse=True)
+def _every_ping_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.library.EVERY", 0.0)
+
+
 def scan(driver: Driver) -> None:
     """Scan as a sign of life does, when the last scan was long ago."""
-    driver.engine._library._scanned -= 1000.0
     driver.take(Ping(1))
 
 

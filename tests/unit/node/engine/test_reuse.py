@@ -34,7 +34,7 @@ def driver() -> Driver:
 
 
 def entries(driver: Driver) -> list[Entry[Layers]]:
-    return list(driver.engine._reuse._kept._order)
+    return list(driver.engine.reuse.entries)
 
 
 def ended(driver: Driver, number: int) -> Finished:
@@ -158,7 +158,7 @@ def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
     assert all(one.nbytes == nbytes_of(one.value or []) for one in kept)
     short_row = min(kept, key=lambda one: one.length)
     assert short_row.nbytes < 256 * KIB, "its own tokens, without the padding"
-    driver.engine._reuse.drop(driver.default)
+    driver.engine.reuse.drop(driver.default)
     kept.clear()
     mx.clear_cache()
     assert held - mx.get_active_memory() == pytest.approx(size, abs=64 * KIB)
@@ -171,16 +171,16 @@ def endless() -> tuple[tuple[int, float], ...]:
 
 def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
     ended(driver, driver.ask("warm", Params(max_tokens=2)))
-    driver.engine._reuse.drop(driver.default)
+    driver.engine.reuse.drop(driver.default)
     mx.clear_cache()
     base = mx.get_active_memory()
     for number in range(50):
         ended(driver, driver.ask(f"{number} " + "word " * 60, Params(temperature=0.0, max_tokens=2)))
-        assert driver.engine._reuse.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
+        assert driver.engine.reuse.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
     assert len(entries(driver)) == 50
     mx.clear_cache()
-    assert mx.get_active_memory() >= base + driver.engine._reuse.nbytes - 256 * KIB
-    driver.engine._reuse._kept.evict(2**60)
+    assert mx.get_active_memory() >= base + driver.engine.reuse.nbytes - 256 * KIB
+    driver.engine.reuse.relieve(lambda: False)
     mx.clear_cache()
     assert mx.get_active_memory() <= 1.01 * base
 
@@ -196,7 +196,7 @@ def fill(driver: Driver, size: int) -> None:
     """Let the prefix cache hold so many bytes, in a process that holds nothing else that could go meanwhile."""
     give_back()
     number = 0
-    while driver.engine._reuse.nbytes < size:
+    while driver.engine.reuse.nbytes < size:
         number += 1
         ended(driver, driver.ask(f"{number} " + "word " * 100, Params(temperature=0.0, max_tokens=1)))
 
@@ -227,17 +227,17 @@ def test_a_ceiling_that_falls_takes_the_cache_first(driver: Driver):
     memory = driver.engine.report(0.0).memory
     assert memory.headroom is not None
     assert memory.headroom >= 0
-    assert 0 < driver.engine._reuse.nbytes < 4 * MIB
+    assert 0 < driver.engine.reuse.nbytes < 4 * MIB
 
 
 def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
     driver = Driver(models.path("llama"), prefix_cache="3MiB")
     for number in range(8):
         ended(driver, driver.ask(f"{number} " + "word " * 400, Params(temperature=0.0, max_tokens=1)))
-        assert driver.engine._reuse.nbytes <= 3 * MIB
+        assert driver.engine.reuse.nbytes <= 3 * MIB
     assert driver.engine.report(0.0).cache.evictions > 0
     ended(driver, driver.ask("9 " + "word " * 2000, Params(temperature=0.0, max_tokens=1)))
-    assert driver.engine._reuse.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
+    assert driver.engine.reuse.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
     off = Driver(models.path("llama"), prefix_cache=0)
     for _ in range(2):
         assert ended(off, off.ask("Hello!")).cached_tokens == 0
@@ -249,7 +249,7 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
     fill(driver, MIB)
     assert driver.engine.report(0.0).memory.reusable > 0
     driver.take(Unload(100, driver.default))
-    assert (driver.engine._reuse.nbytes, entries(driver)) == (0, [])
+    assert (driver.engine.reuse.nbytes, entries(driver)) == (0, [])
     assert driver.engine.report(0.0).memory.reusable == 0
     assert ended(driver, driver.ask("1 " + "word " * 100, Params(max_tokens=1))).cached_tokens == 0
 
@@ -261,9 +261,9 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     random = Random(3)
     fill(driver, 10 * MIB)
     give_back()
-    driver.engine._footprint.forget()
+    driver.engine.footprint.forget()
     need = request_need(driver.engine.report(0.0).models[0], 500, 2)
-    room(driver, need + MIB // 2 - driver.engine._reuse.nbytes)
+    room(driver, need + MIB // 2 - driver.engine.reuse.nbytes)
     for number in range(300):
         words = " ".join(
             random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(15, 150))
@@ -284,7 +284,7 @@ def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
     ended(driver, wanted)
     number = driver.ask(SHORT[0]["prompt"], params)
     driver.until(lambda: len(driver.ids[number, 0]) >= 3)
-    resident = driver.engine._shelf.residents[driver.default]
+    resident = driver.resident()
     (batch,) = resident.batches.values()
     before = entries(driver)
     assert before
@@ -341,17 +341,11 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]
-    driver.engine._reuse._kept.evict(2**60)
+    driver.engine.reuse.relieve(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
     number = driver.ask(SHORT[0]["prompt"])
-    ask = driver.engine._forwards.ask
-
-    def asked(site: object, estimate: int) -> object:
-        driver.engine._reuse._kept.evict(2**60)
-        return ask(site, estimate)  # type: ignore[arg-type]
-
-    driver.engine._forwards.ask = asked  # type: ignore[method-assign, assignment]
+    driver.gate.refuses = lambda site, estimate: driver.engine.reuse.relieve(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
 
@@ -359,4 +353,4 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
 def test_roomy_limits_keep_the_cache(driver: Driver):
     fill(driver, MIB)
     driver.take(ROOMY)
-    assert driver.engine._reuse.nbytes >= MIB
+    assert driver.engine.reuse.nbytes >= MIB

@@ -14,7 +14,7 @@ from node.engine.gate import Site
 from tests import models
 from tests.support.text_engine import Driver
 from wire.frames import Cancel, Failed, Finished, Limits, Load, Params, Profile, Refusal, Unload
-from wire.refusals import Code
+from wire.refusals import Code, Refused
 from wire.report import Model
 from wire.units import MIB
 from wire.verdict import max_context
@@ -31,13 +31,9 @@ def a_driver(folder: Path | None = None, **more: object) -> Driver:
     return driver
 
 
-def bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def bounded(driver: Driver) -> Driver:
     """Let the gate end the walk early."""
-    whole = driver.engine._profiler._ask
-    asked: list[int] = []
-    monkeypatch.setattr(
-        driver.engine._profiler, "_ask", lambda need: asked.append(1) or (len(asked) != 12 and whole(need))
-    )
+    driver.gate.refuses = lambda site, need: site is Site.PROBE and driver.gate.checks[site] == 12
     return driver
 
 
@@ -50,7 +46,7 @@ def swept(driver: Driver, number: int = ORDER) -> Finished | Refusal | Failed:
 
 
 def resident(driver: Driver):
-    return driver.engine._shelf.residents[driver.default]
+    return driver.resident()
 
 
 def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path):
@@ -77,7 +73,7 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
 def test_a_model_that_is_not_loaded_is_loaded_for_it():
     driver = Driver(models.path("llama"), chunk=256, batch=2, context=1024)
     assert isinstance(swept(driver), Finished)
-    assert driver.default in driver.engine._shelf.residents
+    assert driver.default in driver.engine.shelf.residents
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -108,7 +104,7 @@ def test_the_gate_refuses_a_forward_and_it_does_not_run(monkeypatch: pytest.Monk
     ran: list[int] = []
     whole = profiles.forward
     monkeypatch.setattr(profiles, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
-    monkeypatch.setattr(driver.engine._profiler, "_ask", lambda need: False)
+    driver.gate.refuses = lambda site, need: site is Site.PROBE
     end = swept(driver)
     assert isinstance(end, Refusal)
     assert end.refused.code is Code.NO_ROOM
@@ -133,14 +129,14 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
 def test_its_row_is_given_up_before_a_request_is_refused():
     driver = a_driver()
     driver.take(Profile(ORDER, driver.default))
-    sweeps = driver.engine._sweeps
+    sweeps = driver.engine.sweeps
     driver.until(lambda: sweeps.nbytes > MIB)
     taken = sweeps.nbytes
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current + taken // 2
     driver.take(Limits(tight, tight, 0, "static"))
-    assert driver.engine._shelf.make_room(taken)
+    assert driver.engine.shelf.make_room(taken)
     assert sweeps.nbytes == 0
     driver.take(Limits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])
@@ -152,12 +148,17 @@ def test_its_row_is_given_up_before_a_request_is_refused():
 def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[int], bool]) -> list[int]:
     """Let the longest row pass by its place in the order of attempts."""
     asked: list[int] = []
-    monkeypatch.setattr(driver.engine._sweeps, "_asked", lambda need: asked.append(need) or passing(len(asked)))
+
+    def ask(site: Site, need: int) -> Refused | None:
+        asked.append(need)
+        return None if passing(len(asked)) else Refused(Code.NO_ROOM, "too long")
+
+    monkeypatch.setattr(driver.engine.forwards, "ask", ask)
     return asked
 
 
 def test_the_longest_row_follows_from_the_formula_and_shrinks_until_it_passes(monkeypatch: pytest.MonkeyPatch):
-    driver = bounded(a_driver(context=0), monkeypatch)
+    driver = bounded(a_driver(context=0))
     asked = tries(driver, monkeypatch, lambda attempt: attempt >= 3)
     end = swept(driver)
     assert isinstance(end, Finished)
@@ -170,7 +171,7 @@ def test_the_longest_row_follows_from_the_formula_and_shrinks_until_it_passes(mo
 
 
 def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    driver = bounded(a_driver(tmp_path, context=0), monkeypatch)
+    driver = bounded(a_driver(tmp_path, context=0))
     asked = tries(driver, monkeypatch, lambda attempt: False)
     end = swept(driver)
     assert isinstance(end, Refusal)

@@ -67,7 +67,7 @@ def test_answers_are_verbatim_one_by_one_and_all_at_once(driver: Driver):
 def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     before = driver.engine.gate.checks.copy()
-    resident = driver.engine._shelf.residents[driver.default]
+    resident = driver.resident()
     forwards: list[int] = []
     whole = resident.model
 
@@ -142,7 +142,7 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
     assert driver.admitted(number)
     driver.turn()
     assert driver.ended(number) is None
-    resident = driver.engine._shelf.residents[driver.default]
+    resident = driver.resident()
     assert resident.ledger.written() > 0
     driver.take(Limits(GIB, 1, 0, "leases", leases=GIB))
     count = forwards(driver)
@@ -249,9 +249,9 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
 def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
     number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[number, 0])
-    sequence = driver.engine._generation._live[number]
+    sequence = driver.engine.generation.live[number]
     for _ in range(2):
-        driver.engine._generation._fail(sequence, "engine_error", "a fault")
+        driver.engine.generation.fail(sequence, "engine_error", "a fault")
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
@@ -332,7 +332,7 @@ def test_rows_are_rebuilt_when_a_batch_raises(driver: Driver, fault: str):
     """The object is discarded; innocent rows are written anew from their ids and go on as if nothing had been."""
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:3]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
-    resident = driver.engine._shelf.residents[driver.default]
+    resident = driver.resident()
     (batch,) = resident.batches.values()
 
     def broken(*_: object) -> None:
@@ -357,7 +357,7 @@ def test_a_seeded_answer_goes_on_the_same_after_a_rebuild(driver: Driver):
     driver.end(whole)
     number = driver.ask(WAIT, params)
     driver.until(lambda: len(driver.ids[number, 0]) >= 10)
-    resident = driver.engine._shelf.residents[driver.default]
+    resident = driver.resident()
     (batch,) = resident.batches.values()
     batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     driver.end(number)
@@ -431,7 +431,7 @@ def test_a_prompt_beyond_the_context_says_both_numbers(driver: Driver):
 
 def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     driver.answer(SHORT[0]["prompt"])
-    (tokenizer,) = driver.engine._door._tokenizers.values()
+    tokenizer = driver.tokenizer()
     with monkeypatch.context() as patch:
         patch.setattr(type(tokenizer), "prompt", lambda self, request, most: 1 / 0)
         end = driver.end(driver.ask("Hello!"))
@@ -465,7 +465,7 @@ def copy_of(folder: Path, **files: bytes | None) -> Path:
 def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
     """Else a machine at rest would be known by its last crowd."""
     driver.answer(SHORT[0]["prompt"])
-    (resident,) = driver.engine._shelf.residents.values()
+    resident = driver.resident()
     for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
         for _ in range(60):
             resident.stepped(seconds, rows)
@@ -476,7 +476,7 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
 def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
     """Else nobody would ask it again, and nobody would know that its machine is free."""
     driver.answer(SHORT[0]["prompt"])
-    (resident,) = driver.engine._shelf.residents.values()
+    resident = driver.resident()
     best = driver.engine.report(resident.used_at + RECOVERS).models[0]
     for _ in range(30):
         resident.stepped(9.0, 1)
@@ -496,10 +496,10 @@ def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
     """As if it had taken no time: a prompt may wait twice in a turn, for others and then alone."""
     number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    driver.engine._generation.still()
+    driver.engine.generation.still()
     speed = driver.engine.report(0.0).models[0].decode_speed
     for _ in range(5):
-        driver.engine._generation.still()
+        driver.engine.generation.still()
     assert driver.engine.report(0.0).models[0].decode_speed == speed
     driver.cancel(number)
 
@@ -540,7 +540,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     driver.take(Limits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
-    driver.engine._library.scan()
+    driver.engine.library.scan()
     driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
     assert "three" in loaded()
     assert "one" not in loaded(), "the least recently used goes first"

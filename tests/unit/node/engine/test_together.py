@@ -13,18 +13,14 @@ from mlx_lm.utils import load_model
 from node.engine import generation, together
 from node.engine.batch import DecodeBatch, Guard, Joining
 from node.engine.cache import Layers, TextModel, new_cache, plain
-from node.engine.forwards import Forwards
-from node.engine.gate import Gate, Site
+from node.engine.gate import Site
 from node.engine.kinds import Doing
-from node.engine.prefill import Prefill
 from node.engine.sampling import greedy
 from node.engine.schedule import Pace
 from node.engine.sequence import Row, Sequence
 from tests import models
 from tests.support.text_engine import GREEDY, Driver, decoded_alone
 from wire.frames import Channel, Failed, Finished, Grammar, Params
-from wire.refusals import Code, Refused
-from wire.report import Memory
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 ENDLESS = ((EOS, -100.0),)
@@ -45,7 +41,7 @@ class Steady(Pace):
 def driver() -> Driver:
     driver = Driver(models.path("llama"), batch=8, chunk=512)
     driver.answer("Hello!")
-    (resident,) = driver.engine._shelf.residents.values()
+    resident = driver.resident()
     resident.pace = Steady(each=1e-6)
     return driver
 
@@ -54,13 +50,13 @@ def driver() -> Driver:
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the rows of every forward over several prompts."""
     rows: list[int] = []
-    write = together._write
+    write = together.write
 
     def counted(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
         rows.append(len(pasts))
         write(model, pasts, cache)
 
-    monkeypatch.setattr(together, "_write", counted)
+    monkeypatch.setattr(together, "write", counted)
     return rows
 
 
@@ -88,7 +84,7 @@ def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
-    resident, forwards = driver.engine._shelf.residents[driver.default], list[tuple[int, ...]]()
+    resident, forwards = driver.resident(), list[tuple[int, ...]]()
     whole = resident.model
 
     class Counted:
@@ -121,7 +117,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine._generation.due(time.monotonic())
+        due = driver.engine.generation.due(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
@@ -143,7 +139,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    prefill, heard = driver.engine._generation.prefill, list[bool]()
+    prefill, heard = driver.engine.generation.prefill, list[bool]()
 
     def watched() -> None:
         heard[:] = [bool(driver.ids[number, 0]) for number in numbers]
@@ -151,8 +147,8 @@ def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
 
     numbers = ask(driver, 6)
     driver.until(lambda: shared)
-    joined = len(numbers) - driver.engine._generation.load()[1]
-    monkeypatch.setattr(driver.engine._generation, "prefill", watched)
+    joined = len(numbers) - driver.engine.generation.load()[1]
+    monkeypatch.setattr(driver.engine.generation, "prefill", watched)
     driver.turn()
     assert sum(heard) == joined >= shared[0]
     verbatim(driver, numbers)
@@ -202,63 +198,44 @@ def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, sh
 def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[tuple[Site, int]] = []
-    check, taken, observe = Gate.check, list[int](), together.Together.read
+    write, asked = together.write, driver.gate.asked
+    asked.clear()
 
-    def heard(gate: Gate, site: Site, memory: Memory, estimate: int) -> object:
-        asked.append((site, estimate))
-        return check(gate, site, memory, estimate)
+    def judged(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
+        site, estimate = asked[-1]
+        assert site is Site.PREFILL
+        assert estimate >= len(pasts) * driver.resident().estimator.chunk(len(pasts[0]), 0), "all of them, padded"
+        write(model, pasts, cache)
 
-    def measured(reader: together.Together, members: list[Prefill]) -> Layers:
-        estimator = members[0].resident.estimator
-        one = estimator.chunk(max(len(member.ids) for member in members) - 1, 0)
-        assert asked[-1][0] is Site.PREFILL
-        assert asked[-1][1] >= len(members) * one, "as much as all of them, padded"
-        cache = observe(reader, members)
-        taken.append(driver.engine._forwards.height.above())
-        return cache
-
-    monkeypatch.setattr(Gate, "check", heard)
-    monkeypatch.setattr(together.Together, "read", measured)
+    monkeypatch.setattr(together, "write", judged)
     verbatim(driver, ask(driver, 6))
-    assert taken
-    assert len(shared) == len(taken)
+    assert shared
     joins = sum(site is Site.JOIN for site, _ in asked)
     assert joins == len(shared) + 6 - sum(shared)
 
 
-def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch):
-    passes, most = Forwards.passes, 2
+def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
+    def tight(site: Site, estimate: int) -> bool:
+        longest = max((len(one.ids) for one in driver.engine.generation.prefills), default=0) - 1
+        return site is Site.PREFILL and estimate > driver.resident().estimator.together(2, longest)
 
-    def tight(forwards: Forwards, site: Site, estimate: int) -> bool:
-        (resident,) = driver.engine._shelf.residents.values()
-        longest = max(len(one.ids) for one in driver.engine._generation._prefills) - 1
-        return estimate <= resident.estimator.together(most, longest) and passes(forwards, site, estimate)
-
-    monkeypatch.setattr(Forwards, "passes", tight)
+    driver.gate.refuses = tight
     verbatim(driver, ask(driver, 6))
     assert set(shared) == {2}
     assert driver.engine.report(0.0).counts.shrinks
     shared.clear()
-    monkeypatch.setattr(Forwards, "passes", lambda forwards, site, estimate: False)
+    longest = max(len(one["prompt"]) for one in SHORT)
+    most = driver.resident().estimator.chunk(longest, 0, last=True)
+    driver.gate.refuses = lambda site, estimate: site is Site.PREFILL and estimate > most
     verbatim(driver, ask(driver, 6))
     assert shared == [], "one by one"
 
 
-def test_a_join_without_room_is_tried_again_one_by_one(
-    driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    check, refused = Gate.check, list[int]()
-
-    def once(gate: Gate, site: Site, memory: Memory, estimate: int) -> object:
-        if site is Site.JOIN and len(refused) < 2:  # what is kept is given back, then it is asked again
-            refused.append(estimate)
-            return Refused(Code.NO_ROOM, "no room for it")
-        return check(gate, site, memory, estimate)
-
-    monkeypatch.setattr(Gate, "check", once)
+def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: list[int]):
+    joins = driver.gate.checks[Site.JOIN]
+    # what is kept is given back, then it is asked again
+    driver.gate.refuses = lambda site, estimate: site is Site.JOIN and driver.gate.checks[site] <= joins + 2
     verbatim(driver, ask(driver, 6))
-    assert refused
     assert len(shared) >= 1
 
 
@@ -284,14 +261,14 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
-@pytest.mark.parametrize("fault", ["_write", "ready", "admit"])
+@pytest.mark.parametrize("fault", ["write", "ready", "admit"])
 def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
     """Neither of those who were read, nor of those who decoded beside them."""
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])
-    whole: Any = together if fault == "_write" else DecodeBatch
+    whole: Any = together if fault == "write" else DecodeBatch
     plain_one, raised = getattr(whole, fault), list[int]()
 
     def broken(*past: Any) -> object:
@@ -366,7 +343,7 @@ def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[.
     for names in (order[:3], order[3:]):
         cache, pasts = new_cache(model), [prompts[name] for name in names]
         longest = max(map(len, pasts))
-        together._write(model, [past[:-1] + [0] * (longest - len(past)) for past in pasts], cache)
+        together.write(model, [past[:-1] + [0] * (longest - len(past)) for past in pasts], cache)
         newcomers = batch.ready([Joining(name, Guard(greedy, ())) for name in names], pasts, cache)
         assert cache == []
         batch.admit(newcomers)

@@ -313,11 +313,11 @@ def test_what_mlx_lm_presumes_of_a_model_is_read_without_importing_it():
     module = "mlx_lm.models.muse_spark"
     known = sys.modules.pop(module, None)
     try:
-        found = tokenizer._defaults("muse_spark")
+        found = tokenizer.defaults("muse_spark")
         assert module not in sys.modules
         assert found is not None
         assert found == importlib.import_module(module).TOKENIZER_DEFAULTS
     finally:
         sys.modules |= {module: known} if known is not None else {}
     for other in ("llama", "mistral", "no_such_model", "../etc", "", None, 7):
-        assert tokenizer._defaults(other) is None
+        assert tokenizer.defaults(other) is None

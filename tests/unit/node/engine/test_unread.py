@@ -90,12 +90,12 @@ def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable
     driver = Driver(tiny_model("llama"))
     files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
     later = READ_TOKEN * len(text)
-    first = driver.engine._door.need(asked(driver, text))
+    first = driver.engine.door.need(asked(driver, text))
     assert first == later + READ_LOAD * files + READ_CODE
     guided = asked(driver, text, grammar=Grammar("regex", "a+"))
-    assert driver.engine._door.need(guided) == first + READ_GUIDE * files
+    assert driver.engine.door.need(guided) == first + READ_GUIDE * files
     driver.answer("Hi", Params(max_tokens=2, grammar=Grammar("regex", "a+")))
-    assert driver.engine._door.need(guided) == later
+    assert driver.engine.door.need(guided) == later
 
 
 def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
@@ -157,8 +157,8 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     assert work.need == reading_bytes(text_bytes(work.frame), context=context)
     assert work.need < READ_TOKEN * (context * 2 + READ_SLICE) + 16 * len(whole)
     counted: list[int] = []
-    (tokenizer,) = driver.engine._door._tokenizers.values()
-    rust = tokenizer._rust
+    tokenizer = driver.tokenizer()
+    rust = tokenizer.rust
 
     class Counting:
         def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
@@ -166,7 +166,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
             return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
 
     changed: Any = tokenizer
-    changed._rust = Counting()
+    changed.rust = Counting()
     driver.put(work)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
@@ -182,25 +182,24 @@ def test_a_long_text_has_the_same_tokens_as_by_the_whole_tokenizer(architecture:
     tokenizer = load(models.path(architecture))
     text = (WORDS + "Ünïcödé 😀\n\n  x=1;" + "\t" * 9) * 400
     assert len(text) > LONG_TEXT
-    expected = tuple(tokenizer._wrapper.encode(text) if plain else tokenizer._plainly(text))
-    assert tokenizer._encoded(text, plain=plain) == expected
-    assert tokenizer._encoded(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
+    expected = tuple(tokenizer.wrapper.encode(text, add_special_tokens=plain))
+    assert tokenizer.encode(text, plain=plain) == expected
+    assert tokenizer.encode(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
 
 
 def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver):
-    (tokenizer,) = driver.engine._door._tokenizers.values()
-    text = WORDS * 10_000
-    count = len(tokenizer._encoded(text, plain=False))
-    assert len(tokenizer._encoded(text, plain=False, most=count)) == count
-    assert tokenizer._rust is not None
-    tokenizer._bound(tokenizer._rust, text, count)
+    tokenizer = driver.tokenizer()
+    text = "the " * 160_000
+    count = len(tokenizer.encode(text, plain=False))
+    assert len(tokenizer.encode(text, plain=False, most=count)) == count
+    assert len(text) > 2 * count, "its slices are counted"
     with pytest.raises(TooLong, match=r"have \d+ tokens already"):
-        tokenizer._encoded(text, plain=False, most=count // 2)
+        tokenizer.encode(text, plain=False, most=count // 2)
 
 
 def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
-    (tokenizer,) = driver.engine._door._tokenizers.values()
-    rust, entered, leave, alone = tokenizer._rust, threading.Event(), threading.Event(), threading.Event()
+    tokenizer = driver.tokenizer()
+    rust, entered, leave, alone = tokenizer.rust, threading.Event(), threading.Event(), threading.Event()
 
     class Held:
         def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
@@ -210,7 +209,7 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
             return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
 
     changed: Any = tokenizer
-    changed._rust = Held()
+    changed.rust = Held()
     long = unread(driver, WORDS * 2_000)
     reader = threading.Thread(target=long.read)
     reader.start()

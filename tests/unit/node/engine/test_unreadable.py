@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from node.engine import canary
 from node.memory.reading import PERIOD, POLLS, STALE
 from tests import models
 from tests.support.readings import FailingSource, Later, failing
@@ -41,9 +42,10 @@ def two(tmp_path: Path) -> Driver:
     driver = Driver(tmp_path, batch=4, chunk=256, canary="1MiB")
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
-    driver.engine._canary._take()
-    assert driver.engine._canary.nbytes
-    assert driver.engine._reuse.nbytes
+    for seconds in (2 * canary.ROOMY, 3 * canary.ROOMY):
+        driver.engine.canary.tend(time.monotonic() + seconds)
+    assert driver.engine.canary.nbytes
+    assert driver.engine.reuse.nbytes
     return driver
 
 
@@ -54,11 +56,11 @@ def report(driver: Driver) -> EngineReport:
 def kept(driver: Driver) -> tuple[set[str], int, int]:
     """What could be given up: models, kept prefixes, the last reserve."""
     here = {model.name for model in report(driver).models if model.loaded}
-    return here, driver.engine._reuse.nbytes, driver.engine._canary.nbytes
+    return here, driver.engine.reuse.nbytes, driver.engine.canary.nbytes
 
 
 def sensor(driver: Driver) -> FailingSource:
-    return failing(driver.engine._footprint.sensor)
+    return failing(driver.engine.footprint.sensor)
 
 
 def refused(driver: Driver, model: str = "a") -> Code:
@@ -111,8 +113,8 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
     memory = report(two).memory
     assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
     assert memory.age == pytest.approx(1.0, abs=0.5), "it says how old it is"
-    weights = two.engine._shelf.residents["a"].weights
-    two.engine._shelf.drop("a")
+    weights = two.resident("a").weights
+    two.engine.shelf.drop("a")
     less = report(two).memory.phys
     assert less is not None
     assert good.phys - less > weights / 2
@@ -125,14 +127,15 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
 
 @pytest.mark.parametrize("by", ["preempted", "rebuilt"])
 def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back(two: Driver, by: str, clock: Later):
-    generation, resident = two.engine._generation, two.engine._shelf.residents["a"]
+    generation, resident = two.engine.generation, two.resident("a")
     number = two.ask(QUESTION, endless(60), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     two.take(BLIND)
     if by == "preempted":
-        generation._preempt(generation._live[number])
+        generation.preempt(generation.live[number])
     else:
-        generation._rebuild(resident, next(iter(resident.batches)), RuntimeError("the batch broke"))
+        (batch,) = resident.batches.values()
+        batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     for _ in range(4):
         clock.by += POLLS * PERIOD
         two.turn()
@@ -144,12 +147,12 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
     assert end.completion_tokens == 60
 
 
-def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver):
+def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypatch: pytest.MonkeyPatch):
     """A limit that is reached is no reason to drop the old while nobody knows whether the new fits."""
     number = two.ask(QUESTION + " And once more?", endless(40), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
-    before = two.engine._reuse.nbytes
-    two.engine._reuse._limit = lambda cap: before
+    before = two.engine.reuse.nbytes
+    monkeypatch.setattr("node.engine.reuse.AUTO_SHARE", before / BLIND.cap)
     two.take(BLIND)
     assert isinstance(two.end(number), Finished)
-    assert two.engine._reuse.nbytes == before
+    assert two.engine.reuse.nbytes == before

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -61,51 +62,73 @@ class Sent:
         self.messages += self._reader.feed(data)
 
 
-def one_of(monkeypatch: pytest.MonkeyPatch, create: Any) -> tuple[driver.Driver, Sent, list[str]]:
-    """Return a driver with another start of an actor, what it sends, and the leases whose actor it ends."""
-    sent: Any = Sent()
-    killed: list[str] = []
+class Scene:
+    """A driver that reads what it is sent here, with another start and end of actors."""
 
-    async def kill(self: driver.Driver, lease: str) -> None:
-        killed.append(lease)
+    def __init__(self, create: Callable[[Create], Coroutine[Any, Any, None]]) -> None:
+        self.sent: Any = Sent()
+        self.killed: list[str] = []
+        self.driver = driver.Driver(self.sent, create, self._kill)
+        self._stream = asyncio.StreamReader()
+        self._serving = asyncio.create_task(self.driver.serve(self._stream))
 
-    monkeypatch.setattr(driver, "_create", create)
-    monkeypatch.setattr(driver.Driver, "_kill", kill)
-    return driver.Driver(sent), sent, killed
+    async def _kill(self, lease: str) -> None:
+        self.killed.append(lease)
+
+    def ask(self, *messages: Create | Kill) -> None:
+        for message in messages:
+            self._stream.feed_data(encode(message))
+
+    async def end(self) -> None:
+        self._stream.feed_eof()
+        await self._serving
 
 
 WANTED = Create("lease_1", 1, "/f", 1.0, 30.0)
 
 
-async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def turned(wanted: Callable[[], object]) -> None:
+    """Let the loop turn until something holds."""
+    async with asyncio.timeout(10):
+        while not wanted():  # noqa: ASYNC110  what is sent sets no event
+            await asyncio.sleep(0)
+
+
+async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_says_why():
     async def create(wanted: Create) -> None:
         if wanted.lease == "lease_2":
             raise ValueError("no")
         if wanted.lease == "lease_3":
             await asyncio.Event().wait()
 
-    one, sent, killed = one_of(monkeypatch, create)
-    for wanted in (WANTED, Create("lease_2", 1, "/f", 1.0, 30.0), Create("lease_3", 1, "/f", 1.0, 0.01)):
-        await one._create(wanted)
-    assert sent.messages == [
+    scene = Scene(create)
+    scene.ask(WANTED, Create("lease_2", 1, "/f", 1.0, 30.0), Create("lease_3", 1, "/f", 1.0, 0.01))
+    await turned(lambda: len(scene.sent.messages) == 3)
+    await scene.end()
+    assert scene.sent.messages == [
         Created("lease_1"), NotCreated("lease_2", "ValueError: no"),
         NotCreated("lease_3", "Ray started no actor within 0 s"),
     ]  # fmt: skip
-    assert killed == ["lease_2", "lease_3"]
+    assert scene.killed == ["lease_2", "lease_3"]
 
 
-async def test_a_start_ends_once_its_lease_has_ended(monkeypatch: pytest.MonkeyPatch):
+async def test_a_start_ends_once_its_lease_has_ended():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
     async def create(wanted: Create) -> None:
-        await asyncio.Event().wait()
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-    one, sent, killed = one_of(monkeypatch, create)
-    one._spawn(WANTED)
-    (creating,) = one._tasks
-    await asyncio.sleep(0)
-    one._spawn(Kill("lease_1"))
-    with pytest.raises(asyncio.CancelledError):
-        await creating
-    await asyncio.gather(*one._tasks)
-    assert (sent.messages, one._creating, killed) == ([], {}, ["lease_1"])
+    scene = Scene(create)
+    scene.ask(WANTED)
+    async with asyncio.timeout(10):
+        await begun.wait()
+        assert scene.driver.creating == {"lease_1"}
+        scene.ask(Kill("lease_1"))
+        await ended.wait()
+    await turned(lambda: scene.killed)
+    await scene.end()
+    assert (scene.sent.messages, scene.driver.creating, scene.killed) == ([], set(), ["lease_1"])

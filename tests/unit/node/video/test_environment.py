@@ -59,7 +59,7 @@ def test_other_systems_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_failed_build_leaves_nothing_and_says_the_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "PROBE", "raise ImportError('no such engine')")
-    monkeypatch.setattr(environment, "_build", lambda built, *rest: environment._run(
+    monkeypatch.setattr(environment, "build", lambda built, *rest: environment.run(
         [environment.sys.executable, "-m", "venv", "--without-pip", str(built)], "no"))  # fmt: skip
     with pytest.raises(environment.Failure, match=r"cannot be imported.*no such engine"):
         environment.install(tmp_path)
@@ -75,7 +75,7 @@ def test_where_torch_is_only_to_be_had_with_cuda_nothing_is_pulled(tmp_path: Pat
         if "download" in command:
             raise environment.Failure(otherwise)
 
-    monkeypatch.setattr(environment, "_run", run)
+    monkeypatch.setattr(environment, "run", run)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     with pytest.raises(environment.Failure, match="gigabytes of CUDA"):

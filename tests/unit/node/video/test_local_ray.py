@@ -61,11 +61,11 @@ async def turns() -> None:
 async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: LocalRay):
     one.offer(wanted=True)
     await turns()
-    assert (one.pid, one.node, one._task) == (None, "", None)
+    assert (one.pid, one.node, one.busy) == (None, "", False)
     one.offer(wanted=False)
     one.allow(on=True)
     await turns()
-    assert (one.pid, one.node, one._task) == (None, "", None)
+    assert (one.pid, one.node, one.busy) == (None, "", False)
     one.offer(wanted=True)
     first = await changed(one, None)
     one.allow(on=False)
@@ -122,9 +122,9 @@ async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_
             sent.append(data)
 
     writer: asyncio.StreamWriter = Writer()  # pyright: ignore[reportAssignmentType]
-    driver._receive(local_ray.Connected(), writer)
+    driver.receive(local_ray.Connected(), writer)
     assert len(sent) == 2
-    driver._receive(local_ray.Created("a"), writer)
-    driver._receive(local_ray.NotCreated("b", "no room"), writer)
-    driver._receive(local_ray.NotCreated("c", "late"), writer)
-    assert (driver._pending, failed) == ({}, [("b", "no room")])
+    driver.receive(local_ray.Created("a"), writer)
+    driver.receive(local_ray.NotCreated("b", "no room"), writer)
+    driver.receive(local_ray.NotCreated("c", "late"), writer)
+    assert (driver.pending, failed) == (set(), [("b", "no room")])

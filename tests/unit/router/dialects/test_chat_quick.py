@@ -73,7 +73,7 @@ BODIES = st.fixed_dictionaries(
 
 
 def quick(body: bytes) -> chat_quick.Plain | None:
-    return chat_quick.read(body, chat._plain_tools)
+    return chat_quick.read(body, chat.plain_tools)
 
 
 def agree(body: bytes) -> None:
