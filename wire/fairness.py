@@ -80,7 +80,7 @@ class Holding(NamedTuple):
 def giving_way(asking: Owner, need: int, lacking: int, holding: Sequence[Holding]) -> list[int]:
     """Return the places of the requests that give way so that a request of `asking`, which needs `need`, gets the
     `lacking` part of that; none where the shares do not allow for so much. `holding` is in order of arrival."""
-    held, weights, lanes = Counter[str](), {asking.name: asking}, dict[str, list[int]]()
+    held, weights, lanes = Counter[str](), dict[str, Owner](), dict[str, list[int]]()
     for place, one in enumerate(holding):
         held[one.owner.name] += one.size
         weights[one.owner.name] = one.owner
@@ -120,4 +120,4 @@ class Reading:
         self._read = {name: self._read.get(name, least) for name in prompts}
         if max(prompts.values()) <= CROWD:
             return 0
-        return min(range(len(waiting)), key=lambda place: (self._read[waiting[place].name], place))
+        return min(range(len(waiting)), key=lambda place: self._read[waiting[place].name])

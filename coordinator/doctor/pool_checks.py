@@ -88,8 +88,7 @@ def _endpoint(here: Here) -> Finding:
 
 
 def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
-    """Return what the attempts to reach the cluster port came to."""
-    """Judge who answered at the addresses that a node remembers."""
+    """Judge the answers at the addresses that a node remembers."""
     text = "; ".join(f"{one['address']}: {_said(one)}" for one in dialled) or "no address is remembered"
     numbers = {one["address"]: one["seconds"] for one in dialled}
     if any(one["proven"] for one in dialled):

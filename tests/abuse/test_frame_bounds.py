@@ -66,7 +66,7 @@ async def test_a_report_with_one_model_too_many_ends_its_link(port: Port) -> Non
     line = await port.link(who)
     await port.until(lambda: port.state(who) == "ready")
     line.send(a_report(models=tuple(a_model(f"m{number}", features=()) for number in range(513))))
-    await line.ended(5)
+    await line.ended(30)
     assert port.said("bad Report: Expected `array` of length <= 512")
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +35,8 @@ def test_the_coordinators_own_mac_stays_left_until_a_person_wants_it_back(made: 
     assert done.returncode == 0, done.stderr
     until(lambda: made.nodes_now()[0]["state"] == "left", what="left")
     assert made.coordinator is not None
-    threading.Event().wait(3)  # longer than the first wait before a node is started again
+    log = made.state / "logs" / "coordinator.log"
+    until(lambda: "local node left" in log.read_text(), what="no further start of the node")
     assert [one["state"] for one in made.nodes_now()] == ["left"]
     assert not identity(made.state).exists()
     for _ in range(2):

@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from tests.neuter.guards import ROOT
+from tests.neuter.operators import OPERATORS
 
 WORKERS = 2
 TARGET = 0.95
@@ -74,12 +76,13 @@ def equivalents() -> dict[str, set[str]]:
     return found
 
 
-def run(area: Area) -> Outcome:
+def run(area: Area, operators: Iterable[str]) -> Outcome:
     """Run the mutants of an area in a process of its own."""
     FOLDER.mkdir(exist_ok=True)
     result = FOLDER / f"{area.name.replace(' ', '-')}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.neuter.mutate", str(result), *area.functions, "--", *area.tests]
+    command = [sys.executable, "-m", "tests.neuter.mutate", str(result), ",".join(operators)]
+    command += [*area.functions, "--", *area.tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.is_file():
         made, known = json.loads(result.read_text()), equivalents()
@@ -127,9 +130,11 @@ def main() -> int:
         "python -m tests.neuter.mutants", description="Operator mutants of functions.toml."
     )
     parser.add_argument("areas", nargs="*", metavar="AREA", help="only these areas")
-    chosen = areas(parser.parse_args().areas)
+    parser.add_argument("--only", nargs="+", metavar="OPERATOR", choices=OPERATORS, help=f"of {', '.join(OPERATORS)}")
+    arguments = parser.parse_args()
+    chosen = areas(arguments.areas)
     with ThreadPoolExecutor(WORKERS) as pool:
-        outcomes = list(pool.map(run, chosen))
+        outcomes = list(pool.map(lambda area: run(area, arguments.only or OPERATORS), chosen))
     text = report(outcomes)
     REPORT.write_text(text)
     print(text, end="")

@@ -1,8 +1,8 @@
 """A pytest session that runs its tests once for each operator mutant of some functions.
 
-`python -m tests.neuter.mutate RESULT FUNCTION… -- TEST…`. The tests are collected once. Each mutant is a fork of this
-process in which the code of the live function is exchanged, and in which only the tests run that call the function, the
-quickest first, until one fails. No file is changed, so tests that start processes cannot notice a mutant.
+`python -m tests.neuter.mutate RESULT OPERATORS FUNCTION… -- TEST…`. The tests are collected once. Each mutant is a fork
+of this process in which the code of the live function is exchanged, and in which only the tests run that call the
+function, the quickest first, until one fails. No file is changed, so tests that start processes cannot notice a mutant.
 """
 
 import ast
@@ -98,8 +98,9 @@ def _functions(node: ast.AST, name: str) -> list[tuple[str, ast.AST]]:
 class Mutate:
     """The plugin that takes the place of pytest's loop over the tests."""
 
-    def __init__(self, names: list[str], result: Path) -> None:
+    def __init__(self, names: list[str], operators: list[str], result: Path) -> None:
         self._functions = functions(names)
+        self._operators = operators
         self._result = result
         self._calls: dict[Key, list[int]] = {}
         self._seconds: dict[int, float] = {}
@@ -141,14 +142,14 @@ class Mutate:
 
     def _measured(self, session: pytest.Session) -> dict[str, object]:
         """Run all tests, with a profiler that sees which of our functions are called."""
-        keys = {function.key for function in self._functions}
+        keys = {id(one.__code__): str(function.key) for function in self._functions for one in function.live()}
         calls: dict[str, set[int]] = defaultdict(set)
         seconds: dict[int, float] = {}
         number = 0
 
         def seen(frame: FrameType, event: str, _argument: object) -> None:
-            if event == "call" and (key := _key(frame.f_code)) in keys:
-                calls[str(key)].add(number)
+            if event == "call" and (key := keys.get(id(frame.f_code))):
+                calls[key].add(number)
 
         threading.setprofile(seen)
         sys.setprofile(seen)
@@ -167,7 +168,7 @@ class Mutate:
         tests = sorted(self._calls.get(function.key, []), key=lambda number: self._seconds[number])
         limit = LIMIT_SECONDS + SLOWDOWN * sum(self._seconds[number] for number in tests)
         killed, survived = list[str](), list[str]()
-        for mutant in mutants(function.node):
+        for mutant in mutants(function.node, self._operators):
             text = f"{mutant.line}: {mutant}"
             outcome = SURVIVED if not tests or not live else self._try(session, function, mutant, live, tests, limit)
             if outcome != IMPOSSIBLE:
@@ -235,7 +236,7 @@ def _protocol(session: pytest.Session, number: int, following: int) -> None:
 
 def main() -> int:
     """Run the mutants of the functions that are named on the command line."""
-    result, *rest = sys.argv[1:]
+    result, operators, *rest = sys.argv[1:]
     middle = rest.index("--")
     os.environ["HYPOTHESIS_SEED"] = "1"
     options = [
@@ -252,7 +253,8 @@ def main() -> int:
         "--tb=no",
         "--assert=plain",
     ]
-    return int(pytest.main([*options, *rest[middle + 1 :]], plugins=[Mutate(rest[:middle], Path(result))]))
+    plugin = Mutate(rest[:middle], operators.split(","), Path(result))
+    return int(pytest.main([*options, *rest[middle + 1 :]], plugins=[plugin]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Operators: small changes of a function, each of which a test of that function should notice.
 
 They change what decides: comparisons, arithmetic, numbers, conditions, `and` and `or`, minimum and maximum, and they
-remove statements and terms. They leave alone what only informs: strings, f-strings, log calls, `raise` messages,
-annotations and docstrings.
+remove statements, terms, members of collections, keyword arguments and calls around a value. They leave alone what only
+informs: strings, f-strings, log calls, `raise` messages, annotations and docstrings.
 """
 
 import ast
-from collections.abc import Iterator
+import builtins
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -38,6 +40,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = frozenset({"log", "_log", "logger", "_logger", "LOG"})
 """Names on which a call only informs."""
+LONG_CHARACTERS = 200
+"""A mutant of longer code is written in short."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -72,29 +76,56 @@ class Mutant:
             getattr(self.owner, self.field)[self.index] = value
 
     def __str__(self) -> str:
-        return f"{ast.unparse(self.old)} → {ast.unparse(self.new)}"
+        """Write both sides; of long ones only the words that differ."""
+        old, new = ast.unparse(self.old), ast.unparse(self.new)
+        if len(old) > LONG_CHARACTERS:
+            old, new = _differing(old.split(), new.split())
+        return f"{old} → {new}"
 
 
-def mutants(function: ast.AST) -> Iterator[Mutant]:
-    """Return all changes that the operators make in the body of a function, those of its nested functions included."""
+def _differing(old: list[str], new: list[str]) -> Iterator[str]:
+    """Return two texts without the words with which both begin and end."""
+    shorter = min(len(old), len(new))
+    head = next((index for index in range(shorter) if old[index] != new[index]), shorter)
+    tail = next((index for index in range(shorter - head) if old[-1 - index] != new[-1 - index]), shorter - head)
+    return (" ".join(["…", *words[head : len(words) - tail], "…"]) for words in (old, new))
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node of a function, and where it stands."""
+
+    owner: ast.AST
+    field: str
+    node: ast.AST
+    bound: Collection[str]
+    """Names that the function binds several times, or takes as parameters."""
+
+
+def mutants(function: ast.AST, operators: Iterable[str]) -> Iterator[Mutant]:
+    """Return all changes that the named operators make in the body of a function, its nested functions included."""
     assert isinstance(function, FUNCTIONS)
+    bound = _bound(function)
+    chosen = [OPERATORS[name] for name in operators]
     for index, statement in enumerate(function.body):
-        yield from _of(function, "body", index, statement)
+        yield from _of(Site(function, "body", statement, bound), index, chosen)
 
 
-def _of(owner: ast.AST, field: str, index: int, node: ast.AST) -> Iterator[Mutant]:
+def _of(site: Site, index: int, chosen: list[Callable[[Site], Iterator[ast.expr | ast.stmt]]]) -> Iterator[Mutant]:
     """Return the changes of one node and of all below it."""
-    if isinstance(node, ast.expr | ast.stmt):
-        for new in (*_instead(node), *_decided(node, owner, field)):
+    node = site.node
+    for make in chosen if isinstance(node, ast.expr | ast.stmt) else ():
+        for new in make(site):
             ast.copy_location(new, node)
             ast.fix_missing_locations(new)
-            yield Mutant(owner, field, index, node, new)
+            assert isinstance(node, ast.expr | ast.stmt)
+            yield Mutant(site.owner, site.field, index, node, new)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
             continue
         for place, child in enumerate(value) if isinstance(value, list) else [(-1, value)]:
             if isinstance(child, ast.AST) and not _informs(child, node):
-                yield from _of(node, name, place, child)
+                yield from _of(Site(node, name, child, site.bound), place, chosen)
 
 
 def _informs(child: ast.AST, parent: ast.AST) -> bool:
@@ -114,9 +145,18 @@ def _logs(call: ast.AST) -> bool:
     return name in LOGS
 
 
-def _instead(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
-    """Return what can take the place of one node."""
-    match node:
+def _bound(function: ast.AST) -> set[str]:
+    """Return the parameters of a function and of those in it, and the names that they assign several times."""
+    nodes = list(ast.walk(function))
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return {name for name in stored if stored.count(name) > 1} | {
+        node.arg for node in nodes if isinstance(node, ast.arg)
+    }
+
+
+def _values(site: Site) -> Iterator[ast.expr | ast.stmt]:
+    """Return other operators, numbers and branches, and a body without one statement."""
+    match site.node:
         case ast.Compare(left, ops, comparators):
             for index, one in enumerate(ops):
                 if (other := COMPARISONS.get(type(one))) is not None:
@@ -153,27 +193,75 @@ def _instead(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
         case ast.AugAssign(target, one, value):
             yield ast.AugAssign(target, ARITHMETIC.get(type(one), ast.Add)(), value)
             yield ast.Pass()
-        case ast.Assign([ast.Attribute() | ast.Subscript()], _) | ast.Delete() | ast.Raise() | ast.Continue():
+        case ast.Assign(targets) if all(_is_bound(target, site.bound) for target in targets):
             yield ast.Pass()
-        case ast.Break():
+        case ast.Delete() | ast.Raise() | ast.Continue() | ast.Break():
             yield ast.Pass()
         case _:
             pass
 
 
-def _decided(node: ast.expr | ast.stmt, owner: ast.AST, field: str) -> Iterator[ast.expr]:
-    """Return the constants that can take the place of a condition, and collections with one member less."""
+def _is_bound(target: ast.expr, names: Collection[str]) -> bool:
+    """Return whether what is assigned has a value without the assignment."""
+    if isinstance(target, ast.Tuple):
+        return all(_is_bound(one, names) for one in target.elts)
+    return target.id in names if isinstance(target, ast.Name) else isinstance(target, ast.Attribute | ast.Subscript)
+
+
+def _conditions(site: Site) -> Iterator[ast.expr]:
+    """Return the constants that can take the place of a condition."""
+    owner, node = site.owner, site.node
     if isinstance(node, ast.Constant) or not isinstance(node, ast.expr):
         return
-    if field in ("test", "ifs") and not isinstance(owner, ast.IfExp | ast.While):
+    if site.field in ("test", "ifs") and not isinstance(owner, ast.IfExp | ast.While):
         yield from (ast.Constant(True), ast.Constant(False))
-    elif isinstance(owner, ast.While) and field == "test":
+    elif isinstance(owner, ast.While) and site.field == "test":
         yield ast.Constant(False)
     elif isinstance(node, ast.Compare) and not isinstance(owner, ast.BoolOp | ast.IfExp):
         yield from (ast.Constant(True), ast.Constant(False))
-    elif isinstance(node, ast.Tuple | ast.List | ast.Set) and field in ("comparators", "iter") and len(node.elts) > 1:
-        for index in range(len(node.elts)):
-            yield type(node)([*node.elts[:index], *node.elts[index + 1 :]])
+
+
+def _members(site: Site) -> Iterator[ast.expr]:
+    """Return a collection without one of its members."""
+    match site.node:
+        case ast.Tuple() if isinstance(site.owner, ast.Subscript) or _is_unpacked(site.owner):
+            pass
+        case ast.Tuple(members, ast.Load()) | ast.List(members, ast.Load()) | ast.Set(members):
+            for index in range(len(members)):
+                less = copy.copy(site.node)
+                less.elts = [*members[:index], *members[index + 1 :]]
+                yield less
+        case ast.Dict(keys, values):
+            for index in range(len(keys)):
+                yield ast.Dict([*keys[:index], *keys[index + 1 :]], [*values[:index], *values[index + 1 :]])
+        case _:
+            pass
+
+
+def _is_unpacked(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(target, ast.Tuple) for target in node.targets)
+
+
+def _calls(site: Site) -> Iterator[ast.expr]:
+    """Return a call without one of its keyword arguments, and the first argument in place of a call."""
+    if not isinstance(site.node, ast.Call):
+        return
+    called, arguments, keywords = site.node.func, site.node.args, site.node.keywords
+    for index, keyword in enumerate(keywords):
+        if not isinstance(keyword.value, ast.JoinedStr):
+            yield ast.Call(called, arguments, [*keywords[:index], *keywords[index + 1 :]])
+    wraps = isinstance(called, ast.Name) and called.id.islower() and not hasattr(builtins, called.id)
+    valued = not isinstance(site.owner, ast.Expr | ast.Await)
+    if wraps and valued and arguments and not isinstance(arguments[0], ast.Starred):
+        yield arguments[0]
+
+
+OPERATORS: dict[str, Callable[[Site], Iterator[ast.expr | ast.stmt]]] = {
+    "values": _values,
+    "conditions": _conditions,
+    "members": _members,
+    "calls": _calls,
+}
 
 
 def _is_text(node: ast.expr) -> bool:

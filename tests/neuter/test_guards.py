@@ -1,13 +1,19 @@
+import ast
 import functools
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.neuter.__main__ import Run, in_order
-from tests.neuter.guards import ROOT, Guard, load
+from tests.neuter.guards import ROOT, Guard, load, module_file
+from tests.neuter.mutants import areas
+from tests.neuter.mutate import functions
+from tests.neuter.operators import OPERATORS, mutants
 from tests.neuter.pool import Copy, tracked
+from tests.neuter.syntax import definitions
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/guards/*.toml"))
 
@@ -34,6 +40,23 @@ def test_every_guard_names_tests_that_exist():
     guards = load()
     assert [guard.name for guard in guards if not guard.tests] == []
     assert [(guard.name, test) for guard in guards for test in guard.tests if not has(test)] == []
+
+
+def test_no_guard_makes_a_change_that_an_operator_makes_in_a_listed_function():
+    guards = defaultdict[str, list[Guard]](list)
+    for guard in load():
+        guards[guard.at].append(guard)
+    needless = list[str]()
+    for function in functions([name for area in areas([]) for name in area.functions]):
+        for guard in guards[function.name]:
+            changed = definitions(ast.parse(guard.broken()), module_file(guard.at)[1])
+            wanted = {ast.dump(chain[-1]) for chain in changed}
+            for mutant in mutants(function.node, OPERATORS):
+                mutant.apply()
+                if ast.dump(function.node) in wanted:
+                    needless.append(guard.name)
+                mutant.undo()
+    assert needless == []
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ def test_a_system_prompt_is_shared_where_it_is_exactly_the_text_of_a_file(tmp_pa
     assert not scopes.shares(begins("user", SYSTEM))
     assert not scopes.shares(begins("system", SYSTEM + " The code is 1234."))
     assert not scopes.shares((Message("user", "hello"), Message("system", SYSTEM)))
+    assert not scopes.shares(())
     assert not CacheScopes("pool").shares(begins("system", SYSTEM))
 
 

@@ -234,6 +234,17 @@ async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster)
     assert (rate.what, rate.limit, rate.remaining) == ("tokens", 1000, 1000 - 28)
 
 
+async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: Cluster):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    ticket = ask(one, max_tokens=900)
+    one.speak()
+    one.speak()
+    assert ticket.wrote == 2
+    finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, thought=0)
+    (rate,) = one.dispatcher.quotas.rates("k", one.now)
+    assert rate.remaining == 1000 - 2
+
+
 async def test_keys_and_models_are_counted_apart(one: Cluster):
     for key in ("k", "k", "other"):
         ask(one, key=key)

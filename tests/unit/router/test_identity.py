@@ -38,6 +38,7 @@ def test_the_model_that_most_members_hold_is_served():
     assert identity(three[0], three[1]) == "x", "of equals the smallest"
     assert identity(node("a", "x"), node("b", "y", cause="broken")) == "x"
     assert identity(node("a", "x"), node("b", "y"), node("c", "y", "left")) == "x", "who left holds nothing"
+    assert identity(node("a", "x"), node("b", "y", cause="broken"), node("c", "y", cause="broken")) == "x"
     assert identity() == ""
     assert identity(node("a", ""), node("b", "y"), node("c", "")) == "y", (
         "one without a fingerprint is no model to name"

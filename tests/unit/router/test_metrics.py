@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.metrics import ITL_BOUNDS, MOST_MODELS, OTHER, Counters
+from router.metrics import ITL_BOUNDS, MAX_KEY_MODELS, MOST_MODELS, OTHER, Counters
 from wire.identity import NodeId
 from wire.measures import Buckets
 
@@ -66,6 +66,29 @@ def test_names_beyond_the_bound_are_one_row():
     assert len(counters.models) <= MOST_MODELS + 1
     assert sum(counters.models[OTHER].ttft.counts) == 100
     assert sum(sum(one.ttft.counts) for one in counters.models.values()) == MOST_MODELS + 100
+
+
+def test_model_returns_one_row_for_names_that_no_node_has():
+    counters = Counters()
+    other, tiny = counters.model(""), counters.model("tiny")
+    assert counters.models == {OTHER: other, "tiny": tiny}
+    assert counters.model("") is counters.model(OTHER) is other
+    assert counters.model("tiny") is tiny
+    for number in range(MOST_MODELS):
+        counters.model(f"m{number}")
+    assert counters.model("tiny") is tiny
+    assert counters.model("one more") is other
+
+
+def test_used_by_adds_to_known_pairs_when_the_table_is_full():
+    counters = Counters()
+    counters.model("tiny")
+    for number in range(MAX_KEY_MODELS):
+        counters.used_by(f"k{number}", "tiny", 1)
+    counters.used_by("k0", "tiny", 5)
+    counters.used_by("k0", "made up", 5)
+    assert len(counters.keys) == MAX_KEY_MODELS
+    assert counters.keys["k0", "tiny"] == 6
 
 
 def test_bounds_rise():

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from wire import stream
 from wire.codec import Splitter, decode, encode
 from wire.frames import Cancel, Generate, Message, Params, Ping
@@ -170,6 +172,37 @@ def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> N
     assert sent >= stream.MOST_UNSENT
     end.connection_lost(None)
     assert "does not read" in end.reasons[0]
+
+
+def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode(Ping(1))
+    monkeypatch.setattr(stream, "MOST_UNSENT", 2 * len(frame))
+    line = Line()
+    end = End(line)
+    for _ in range(3):  # what is sent to a peer that reads does not count
+        assert end.send(Ping(1))
+        line.run(GATHER)
+    end.pause_writing()
+    for _ in range(2):
+        assert end.send(Ping(1))
+        line.run(GATHER)
+    assert (len(line.written), line.closing) == (5, False)
+    end.send(Ping(1))
+    line.run(GATHER)
+    assert (len(line.written), line.closing) == (5, True)
+
+
+def test_what_was_gathered_for_a_connection_that_closed_is_not_written() -> None:
+    for closed in (True, False):
+        line = Line()
+        end = End(line)
+        end.send(Ping(1))
+        if closed:
+            line.closing = True
+        else:
+            end.connection_lost(None)
+        line.run()
+        assert line.written == []
 
 
 def test_a_peer_that_reads_again_starts_anew() -> None:

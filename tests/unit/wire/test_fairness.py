@@ -31,6 +31,7 @@ def test_a_row_goes_to_who_has_fewest():
     assert order(Waiting(ADA), Waiting(BOB), ada=1, bob=2) == [0, 1]
     assert order(Waiting(ADA), Waiting(BOB), ada=2, bob=1) == [1, 0]
     assert order(Waiting(ADA, rows=3), Waiting(ADA), Waiting(BOB), Waiting(BOB)) == [0, 2, 3, 1]
+    assert order(Waiting(ADA), Waiting(BOB), Waiting(BOB), Waiting(ADA)) == [0, 1, 2, 3], "of equals the older request"
 
 
 def test_of_weight_four_one_has_four_times_as_many():

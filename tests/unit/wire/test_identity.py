@@ -71,6 +71,10 @@ def test_the_code_changes_with_every_part_and_has_six_digits(parts: list[bytes],
     assert len(codes | {code}) >= 4
 
 
+def test_short_code_is_the_same_on_both_screens_whatever_their_version() -> None:
+    assert short_code(b"authority", b"request", b"one", b"two") == "844513"
+
+
 def test_names_are_safe_to_print() -> None:
     assert valid_name("Studio A.local")
     for wrong in ("", " a", "a\n", "<b>", "ü", "a" * 64, "a\x1b[0m", "-a"):

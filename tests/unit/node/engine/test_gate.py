@@ -101,6 +101,7 @@ def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
     under_test = gate(Limits(64 * GIB, 64 * GIB, GIB, "static"))
     plain = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (plain.base, plain.cache, plain.peak) == (0, 0, 0)
+    assert (plain.cap, plain.ceiling, plain.active, plain.source) == (64 * GIB, 64 * GIB, USE.active, READING.source)
     told = under_test.memory(Use(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4)
     assert (told.base, told.cache, told.peak) == (4, 5, 6)
     assert told.current == plain.current, "free buffers, the highest mark and the base are told, not judged"

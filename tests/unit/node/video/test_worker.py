@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from node.video import worker
 
 
@@ -76,11 +78,12 @@ def test_failures_have_names():
 class Metal:
     """MLX as a Mac's: it refuses a wired limit above its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: dict[str, int] | None = None) -> None:
         self.set: dict[str, int] = {}
+        self._info = {"max_recommended_working_set_size": 20 * 2**30} if info is None else info
 
     def device_info(self) -> dict[str, int]:
-        return {"max_recommended_working_set_size": 20 * 2**30}
+        return self._info
 
     def set_wired_limit(self, size: int) -> None:
         assert size <= 20 * 2**30
@@ -101,6 +104,24 @@ def test_the_wired_limit_is_below_the_lease_and_below_metals():
     unwired = Metal()
     assert worker.bound(unwired, 16 * 2**30, wire=False) == 0
     assert unwired.set == {"memory": 16 * 2**30, "cache": 10**9}, "memory.wire = off holds for the worker, too"
+
+
+class OlderMetal(Metal):
+    """MLX that cannot name its device."""
+
+    def device_info(self) -> dict[str, int]:
+        raise RuntimeError
+
+
+def test_a_small_lease_keeps_half_wired_and_an_eighth_cached():
+    metal = Metal()
+    assert worker.bound(metal, 2**30) == 2**29
+    assert metal.set == {"wired": 2**29, "memory": 2**30, "cache": 2**27}
+
+
+@pytest.mark.parametrize("metal", [Metal({}), OlderMetal()])
+def test_where_metal_names_no_limit_the_lease_alone_bounds(metal: Metal):
+    assert worker.bound(metal, 16 * 2**30) == metal.set["wired"] == 14 * 2**30
 
 
 def test_it_leaves_when_nobody_needs_it_and_runs_where_nothing_of_ours_is_installed():

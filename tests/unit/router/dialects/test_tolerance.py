@@ -86,6 +86,19 @@ def test_what_changes_the_answer_is_refused(fields: dict[str, Any]):
     assert found.status == 400
 
 
+def test_a_wrong_value_is_refused_beside_an_unknown_field():
+    found = parse("chat", n="many", colour="red")
+    assert isinstance(found, Problem)
+    assert (found.status, found.param) == (400, "n")
+
+
+def test_a_field_of_another_dialect_is_ignored_unless_it_holds_the_question():
+    assert good("chat", text={"verbosity": "low"}).ignored == ("text",)
+    found = parse("chat", prompt="hello")
+    assert isinstance(found, Problem)
+    assert found.param == "prompt"
+
+
 def test_a_refusal_says_whether_the_server_or_the_model_cannot():
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     assert "is not offered by this server, with any model" in parse("chat", messages=image).message
