@@ -17,6 +17,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import cast
 
@@ -96,7 +97,8 @@ def of_python(source: str, *, strings: bool) -> Iterator[Text]:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 documented.add(id(value))
                 function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and at == 0
-                yield Text(value.lineno, value.value, docstring=function)
+                text = re.sub(r"^ {4,}.*$", "", cleandoc(value.value), flags=re.MULTILINE)  # literal blocks
+                yield Text(value.lineno, text, docstring=function)
     if strings:
         for node in ast.walk(tree):
             text = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
@@ -155,7 +157,7 @@ def of_markdown(source: str) -> Iterator[Text]:
 def findings(file: str, texts: Iterator[Text]) -> Iterator[Finding]:
     """Yield where the texts of a file break a rule."""
     for text in texts:
-        prose = re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+|\*\*", " ", text.prose)
+        prose = re.sub(r"``?[^`]*``?|https?://\S+", "X", re.sub(r"\]\([^)]*\)|\*\*", " ", text.prose))
         if text.docstring and VERBS.match(prose):
             yield Finding(file, text.line, "verb", text.prose.strip()[:60])
         for sentence in SENTENCE.split(" ".join(prose.split())):

@@ -1,1 +1,1 @@
-"""What the machines say to each other, and the memory arithmetic that all of them share."""
+"""Protocol between coordinator and nodes, and the memory arithmetic that both use."""

@@ -1,7 +1,7 @@
-"""What a Bonjour record of ours says, how it is written and read, and which addresses are worth announcing.
+"""Build and parse Bonjour records, and choose the addresses to announce.
 
-A record is a hint from anybody on the LAN: it never proves identity or life. What is read from it is bounded and
-printable, and whoever dials an address out of it verifies the certificate at the other end.
+A record is an unauthenticated hint: it proves neither the identity nor the liveness of its sender. Parsed values are
+bounded and printable. A client that dials an address from a record verifies the certificate of the peer.
 """
 
 import ipaddress
@@ -19,41 +19,46 @@ _HEX = re.compile(r"[0-9a-f]{0,16}")
 _LEFT_OUT = re.compile(
     r"(docker|veth|br-|virbr|bridge\d\d|utun|awdl|llw|anpi|ap\d|gif|stf|tun|tap|wg|tailscale|vmnet|lo)"
 )
-"""Interfaces that other machines cannot reach, or not at all times: virtual ones, VPNs, Apple's peer-to-peer radio.
-bridge100 and up are shared connections and virtual machines of macOS; bridge0 is its Thunderbolt bridge and stays."""
+"""Interfaces without a stable address for other machines: virtual interfaces, VPNs, Apple's peer-to-peer radio.
+
+On macOS, bridge100 and above serve shared connections and virtual machines. bridge0, the Thunderbolt bridge, is
+announced.
+"""
 
 
 def plain(text: str, longest: int = 64) -> str:
-    """Make a stranger's text safe to print, to label with and to put into a page: plain ASCII, bounded."""
+    """Return untrusted text as at most `longest` ASCII characters that are safe in terminals, labels and pages."""
     return _NOT_PLAIN.sub("?", text[:longest]).strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """A record's TXT. `role`: coord or new; `cluster`: first 12 hex digits of the cluster's id, empty for a machine
-    that joined none; `fingerprint`: first 16 hex digits of the CA's SHA-256, a hint for people."""
+    """TXT fields of a Bonjour record."""
 
     role: str
+    """`coord` for a coordinator, `new` for a machine that has not joined."""
     cluster: str = ""
+    """First 12 hex digits of the cluster id; empty for a machine that has not joined."""
     version: str = ""
     fingerprint: str = ""
+    """First 16 hex digits of the SHA-256 of the CA, for display."""
     protocol: int = PROTOCOL
 
 
 def cluster_hint(cluster: str) -> str:
-    """Give the part of a cluster's id that is announced."""
+    """Return the first 12 hex digits of a cluster id, the part that is announced."""
     return re.sub(r"[^0-9a-f]", "", cluster.lower())[:12]
 
 
 def instance_name(name: str, identity: str) -> str:
-    """Give `<name>-<id6>._macpool._tcp.local.`: the id keeps two machines of one name apart."""
+    """Return `<name>-<id6>._macpool._tcp.local.`; the id distinguishes machines of equal name."""
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
     label = plain(name, LONGEST_NAME - len(suffix)).replace(".", "-") or "macpool"
     return f"{label}{suffix}.{SERVICE_TYPE}"
 
 
 def to_txt(advert: Advert) -> dict[str, str]:
-    """Write the TXT record; well under 400 bytes and without anything that changes with load."""
+    """Return the fields of the TXT record: below 400 bytes, without values that change with load."""
     return {
         "txtvers": "1", "role": advert.role, "cid": advert.cluster, "pv": str(advert.protocol), "v": advert.version,
         "fp": advert.fingerprint,
@@ -61,7 +66,7 @@ def to_txt(advert: Advert) -> dict[str, str]:
 
 
 def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:
-    """Read a TXT record of anybody; None when it is none of ours."""
+    """Parse an untrusted TXT record; None when it is not a record of Macpool."""
     keys = (b"role", b"cid", b"fp", b"pv", b"v")
     values = ((txt.get(key) or b"")[:64].decode("ascii", "replace") for key in keys)
     role, cluster, fingerprint, protocol, version = values
@@ -73,15 +78,15 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:
 
 
 def shown_name(instance: str) -> str:
-    """Give the friendly name out of an instance name, safe to print."""
+    """Return the printable name of an instance."""
     return plain(instance.removesuffix("." + SERVICE_TYPE), LONGEST_NAME) or "unnamed"
 
 
 def usable_addresses(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Choose from `(interface, address)` those that another machine could dial, the best first.
+    """Return the addresses that another machine can dial, best first, from pairs of interface and address.
 
-    Private IPv4, then link-local IPv4 (a Thunderbolt cable between two Macs), other IPv4, unique-local and global
-    IPv6. IPv6 link-local is left out: it would need the reader's own scope.
+    Order: private IPv4, link-local IPv4 (a Thunderbolt cable between two Macs), other IPv4, unique-local IPv6, global
+    IPv6. Link-local IPv6 is left out because it needs a scope that only the dialling machine knows.
     """
     ranked = {address: rank for interface, address in found if (rank := _rank(interface, address)) is not None}
     return sorted(ranked, key=lambda address: (ranked[address], address))

@@ -1,6 +1,6 @@
-"""What one of our certificates says: whose it is, until when, and when to ask for the next one.
+"""Parse certificates of the cluster: subject, validity and time of renewal.
 
-Reading only. Whether a certificate may be believed is decided by TLS against the cluster's CA and by the deny list.
+This module does not verify certificates. TLS verifies them against the cluster's CA and the deny list.
 """
 
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 BACKDATED = 24 * 3600.0
-"""Seconds by which a certificate begins before it is made, for machines whose clock is behind."""
+"""Seconds by which the validity of a certificate begins before its creation, for machines with a slow clock."""
 LEAF_LIFE = 90 * 24 * 3600.0
-"""Seconds that the certificate of a node or of the coordinator is good for."""
+"""Validity of the certificates of nodes and of the coordinator, in seconds."""
 RENEW_AT = 2 / 3
-"""Share of its life after which a certificate is renewed."""
+"""Share of its validity after which a certificate is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The facts of one certificate. Times in Unix seconds; `uri` is empty unless its SAN holds exactly one URI."""
+    """Fields of a certificate. Times are Unix seconds."""
 
     uri: str
+    """URI of the SAN; empty unless the SAN has exactly one URI."""
     name: str
     serial: str
     issued: float
@@ -28,12 +29,12 @@ class Certificate:
 
     @property
     def renew_from(self) -> float:
-        """When to ask for the next one."""
+        """Unix time from which the certificate is renewed."""
         return self.issued + RENEW_AT * (self.expires - self.issued)
 
 
 def read_certificate(der: bytes) -> Certificate:
-    """Read a certificate (DER); ValueError when it is none."""
+    """Parse a certificate in DER. Raises ValueError for other bytes."""
     certificate = x509.load_der_x509_certificate(der)
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Certificate(

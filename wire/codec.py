@@ -1,13 +1,13 @@
-"""Bytes to frames and back: `u32 length (big endian, of what follows) | u8 tag | msgpack array`.
+"""Encode and decode frames: `u32 length of the rest, big endian | u8 tag | msgpack array`.
 
-A frame type has one decoder that knows its fields, so a peer can neither send an ext type nor nest deeper than the
-types do, and a declared length can never make us allocate before the bytes are here. Any breach is one exception,
-`WireError`; the connection ends with its text as the reason.
+Each frame type has a decoder for its fields. A peer can therefore send no ext type and nest no deeper than the types
+do. A declared length allocates nothing before the bytes have arrived. Every violation raises `WireError`; the
+connection closes with its text as the reason.
 
-Long frames travel as `Fragment`s of at most PIECE bytes. The receiver joins them up to its own limit, so a sender can
-put urgent frames between the pieces. All messages that are open at once share that limit: a sender begins a long frame
-only when it fits beside those that it has begun (`stream.Outbox`). Fragments arrive in order, so the receiver never
-holds more than the sender has begun and not ended, and needs to acknowledge nothing.
+Frames above LONGEST_PLAIN are sent as `Fragment`s of at most PIECE bytes, and urgent frames can be sent between two
+fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long frame only
+if the frame fits within that limit together with the frames in progress (`stream.Outbox`). Fragments arrive in order,
+and therefore need no acknowledgement.
 """
 
 import struct
@@ -20,22 +20,24 @@ from wire.frames import TAGS, Count, Deltas, EngineReport, Fragment, Frame, Gene
 from wire.units import KIB, MIB
 
 PIECE = 32 * KIB
-"""Payload of one fragment: 2.6 ms of a 100 Mbit/s line."""
+"""Payload bytes of a fragment: 2.6 ms at 100 Mbit/s."""
 LONGEST_PLAIN = 64 * KIB
-"""A longer frame is sent in fragments."""
+"""Bytes above which a frame is sent in fragments."""
 LONGEST_WIRE = 256 * KIB
-"""No single frame on the wire may be longer."""
+"""Maximum bytes of a frame on the wire."""
 LONGEST_JOINED = 16 * MIB
-"""No joined message may be longer, nor all that are under way in fragments together. A request body of 8 MiB becomes at
-most 11.5 MiB (a bias for each of 700,000 tokens)."""
+"""Maximum bytes of a joined message, and of all messages in progress together.
+
+A request body of 8 MiB becomes at most 11.5 MiB: a bias for each of 700,000 tokens.
+"""
 MAX_REPORT_BYTES = 256 * KIB
-"""A report, and every frame that has no bound of its own: 512 models of usual length."""
+"""Maximum bytes of a report of 512 models, and of each frame without its own maximum."""
 MAX_DELTAS_BYTES = MIB + 64 * KIB
-"""Half a second of 64 rows with all alternatives, or one tool call of the longest kind."""
+"""Maximum bytes of deltas: 0.5 s of 64 rows with all alternatives, or the longest tool call."""
 MAX_JOINED_FROM_NODE_BYTES = MAX_DELTAS_BYTES + KIB
-"""No message that a node sends to the coordinator may be longer."""
+"""Maximum bytes of a message from a node to the coordinator."""
 MOST_OPEN = 64
-"""Messages that may be under way in fragments at once."""
+"""Maximum number of messages in progress as fragments."""
 
 _HEADER = struct.Struct(">IB")
 TAG_OF: dict[type[Frame], int] = {kind: tag for tag, kind in TAGS.items()}
@@ -59,11 +61,14 @@ F = TypeVar("F", bound=Frame)
 
 
 class WireError(Exception):
-    """The peer broke the rules of the wire; the connection cannot go on."""
+    """The peer violated the protocol; the connection must close."""
 
 
 def encode(frame: Frame) -> bytes:
-    """Give the bytes of one frame. UnicodeEncodeError if a text holds a lone surrogate; WireError if it is too long."""
+    """Encode a frame.
+
+    Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above LONGEST_JOINED.
+    """
     body = _encoder.encode(frame)
     if _HEADER.size + len(body) > LONGEST_JOINED:
         raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {LONGEST_JOINED}")
@@ -71,15 +76,17 @@ def encode(frame: Frame) -> bytes:
 
 
 def fragments(encoded: bytes, message: int) -> Iterator[bytes]:
-    """Cut one encoded frame into encoded fragments."""
+    """Split an encoded frame into encoded fragments."""
     for start in range(0, len(encoded), PIECE):
         piece = encoded[start : start + PIECE]
         yield encode(Fragment(message, piece, start + PIECE >= len(encoded)))
 
 
 def decode(tag: int, body: bytes | memoryview) -> Frame:
-    """Decode one frame's body. WireError when the tag is unknown, the body is too long for its kind, or a value is
-    outside of its bounds (`wire.bounds`)."""
+    """Decode the body of a frame.
+
+    Raises WireError for an unknown tag, a body above the maximum of its frame type, or a value outside its bounds.
+    """
     decoder = _DECODERS.get(tag)
     if decoder is None:
         raise WireError(f"unknown frame {tag}")
@@ -92,7 +99,7 @@ def decode(tag: int, body: bytes | memoryview) -> Frame:
 
 
 def head_of(body: bytes | memoryview) -> int:
-    """Read only the request number of a frame that is about one request."""
+    """Decode only the request number of a frame that belongs to a request."""
     try:
         return _HEAD.decode(body).request
     except (msgspec.DecodeError, OverflowError) as error:
@@ -100,7 +107,7 @@ def head_of(body: bytes | memoryview) -> int:
 
 
 class Splitter:
-    """Cuts a byte stream into `(tag, body)` pairs, joining fragments. Bounded by its limits."""
+    """Split a byte stream into pairs of tag and body, and join fragments within limits."""
 
     def __init__(self, longest: int = LONGEST_WIRE, longest_joined: int = LONGEST_JOINED) -> None:
         self._buffer = bytearray()
@@ -110,7 +117,7 @@ class Splitter:
         self._open_bytes = 0
 
     def feed(self, data: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
-        """Take bytes, yield every whole frame as tag and body. WireError at the first breach."""
+        """Add received bytes; yield each complete frame as tag and body. Raises WireError at the first violation."""
         buffer = self._buffer
         if buffer:
             buffer += data
@@ -140,12 +147,12 @@ class Splitter:
         fragment = decode(_FRAGMENT, body)
         assert isinstance(fragment, Fragment)  # noqa: S101  the tag decides the type
         if fragment.message not in self._open and len(self._open) >= MOST_OPEN:
-            raise WireError(f"more than {MOST_OPEN} messages under way in fragments")
+            raise WireError(f"more than {MOST_OPEN} messages in progress as fragments")
         message = self._open.setdefault(fragment.message, bytearray())
         message += fragment.payload
         self._open_bytes += len(fragment.payload)
         if self._open_bytes > self._longest_joined:
-            raise WireError(f"fragments of more than {self._longest_joined} bytes under way")
+            raise WireError(f"fragments of more than {self._longest_joined} bytes in progress")
         if not fragment.last:
             return None
         del self._open[fragment.message]

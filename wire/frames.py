@@ -1,11 +1,11 @@
-"""The frames of the link and of the agent-engine socket, and their tags.
+"""Frames of the link and of the socket between agent and engine, and their tags.
 
-A frame is `u32 length | u8 tag | msgpack array` (see codec.py). One table for both sockets: the agent forwards what the
-engine says without decoding more than its head, `request`. Fields are only ever appended; whatever was not in protocol
-1 has a default.
+A frame is `u32 length | u8 tag | msgpack array` (`wire.codec`). Both sockets use the same table, because the agent
+forwards frames of the engine and decodes only their first field, `request`. Fields are only appended; a field that was
+not in protocol 1 has a default.
 
-Sizes in bytes, times in seconds, `request` is the coordinator's number for a request (unique over its restarts, because
-the epoch is its upper half), `seq` grows with every Generate so that a report can acknowledge what it already counts.
+Sizes are bytes, times are seconds. `request` is the coordinator's number of a request. It is unique across restarts
+because its upper half is the epoch. `seq` grows with every Generate; a report acknowledges the newest one it counts.
 """
 
 from collections.abc import Sequence
@@ -55,13 +55,13 @@ from wire.report import (
 from wire.video import Artifact, VideoState
 
 MAX_ROWS_IN_STEP = 64
-"""Deltas that an engine puts into one frame: 0.5 MiB where each has half a second of 20 alternatives a token."""
+"""Maximum deltas of an engine in one frame: 0.5 MiB if each has 0.5 s of tokens with 20 alternatives."""
 SHARED_SCOPE = "*"
-"""Scope of cached prefixes that every key may reuse; no key has this id."""
+"""Scope of cached prefixes that every key may reuse. No key has this id."""
 
 
 class Channel(IntEnum):
-    """Where a piece of text belongs."""
+    """Kind of a piece of an answer."""
 
     CONTENT = 0
     REASONING = 1
@@ -72,54 +72,65 @@ class Frame(Part, frozen=True, array_like=True, gc=False):
     """Base of all frames."""
 
 
-# enrolment: the only frames that are read from a peer without a certificate
+# enrolment: the only frames that are accepted from a peer without a certificate
 
 
 class EnrolStart(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: who are you? `commitment` only where a short code will be shown."""
+    """Node → coordinator: request the CA."""
 
     protocol: Natural
     commitment: Blob = b""
+    """Commitment to nonce and certificate request, if a person will compare short codes."""
 
 
 class EnrolAuthority(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: the CA (DER) to compare with the token's pin, and a nonce for the short code."""
+    """Coordinator → node: the CA."""
 
     ca: Blob
+    """CA in DER; the node compares it with the pin of its token."""
     cluster: Word
     cluster_name: Word
     nonce: Blob = b""
+    """Nonce of the coordinator for the short code."""
 
 
 class Enrol(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator, over a connection verified with that CA: sign this request (DER).
+    """Node → coordinator, over a connection verified with the CA: request a certificate.
 
-    With a token: `token` and `mac`. Without: `opening`, the nonce of the commitment; a person then approves the code.
-    A machine that has been a member shows its `certificate` (DER) and the signature of `rejoin_text` by that key.
+    With a token, the frame has `token` and `mac`. Without one, it has `opening`, and a person approves the short code.
+    A former member sends `certificate` and `proof`.
     """
 
     csr: Blob
+    """Certificate request in DER."""
     name: Word
     machine: Word
     hardware: Hardware
     token: Text = ""
     mac: Blob = b""
+    """`request_mac` of the request under the key of the token."""
     opening: Blob = b""
+    """Nonce of the commitment."""
     certificate: Blob = b""
+    """Earlier certificate of the machine in DER."""
     proof: Blob = b""
+    """Signature of `rejoin_text` by the key of that certificate."""
 
 
 class EnrolPending(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: wait, a person must approve the code that both sides show within `seconds`."""
+    """Coordinator → node: wait until a person approves the short code."""
 
     seconds: Seconds
+    """Time after which the request expires."""
 
 
 class Enrolled(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: your certificate (DER) and your id."""
+    """Coordinator → node: the certificate."""
 
     node: Word
+    """Id of the node."""
     certificate: Blob
+    """Certificate in DER."""
     cluster: Word
 
 
@@ -127,25 +138,29 @@ class Enrolled(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator, first frame of a link. `instance` is new at every agent start; `takeover` marks a second link
-    of the same instance that replaces the first without ending its requests. `generation` is the highest that this node
-    was ever told in Welcome, with its `seal`: a coordinator of a lower one is not the cluster's any more."""
+    """Node → coordinator: first frame of a link."""
 
     protocol: Natural
     node: Word
     name: Word
     instance: Word
+    """Random id of this run of the agent."""
     machine: Word
     version: Word
     hardware: Hardware
     takeover: bool = False
+    """Whether this link replaces the link of the same instance without ending its requests."""
     generation: Number = 0
+    """Highest generation that the node has received in Welcome. A coordinator with a lower one is outdated."""
     seal: Blob = b""
+    """Seal of that generation."""
 
 
 class Query(Frame, frozen=True, array_like=True, gc=False):
-    """a member's command → coordinator, in place of Hello: read `path` of the API. The answer is JSON in Answers, then
-    the connection ends; it is no link, and the node's own link stays as it is."""
+    """Command on a member → coordinator, in place of Hello: request a path of the API.
+
+    The coordinator sends JSON in Answers and closes the connection. The link of the node is not affected.
+    """
 
     protocol: Natural
     node: Word
@@ -154,40 +169,47 @@ class Query(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: you are in. `epoch` grows with every start of the coordinator; `addresses` to remember.
-    `generation` grows with every restore of a backup, and `seal` is the CA's signature of it."""
+    """Coordinator → node: the link is accepted."""
 
     epoch: Number
+    """Grows with every start of the coordinator."""
     cluster: Word
     cluster_name: Word
     time: Seconds
+    """Unix time of the coordinator."""
     version: Word
     addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Addresses of the coordinator for later connections."""
     generation: Number = 0
+    """Grows with every restore of a backup."""
     seal: Blob = b""
+    """Signature of the generation by the CA."""
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: no, and why. `final`: asking again will not help until a person acts."""
+    """Coordinator → node: the link or the request is refused."""
 
     reason: Text
     message: ErrorText
     final: bool = False
+    """Whether a retry has the same result until a person acts."""
     retry_after: Seconds = 0.0
 
 
 class Report(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: heartbeat and facts. `sequence` counts reports, `acked_seq` is the highest `seq` that
-    `memory.reserved` already counts, `ping` echoes the newest Ping. `draining` is also true while `sharing.paused`: who
-    does not know of pauses sends nothing new either."""
+    """Node → coordinator: heartbeat with the state of the node."""
 
     sequence: Number
+    """Number of the report."""
     memory: Memory
     engine: EngineState
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MODELS)] = ()
     acked_seq: Number = 0
+    """Highest `seq` of a Generate that `memory.reserved` counts."""
     draining: bool = False
+    """Whether the node accepts no new requests; also true while `sharing.paused`, for older coordinators."""
     ping: Number = 0
+    """Nonce of the newest Ping."""
     system: System = System()
     enforcement: Enforcement = Enforcement()
     video: VideoState = VideoState()
@@ -195,63 +217,72 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Goodbye(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator, last frame: `stopping`, `asleep` or `leave`."""
+    """Node → coordinator: last frame of a link."""
 
     reason: Text
+    """`stopping`, `asleep` or `leave`."""
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):
-    """either way: are you there? Answered by the next report, or by Pong on the engine's socket."""
+    """Both directions: request a sign of life. The answer is the next Report, or a Pong of the engine."""
 
     nonce: Number
 
 
 class Pong(Frame, frozen=True, array_like=True, gc=False):
-    """engine → agent: its second thread is alive. `busy`: seconds in the native call, `expected`: its length."""
+    """Engine → agent: its second thread is alive."""
 
     nonce: Number
     busy: Seconds = 0.0
+    """Seconds since the native call in progress began."""
     expected: Seconds = 0.0
+    """Expected seconds of that call."""
 
 
 class Renew(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: sign this request (DER), my certificate is two thirds through its life."""
+    """Node → coordinator: request a new certificate; sent after two thirds of the validity."""
 
     csr: Blob
+    """Certificate request in DER."""
 
 
 class Renewed(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: the new certificate (DER); open a second link with it."""
+    """Coordinator → node: the new certificate. The node opens a second link with it."""
 
     certificate: Blob
+    """Certificate in DER."""
 
 
 class Ask(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: give `limit` bytes of `what` (`logs`, `metrics`, `artifact:LEASE/NAME`) from `offset`; a
-    negative one counts from the end.
+    """Coordinator → node: request a window of a file or of measurements.
 
-    Long answers are asked for in windows, so a slow reader of one holds up nobody and fills no memory."""
+    Long answers are requested in windows. A slow reader then neither delays other readers nor fills memory.
+    """
 
     ask: Number
     what: Text
+    """`logs`, `metrics` or `artifact:LEASE/NAME`."""
     offset: Difference = 0
+    """First byte; a negative offset counts from the end."""
     limit: Size = 0
+    """Maximum bytes of the window."""
 
 
 class Answer(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: one piece of an answer. The last says where the next window begins (`next`, 0: no more), and
-    where in the whole it ended (`end`): who follows a log asks again from there."""
+    """Node → coordinator: part of an answer."""
 
     ask: Number
     payload: Blob
     last: bool = False
     error: ErrorText = ""
     next: Size = 0
+    """Offset of the next window; 0 after the last."""
     end: Size = 0
+    """Offset behind this window. A reader that follows a log continues there."""
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):
-    """either way: a piece of one long frame; the codec cuts and joins, nobody else sees these."""
+    """Both directions: a piece of a long frame. Only the codec uses it."""
 
     message: Number
     payload: bytes
@@ -259,55 +290,63 @@ class Fragment(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Pause(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: take nothing new for so many `seconds` (None: until a person resumes you; 0: resume), `by`
-    whom. Answered by the next report, whose `sharing` says how things stand; sent only to nodes that report it."""
+    """Coordinator → node: accept no new requests for a time.
+
+    `sharing` of the next report has the result. The frame is sent only to nodes that report `sharing`.
+    """
 
     seconds: Seconds | None
+    """Duration; None until a person resumes the node, 0 to resume now."""
     by: Text = ""
+    """Name of the person or key."""
 
 
 # requests
 
 
 class ToolCall(Part, frozen=True, array_like=True, gc=False):
-    """A call that the assistant made in an earlier turn; `arguments` is JSON text."""
+    """Tool call of the assistant in an earlier turn."""
 
     id: Word
     name: Word
     arguments: Long
+    """JSON text."""
 
 
 class Message(Part, frozen=True, array_like=True, gc=False):
-    """One chat message. `tool_call_id` says which call a message of role `tool` answers; `reasoning` is what the
-    assistant thought in an earlier turn."""
+    """A chat message."""
 
     role: Word
     content: Long = ""
     name: Word = ""
     tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_MESSAGES)] = ()
     tool_call_id: Word = ""
+    """Id of the call that a message of the role `tool` answers."""
     reasoning: Long = ""
+    """Reasoning of the assistant in an earlier turn."""
 
 
 class Grammar(Part, frozen=True, array_like=True, gc=False):
-    """What an answer has to be like; a node that cannot enforce it refuses. The model may think before it, as it likes.
+    """Constraint on an answer. A node that cannot enforce it refuses the request.
 
-    `kind`: `json_schema`, `json_object`, `regex`, `choice` (`value` is a JSON array of texts) or `lark`; empty for any
-    text. `whitespace` is the pattern of the blanks that JSON may have in it (empty: a few of any).
-    `calls`: `free` if the answer may instead be calls of the request's tools, as the model likes, `required` if it has
-    to be; only of `tool` if that is named. Arguments are objects, those of a strict tool as its schema says."""
+    Reasoning before the answer is not constrained.
+    """
 
     kind: Word = ""
+    """`json_schema`, `json_object`, `regex`, `choice`, `lark`, or empty without a constraint on text."""
     value: Long = ""
+    """Schema, pattern or grammar; for `choice` a JSON array of texts."""
     whitespace: Text = ""
+    """Pattern of the white space in JSON; empty for a few characters of any kind."""
     calls: Word = ""
+    """`free` if the answer may be tool calls instead, `required` if it must be. Arguments of strict tools follow their
+    schema."""
     tool: Word = ""
+    """Name of the only tool that may be called; empty for all."""
 
 
 class Params(Part, frozen=True, array_like=True, gc=False):
-    """How to generate. None means: the model's default. `logit_bias` by token id; `top_logprobs` alternatives are given
-    beside each token where `logprobs` asks for them. `repetition_penalty` divides (1: none), the others subtract.
-    `one_call`: an answer ends with its first tool call."""
+    """Parameters of generation. None selects the default of the model."""
 
     max_tokens: Tokens | None = None
     temperature: Real | None = None
@@ -315,37 +354,25 @@ class Params(Part, frozen=True, array_like=True, gc=False):
     seed: Signed | None = None
     stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     n: Natural = 1
+    """Number of choices."""
     top_k: Signed | None = None
     min_p: Real | None = None
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0
+    """Divides logits; 1 for none. The other penalties are subtracted."""
     logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
+    """Bias by token id."""
     logprobs: bool = False
     top_logprobs: Natural = 0
+    """Alternatives for each token, if `logprobs` is set."""
     one_call: bool = False
+    """Whether an answer ends after its first tool call."""
     grammar: Grammar | None = None
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine. `created` is the template's clock, `expected` the output tokens to reserve. Without
-    `stream` nobody reads token by token: deltas may be gathered for half a second.
-
-    `tools` is a JSON array of tools as in OpenAI's body (empty: none), `template` a JSON object of further variables
-    for the chat template (empty: none).
-
-    `resume`: the answer was begun elsewhere, and these are the token ids of each choice that were heard. Their text is
-    not said again; usage counts them.
-
-    `text` or `ids` instead of messages: a prompt as it is, without the chat template, in words or in the model's own
-    token ids. Its answer is content alone: no thoughts and no calls are read in it.
-
-    `owner`: whose turn it takes where several wait for rows.
-
-    `fingerprint`: of the model that began a resumed answer, the only one that may continue it; empty: any.
-
-    `cache_scope`: whose cached prefixes it may reuse, and whose its own become; empty: those of `owner`. `shared`: its
-    first message is a system prompt that all keys share, so the tokens of that message may be reused by all."""
+    """Coordinator → engine: generate an answer. The prompt is `messages`, `text` or `ids`."""
 
     request: Number
     seq: Number
@@ -354,27 +381,42 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
     params: Params
     created: Natural
+    """Unix time for the chat template."""
     expected: Tokens = 256
+    """Output tokens to reserve memory for."""
     stream: bool = True
+    """Whether a client reads token by token. Without a stream, deltas may be collected for 0.5 s."""
     tools: Long = ""
+    """JSON array of tools as in OpenAI's body; empty for none."""
     template: Long = ""
+    """JSON object of further variables of the chat template; empty for none."""
     resume: Annotated[tuple[Ids, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Token ids by choice that another node has generated. The engine continues after them and does not send their
+    text; usage counts them."""
     text: Long = ""
+    """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
     ids: Ids = ()
+    """Prompt as token ids of the model, as `text`."""
     owner: Owner = Owner()
+    """Key for fair shares."""
     fingerprint: Word = ""
+    """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
     cache_scope: Word = ""
+    """Scope of cached prefixes that the request may reuse and adds to; empty for that of `owner`."""
     shared: bool = False
+    """Whether the first message is a system prompt whose tokens all keys may reuse."""
 
     def known(self, choice: int) -> tuple[int, ...]:
-        """Give the ids of a choice that were heard already."""
+        """Return the token ids of a choice that were generated on another node."""
         return self.resume[choice] if choice < len(self.resume) else ()
 
 
 class Count(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine: of how many tokens is this prompt? Parts as in Generate. Answered by Finished, whose
-    `prompt_tokens` say it, or by Refusal; the model need not be loaded, and nothing is computed or promised. `owner`:
-    whose turn it takes where several wait to be tokenized."""
+    """Coordinator → engine: count the tokens of a prompt.
+
+    Fields are those of Generate. The answer is Finished with `prompt_tokens`, or Refusal. The model need not be loaded;
+    nothing is computed or reserved.
+    """
 
     request: Number
     model: Word
@@ -386,44 +428,48 @@ class Count(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Load(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine: load this model; answered by Finished, Refusal or Failed of this number."""
+    """Coordinator → engine: load a model. The answer is Finished, Refusal or Failed."""
 
     request: Number
     model: Word
 
 
 class Unload(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine: give this model's memory back; answered by Finished or Refusal (it is in use)."""
+    """Coordinator → engine: unload a model. The answer is Finished, or Refusal if the model is in use."""
 
     request: Number
     model: Word
 
 
 class Profile(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine: measure this model anew, from small forwards to the largest that fit, loading it if it is
-    not loaded; answered by Finished (`measured` says what came of it), Refusal or Failed. Cancel ends it."""
+    """Coordinator → engine: measure the forwards of a model, from small ones to the largest that fit.
+
+    The engine loads the model first if necessary. The answer is Finished with `measured`, Refusal or Failed. Cancel
+    stops the measurement.
+    """
 
     request: Number
     model: Word
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → engine: nobody waits for this any more."""
+    """Coordinator → engine: end a request without an answer."""
 
     request: Number
 
 
 class Admitted(Frame, frozen=True, array_like=True, gc=False):
-    """engine → coordinator: committed, with the exact count."""
+    """Engine → coordinator: the request has its memory."""
 
     request: Number
     prompt_tokens: Tokens
+    """Exact number of prompt tokens."""
     cached_tokens: Tokens = 0
     prompt_hash: Blob = b""
 
 
 class Logprob(Part, frozen=True, array_like=True, gc=False):
-    """One token's log probability and the likeliest alternatives at its place, tokens as bytes."""
+    """Log probability of a token, with the most likely alternatives. Tokens are bytes."""
 
     token: Blob
     logprob: Real
@@ -431,33 +477,33 @@ class Logprob(Part, frozen=True, array_like=True, gc=False):
 
 
 class Delta(Part, frozen=True, array_like=True, gc=False):
-    """What one step gave one choice: token ids and the text that became final, by channel.
-
-    A piece of channel TOOL_CALL is one finished call as a JSON object: `index`, `id`, `name`, `arguments` (JSON text).
-    """
+    """Tokens and text of a choice from one step of the engine."""
 
     request: Number
     choice: Natural
     ids: Ids
+    """Token ids."""
     pieces: Annotated[tuple[tuple[Natural, Long], ...], Meta(max_length=MAX_DELTAS)]
+    """Channel and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`, `name`, `arguments`
+    (JSON text)."""
     logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
-    """engine → coordinator: one frame for a whole engine step."""
+    """Engine → coordinator: the deltas of an engine step."""
 
     deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
 
 
 def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
-    """Return the frames of one step: one for up to MAX_ROWS_IN_STEP rows, of long texts one for each delta."""
+    """Return the frames of an engine step: one for up to MAX_ROWS_IN_STEP rows, or one a delta for long texts."""
     characters = sum(len(text) for delta in deltas for _, text in delta.pieces)
     most = MAX_ROWS_IN_STEP if characters <= LONG_CHARACTERS else 1
     return [Deltas(tuple(deltas[at : at + most])) for at in range(0, len(deltas), most)]
 
 
 class Timings(Part, frozen=True, array_like=True, gc=False):
-    """Where a request's time went on the node, in seconds."""
+    """Durations of the phases of a request on the node."""
 
     waiting: Seconds = 0.0
     prefill: Seconds = 0.0
@@ -465,23 +511,25 @@ class Timings(Part, frozen=True, array_like=True, gc=False):
 
 
 class Finished(Frame, frozen=True, array_like=True, gc=False):
-    """engine → coordinator: done. One reason (`stop`, `length`, `tool_calls`) per choice, and the exact usage; at the
-    end of a Profile the model as it is now. `stops`: by choice the stop string that ended it, empty if none did (or
-    nothing at all if none ended any); `thought` are those of the completion's tokens that were reasoning."""
+    """Engine → coordinator: the request is complete."""
 
     request: Number
     reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
+    """`stop`, `length` or `tool_calls` by choice."""
     prompt_tokens: Tokens
     completion_tokens: Tokens
     cached_tokens: Tokens = 0
     timings: Timings = Timings()
     measured: Model | None = None
+    """Model after a Profile."""
     stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
     thought: Tokens = 0
+    """Completion tokens of reasoning."""
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
-    """engine → coordinator: this request was not begun, with the verdict and all its numbers."""
+    """Engine → coordinator: the request was not started."""
 
     request: Number
     refused: Refused
@@ -489,99 +537,110 @@ class Refusal(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Failed(Frame, frozen=True, array_like=True, gc=False):
-    """engine or agent → coordinator: begun and broken, with a machine-readable reason."""
+    """Engine or agent → coordinator: the request ended with an error."""
 
     request: Number
     code: Word
+    """Machine-readable reason."""
     message: ErrorText
 
 
-# video: memory is lent for one job at a time, and the node alone decides
+# video leases: the node decides
 
 
 class Lease(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: lend `size` bytes to this job. Answered by LeaseGranted or LeaseRefused; once granted, by
-    LeaseEnded, whatever happens. `generation` grows with every lease of a job: of two, the older is fenced off.
+    """Coordinator → node: reserve memory for a video job.
 
-    `spec` is a JSON object for the worker: `prompt`, and as wanted `negative_prompt`, `width`, `height`, `frames`,
-    `fps`, `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; the node's settings otherwise)."""
+    The answer is LeaseGranted or LeaseRefused. LeaseEnded follows every granted lease.
+    """
 
     lease: Word
     generation: Number
+    """Grows with every lease of a job; the node refuses the older of two."""
     job: Word
     model: Word
     size: Size
+    """Bytes."""
     spec: Blob
+    """JSON object for the worker: `prompt`, and optionally `negative_prompt`, `width`, `height`, `frames`, `fps`,
+    `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; default: the settings of the node)."""
 
 
 class Release(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: give the lease back and end its worker (`cause` becomes the code of its end: `cancelled`,
-    `worker_lost`, …); with cause `acknowledged`: its end was heard, forget it and its files."""
+    """Coordinator → node: end a lease and its worker."""
 
     lease: Word
     generation: Number
     cause: Text
+    """Code of the end, such as `cancelled` or `worker_lost`. With `acknowledged` the node deletes the record and the
+    files of an ended lease."""
 
 
 class RayHead(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node, from coordinators of 0.1 with a Ray cluster of the whole pool: nodes ignore it."""
+    """Sent by coordinators of version 0.1 with a Ray cluster for the whole pool. Nodes ignore it."""
 
     address: Text
 
 
 class AllowVideo(Frame, frozen=True, array_like=True, gc=False):
-    """coordinator → node: whether this node may make videos. A node starts as one that may not."""
+    """Coordinator → node: whether the node may make videos. A node starts without permission."""
 
     allowed: bool
 
 
 class LeaseGranted(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: the ceiling is lowered and the engine holds to it; the job may be started on this node.
-    `folder` is what the actor has to be told to find the lease."""
+    """Node → coordinator: the ceiling is lowered and in force in the engine. The job can start."""
 
     lease: Word
     generation: Number
     folder: Text = ""
+    """Argument with which the actor finds the lease."""
 
 
 class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: no. `need` and `headroom` in bytes, `retry_after` in seconds (0: it will not help),
-    `waiting_for` says what would have to happen, for a person. Codes as in `wire.refusals`, or `lease_held`,
-    `lease_superseded`, `guard_off`, `video_not_ready`."""
+    """Node → coordinator: the lease is refused."""
 
     lease: Word
     generation: Number
     code: Word
+    """Code of `wire.refusals`, or `lease_held`, `lease_superseded`, `guard_off`, `video_not_ready`."""
     message: ErrorText
     need: Difference = 0
+    """Bytes."""
     headroom: Difference | None = None
+    """Bytes."""
     retry_after: Seconds = 0.0
+    """Seconds; 0 if a retry has the same result."""
     waiting_for: Text = ""
+    """Condition for a lease, as text for a person."""
 
 
 class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
-    """node → coordinator: the memory is back, its worker dead. Code `completed`, or what went wrong: `cancelled`,
-    `worker_crashed`, `worker_stalled`, `job_timeout`, `memory_lease_exceeded`, `monitor_failed`, `output_invalid`,
-    `worker_lost`, … Said again on every new link until it is acknowledged. `peak` are the most bytes that were read,
-    `seconds` the worker's life, `made` a JSON object of what was really made (width, height, frames, fps, seed, …)."""
+    """Node → coordinator: the worker has ended and the memory is free.
+
+    Sent again on every new link until the coordinator acknowledges it.
+    """
 
     lease: Word
     generation: Number
     code: Word
+    """`completed`, `cancelled`, `worker_crashed`, `worker_stalled`, `job_timeout`, `memory_lease_exceeded`,
+    `monitor_failed`, `output_invalid`, `worker_lost`, …"""
     message: ErrorText = ""
     artifacts: Annotated[tuple[Artifact, ...], Meta(max_length=MAX_ITEMS)] = ()
     peak: Size = 0
+    """Highest footprint in bytes."""
     seconds: Seconds = 0.0
+    """Lifetime of the worker."""
     made: Blob = b""
+    """JSON object of the properties of the clip: width, height, frames, fps, seed, …"""
 
 
 # agent ↔ engine only
 
 
 class Limits(Frame, frozen=True, array_like=True, gc=False):
-    """agent → engine: the cap and ceiling in force, and the margin. `number` grows with every one, so that the engine
-    can say which it holds. `margin_auto`: nobody set the margin, so that a profile of what is loaded may say a better
-    one."""
+    """Agent → engine: the memory limits in force."""
 
     cap: Size
     ceiling: Size
@@ -590,12 +649,17 @@ class Limits(Frame, frozen=True, array_like=True, gc=False):
     guard: bool = True
     leases: Size = 0
     number: Number = 0
+    """Grows with every frame; the engine reports the one in force."""
     margin_auto: bool = False
+    """Whether the margin is a default, which a profile of the loaded models may replace."""
 
 
 class Enforce(Frame, frozen=True, array_like=True, gc=False):
-    """agent → engine: at this poll you stood over a line. OVER_SOFT: give back what can be had again (free buffers,
-    reusable cache, idle models). OVER_HARD: that, and if it is less than `excess` bytes, end the newest request."""
+    """Agent → engine: the engine is above a limit.
+
+    OVER_SOFT: free unused memory (free buffers, reusable cache, idle models). OVER_HARD: also end the newest request
+    if that frees less than `excess` bytes.
+    """
 
     poll: Number
     level: Level
@@ -603,43 +667,46 @@ class Enforce(Frame, frozen=True, array_like=True, gc=False):
 
 
 class MakeRoom(Frame, frozen=True, array_like=True, gc=False):
-    """agent → engine: let `size` bytes fit beside what must stay, by giving up what can be had again (free buffers,
-    reusable cache, idle models that nobody pinned); nothing, where all of that would not do. `number` grows."""
+    """Agent → engine: free memory until `size` bytes fit.
+
+    The engine frees buffers, reusable cache and idle models that are not pinned. It frees nothing if that would not
+    suffice.
+    """
 
     number: Number
+    """Grows with every frame."""
     size: Size
 
 
 class Ban(Part, frozen=True, array_like=True, gc=False):
-    """A model that is not loaded for `seconds` more, and why."""
+    """A model that must not be loaded for a time."""
 
     model: Word
     seconds: Seconds
+    """Remaining time."""
     cause: Text
+    """Reason."""
 
 
 class Restore(Frame, frozen=True, array_like=True, gc=False):
-    """agent → a new engine: load these models again, one by one, and keep those others out."""
+    """Agent → new engine: load models again, and do not load banned ones."""
 
     models: Annotated[tuple[Word, ...], Meta(max_length=MAX_MESSAGES)] = ()
     bans: Annotated[tuple[Ban, ...], Meta(max_length=MAX_MESSAGES)] = ()
 
 
 class Stop(Frame, frozen=True, array_like=True, gc=False):
-    """agent → engine: end the process once the native call in flight has returned and all memory is given back, within
-    so many seconds. Nothing follows it."""
+    """Agent → engine: end the process after the native call in progress, with all memory freed. Last frame."""
 
     seconds: Seconds
+    """Time limit."""
 
 
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
-    """engine → agent: the snapshot its inference thread published, judged by the limits that it holds: those of number
-    `held`. `enforced` is the last `Enforce.poll` that it has acted on; `unreturned` are the bytes that did not
-    come back after its last model had gone; `measures` is for who asks the agent for metrics; `roomed` is the last
-    `MakeRoom.number` that it has acted on. `metal_limit` are the bytes that its device recommends at most (0: no Metal,
-    or not known), `wired` those that MLX may keep wired."""
+    """Engine → agent: state published by the inference thread."""
 
     memory: Memory
+    """Judged by the limits of number `held`."""
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MESSAGES)]
     running: Natural
     waiting: Natural
@@ -648,16 +715,23 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     counts: Counts = Counts()
     cache: CacheState = CacheState()
     held: Number = 0
+    """Number of the Limits in force."""
     enforced: Number = 0
+    """Number of the last Enforce that was applied."""
     unreturned: Difference = 0
+    """Bytes that stayed allocated after the last model was unloaded."""
     measures: GateMeasures = GateMeasures()
+    """Answer to `Ask('metrics')`."""
     roomed: Number = 0
+    """Number of the last MakeRoom that was applied."""
     metal_limit: Size = 0
+    """Memory that the Metal device recommends at most; 0 if unknown."""
     wired: Size = 0
+    """Bytes that MLX may keep wired."""
 
 
 class Head(Part, frozen=True, array_like=True, gc=False):
-    """The first field of every frame about one request: all that the agent decodes of what it forwards."""
+    """First field of every frame about a request: the only one that the agent decodes when it forwards a frame."""
 
     request: Number
 
@@ -671,7 +745,7 @@ TAGS: dict[int, type[Frame]] = {
     50: Limits, 51: EngineReport, 52: Restore, 53: Enforce, 54: MakeRoom, 55: Stop,
     60: Lease, 61: Release, 62: RayHead, 63: LeaseGranted, 64: LeaseRefused, 65: LeaseEnded, 66: AllowVideo,
 }  # fmt: skip
-"""Never reuse a number."""
+"""Tags of all frame types. A tag is never reused."""
 
 ENROLMENT = frozenset({EnrolStart, Enrol})
-"""What a peer without a certificate may send."""
+"""Frames that a peer without a certificate may send."""

@@ -1,13 +1,13 @@
-"""Who is who: protocol number, cluster URIs, join tokens, and the proofs that bind a certificate request to a token.
+"""Protocol version, cluster URIs, join tokens, and proofs that bind a certificate request to a join token.
 
-Rules that nobody may break
-- Identity is the URI in the certificate's SAN, `cluster://<cluster>/node/<node>` or `cluster://<cluster>/coordinator`,
-  never an address and never a host name.
-- The secret of a join token never crosses the wire: the node sends HMAC-SHA256(SHA-256(secret), CSR), and the
-  coordinator stores only the SHA-256.
-- Without a token both sides show a short code over everything that a man in the middle would have to change. The
-  node commits to its nonce and its request before it sees the coordinator's nonce, so nobody can search for a
-  colliding code.
+Invariants
+- The identity of a peer is the URI in the SAN of its certificate: `cluster://<cluster>/node/<node>` or
+  `cluster://<cluster>/coordinator`. It is never an address or a host name.
+- The secret of a join token is never sent. The node sends HMAC-SHA256(SHA-256(secret), CSR); the coordinator stores
+  only the SHA-256.
+- Without a token both sides show a short code. It covers every value that an attacker in the middle would have to
+  change. The node commits to its nonce and its request before it receives the nonce of the coordinator. An attacker
+  therefore cannot search for a colliding code.
 """
 
 import base64
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import NewType
 
 PROTOCOL = 1
-"""Version of the frames. History: 1 (2026-11-20) the first."""
+"""Version of the protocol. History: 1 (2026-11-20), the first."""
 OLDEST_PROTOCOL = 1
-"""The coordinator accepts this and everything up to PROTOCOL: N and N-1 side by side."""
+"""The coordinator accepts versions from this to PROTOCOL so that nodes of versions N and N-1 can run together."""
 
 SERVICE_TYPE = "_macpool._tcp.local."
 
@@ -36,68 +36,71 @@ _URI = re.compile(r"cluster://([A-Za-z0-9-]{1,64})/(coordinator|node/([A-Za-z0-9
 
 
 def valid_name(name: str) -> bool:
-    """Say whether a friendly name is safe to print, to label with and to announce (1-63 plain characters)."""
+    """Return whether a display name has 1 to 63 characters that are safe in terminals, labels and DNS."""
     return _NAME.fullmatch(name) is not None
 
 
 def valid_model(name: str) -> bool:
-    """Say whether a model's name is safe to print and to label with: 1-200 letters, digits, spaces and ._:/@+()-."""
+    """Return whether a model name has 1 to 200 letters, digits, spaces and ._:/@+()-."""
     return _MODEL.fullmatch(name) is not None
 
 
 def valid_id(text: str) -> bool:
-    """Say whether a text can be a cluster, node or machine id."""
+    """Return whether a text is a valid cluster, node or machine id."""
     return _ID.fullmatch(text) is not None
 
 
 def valid_request_id(text: str) -> bool:
-    """Say whether a client's `x-request-id` may be taken over."""
+    """Return whether an `x-request-id` of a client can be used as request id."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
 def node_uri(cluster: str, node: NodeId) -> str:
-    """Give the SAN of a node's certificate."""
+    """Return the URI of a node for the SAN of its certificate."""
     return f"cluster://{cluster}/node/{node}"
 
 
 def coordinator_uri(cluster: str) -> str:
-    """Give the SAN of the coordinator's certificate."""
+    """Return the URI of the coordinator for the SAN of its certificate."""
     return f"cluster://{cluster}/coordinator"
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a link, read from its verified certificate; `node` is None for the coordinator."""
+    """Identity of a peer, from its verified certificate; `node` is None for the coordinator."""
 
     cluster: str
     node: NodeId | None
 
 
 def parse_uri(uri: str) -> Peer | None:
-    """Read a SAN; None when it is no cluster URI."""
+    """Parse a URI of a SAN; None for other URIs."""
     match = _URI.fullmatch(uri)
     return Peer(match[1], NodeId(match[3]) if match[3] else None) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """`mpj1.<sha256 of the CA, base32>.<id>.<secret>`: a CA pin (32 bytes), an id to look up, a 16-byte secret."""
+    """Join token: `mpj1.<pin, base32>.<id>.<secret, base32>`."""
 
     pin: bytes
+    """SHA-256 of the CA, 32 bytes."""
     id: str
+    """Key under which the coordinator stores the token."""
     secret: bytes
+    """16 random bytes."""
 
     def __str__(self) -> str:
         return f"mpj1.{_base32(self.pin)}.{self.id}.{_base32(self.secret)}"
 
 
 def new_token(ca: bytes) -> JoinToken:
-    """Make a fresh token for the CA given as DER."""
+    """Create a random token for a CA in DER."""
     return JoinToken(hashlib.sha256(ca).digest(), _base32(secrets.token_bytes(5)), secrets.token_bytes(16))
 
 
 def parse_token(text: str) -> JoinToken:
-    """Read a token; ValueError says what is wrong without repeating the secret."""
+    """Parse a token. Raises ValueError; its text does not contain the secret."""
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
         raise ValueError(
@@ -107,31 +110,31 @@ def parse_token(text: str) -> JoinToken:
 
 
 def token_key(secret: bytes) -> bytes:
-    """Derive the MAC key that the coordinator stores instead of the secret."""
+    """Return the MAC key that the coordinator stores in place of the secret: its SHA-256."""
     return hashlib.sha256(secret).digest()
 
 
 def request_mac(key: bytes, csr: bytes) -> bytes:
-    """Bind a certificate request (DER) to a token's key."""
+    """Return the HMAC-SHA256 of a certificate request (DER) under the MAC key of a token."""
     return hmac.new(key, csr, hashlib.sha256).digest()
 
 
 def rejoin_text(csr: bytes) -> bytes:
-    """Return what the key of a member signs to ask for a new certificate (DER request) for the same member."""
+    """Return the bytes that a member signs with its key to request a new certificate with `csr` (DER)."""
     return b"macpool rejoin" + hashlib.sha256(csr).digest()
 
 
 def commitment(nonce: bytes, csr: bytes) -> bytes:
-    """Commit to a nonce and a certificate request (DER) before the other side reveals its own nonce.
+    """Return the commitment to a nonce and a certificate request (DER), sent before the peer reveals its nonce.
 
-    The request must be in it: whoever could still choose it after both nonces are known would search for one that
-    gives a wanted code, a million tries at most.
+    The commitment covers the request. If an attacker could change the request later, a million tries would find one
+    with a given code.
     """
     return hashlib.sha256(b"macpool commitment" + hashlib.sha256(csr).digest() + nonce).digest()
 
 
 def short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:
-    """Give the six digits that both screens must show when a node joins without a token."""
+    """Return the six digits that both machines show while a node joins without a token."""
     digest = hashlib.sha256(b"macpool code")
     for part in (ca, csr, node_nonce, coordinator_nonce):
         digest.update(len(part).to_bytes(4, "big") + part)

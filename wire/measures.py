@@ -1,7 +1,7 @@
-"""Distributions as counts of buckets, and what a node measures of its gate beyond what its report says.
+"""Histograms, and the measurements of a node that its report does not contain.
 
-A histogram's bounds are closed upwards (`value <= bound`), as Prometheus has them, with one bucket more for what is
-above the last. The bounds of what crosses the wire stand here, because both ends must mean the same.
+Bounds are inclusive (`value <= bound`), as in Prometheus; one more bucket counts values above the last bound. Bounds
+of histograms that nodes send are defined here because both sides must use the same.
 """
 
 from bisect import bisect_left
@@ -15,39 +15,43 @@ from wire.report import Part
 from wire.units import MIB
 
 PREDICTED_BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.25)
-"""Predicted peak / ceiling: caps differ from Mac to Mac, shares do not. Fine where it is decided."""
+"""Bounds of predicted peak divided by ceiling. Caps differ between Macs, ratios do not; bounds are dense near 1."""
 TRANSIENT_BOUNDS = tuple(float(size * MIB) for size in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
-"""Bytes that a prefill or a join took for a moment."""
+"""Bounds of the transient bytes of a prefill or a join."""
 
 
 class Tally(Part, frozen=True, array_like=True, gc=False):
-    """A histogram at one moment: how many values fell into each bucket, and their sum."""
+    """State of a histogram: the count of each bucket, and the sum of all values."""
 
     counts: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
     total: Real = 0.0
 
 
 class GateMeasures(Part, frozen=True, array_like=True, gc=False):
-    """What the gate did since its engine started: checks by site, refusals by code, the peaks that it predicted as
-    shares of the ceiling, and by how many bytes MLX rose in the prefills and joins that followed."""
+    """Counts of a gate since its engine started."""
 
     checks: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Checks by site."""
     refusals: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Refusals by code."""
     predicted: Tally = Tally()
+    """Predicted peaks divided by the ceiling."""
     transient: Tally = Tally()
+    """Bytes by which MLX's active memory rose during prefills and joins."""
 
 
 class NodeMeasures(Part, frozen=True, array_like=True, gc=False):
-    """A node's answer to `Ask("metrics")`: its engine's gate, and the agent's own process (CPU in seconds since its
-    start, footprint in bytes)."""
+    """Answer of a node to `Ask("metrics")`."""
 
     gate: GateMeasures = GateMeasures()
     agent_cpu: Seconds = 0.0
+    """CPU seconds of the agent's process since its start."""
     agent_phys: Size = 0
+    """Footprint of the agent's process in bytes."""
 
 
 class Buckets:
-    """A histogram that counts. One owner, one thread."""
+    """A histogram. Not thread-safe."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -57,10 +61,10 @@ class Buckets:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times. Costs a quarter of a microsecond."""
+        """Count a value `times` times. Takes 0.25 us."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def tally(self) -> Tally:
-        """Give what was counted up to now."""
+        """Return the current counts."""
         return Tally(tuple(self.counts), self.total)

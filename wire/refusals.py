@@ -1,7 +1,7 @@
-"""Every reason why we decline, as a value: whose limit it was, all the numbers, what to do, and when to try again.
+"""Refusals as values: code, message, the numbers of the decision, the next step, and when to retry.
 
-A refusal is an answer, never a failure: it opens no breaker and ends nobody else's request. The HTTP status that
-belongs to each code is a hint for `router/problems.py`, the only other place that knows about HTTP.
+A refusal is a normal answer. It does not open a circuit breaker and does not end other requests. STATUS suggests the
+HTTP status of each code; apart from that, only `router/problems.py` depends on HTTP.
 """
 
 from enum import StrEnum
@@ -10,11 +10,11 @@ from wire.bounds import ErrorText, Estimate, Seconds, Word
 from wire.report import Part
 
 GRAMMAR_FAILED = "grammar_failed"
-"""Code of a `Failed` whose request asked for a grammar that cannot be followed to its end: the client's fault."""
+"""Code of a `Failed` for a grammar that no answer can satisfy. The client has to change the grammar."""
 
 
 class Code(StrEnum):
-    """The machine-readable reason, `error.code` in bodies."""
+    """Machine-readable reason; `error.code` in HTTP bodies."""
 
     TOO_LARGE = "prefill_memory_exceeded"
     NO_ROOM = "no_headroom"
@@ -44,11 +44,11 @@ STATUS: dict[Code, int] = {
 }  # fmt: skip
 
 FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403, 404, 409, 500))
-"""Waiting will not help: the request, or a model's files, must change."""
+"""Codes for which a retry has the same result: the request or the files of the model must change."""
 
 
 class Numbers(Part, frozen=True, array_like=True, gc=False):
-    """The verdict's arithmetic in bytes (architecture §3), `error.memory` in bodies."""
+    """Memory arithmetic of a decision in bytes (`wire.verdict`); `error.memory` in HTTP bodies."""
 
     predicted: Estimate | None = None
     ceiling: Estimate = 0
@@ -62,20 +62,23 @@ class Numbers(Part, frozen=True, array_like=True, gc=False):
 
 
 class Refused(Part, frozen=True, array_like=True, gc=False):
-    """Why not: the code, a sentence for a person with the next step in it, the numbers, and when to retry (seconds)."""
+    """A refusal."""
 
     code: Code
     message: ErrorText
+    """Text for the client, with the next step."""
     numbers: Numbers | None = None
     retry_after: Seconds | None = None
+    """Seconds after which a retry can succeed."""
     node: Word = ""
+    """Name of the node that refused, or had most headroom."""
 
     @property
     def status(self) -> int:
-        """The HTTP status that belongs to the code."""
+        """HTTP status of the code."""
         return STATUS[self.code]
 
     @property
     def final(self) -> bool:
-        """Whether no other node could answer otherwise."""
+        """Whether every node would refuse for the same reason."""
         return self.code in FINAL

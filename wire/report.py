@@ -1,7 +1,7 @@
-"""What a node says of itself, twice a second while busy: the facts that placement and the tables read.
+"""Report of a node, sent twice a second while the node is busy: input of placement and of the tables.
 
-All sizes are bytes, all speeds tokens per second, all times seconds. Every structure is appended to, never reordered:
-readers take defaults for fields that an older node does not send and ignore those that they do not know.
+Sizes are bytes, speeds are tokens per second, times are seconds. Fields are only appended, never reordered. A reader
+uses defaults for fields that an older node does not send, and ignores unknown fields.
 """
 
 from enum import IntEnum
@@ -27,15 +27,15 @@ from wire.bounds import (
 from wire.units import MIB
 
 WASTE_MOST = 256 * MIB
-"""Bytes of padding that are not worth a second batch, where memory is not short."""
+"""Bytes of padding below which a second batch does not pay, unless memory is short."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of everything that travels inside a frame."""
+    """Base of every struct inside a frame."""
 
 
 class Level(IntEnum):
-    """How a node stands to its cap (`wire.verdict.level`); UNKNOWN where its footprint cannot be read."""
+    """Memory level of a node (`wire.verdict.level`); UNKNOWN if its footprint cannot be read."""
 
     UNKNOWN = 0
     OK = 1
@@ -44,7 +44,7 @@ class Level(IntEnum):
 
 
 class Hardware(Part, frozen=True, array_like=True, gc=False):
-    """The machine, told once in `Hello`."""
+    """Hardware and system of a machine, sent once in `Hello`."""
 
     chip: Text = ""
     memory: Size = 0
@@ -54,145 +54,164 @@ class Hardware(Part, frozen=True, array_like=True, gc=False):
 
 
 class Memory(Part, frozen=True, array_like=True, gc=False):
-    """One consistent reading and the limits it was judged by (architecture §3).
+    """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md).
 
-    `phys` is None when it could not be read; then `headroom` is None too and nothing is placed there. `source` names
-    the reading (`statm`, `phys_footprint`, `scripted`), `age` its age when the report was written. `base` is what the
-    engine takes before any model: no request can ever have that.
-
-    `reusable` is in a report only: bytes of `current` that the engine surely gives back at once, before it refuses
-    (its prefix cache). Whoever places requests counts them as free; the gate, which has to give them back first, not.
-    `cache` and `peak` are MLX's own: free buffers that it keeps, and the most that was active since MLX was last asked
-    to forget it; they are shown, and judged by nobody. `canary` is the last reserve, given up before all else: it
-    is part of `current`, and in a report of `reusable`, too.
+    If `phys` is None, `headroom` is None and the node receives no new request.
     """
 
     cap: Size = 0
     ceiling: Size = 0
     margin: Size = 0
     phys: Size | None = None
+    """Footprint of the engine's process; None if it could not be read."""
     active: Size = 0
+    """Active memory of MLX."""
     recent: Size = 0
+    """Highest reading of the last seconds."""
     current: Size | None = None
+    """Maximum of `active`, `phys` and `recent`."""
     reserved: Size = 0
     headroom: Difference | None = None
     leases: Size = 0
     bound_by: Word = ""
+    """Name of the term that sets the ceiling."""
     guard: bool = True
     armed: bool = False
     source: Word = ""
+    """Source of `phys`: `statm`, `phys_footprint` or `scripted`."""
     age: Seconds = 0.0
+    """Age of the reading when the report was written."""
     total: Size = 0
+    """Memory of the machine."""
     base: Size = 0
+    """Footprint of the engine before any model is loaded. No request can use these bytes."""
     reusable: Size = 0
+    """Bytes of `current` that the engine frees before it refuses a request: prefix cache and canary. Set in reports
+    only. Placement counts these bytes as free; the gate does not until they are freed."""
     cache: Size = 0
+    """Free buffers that MLX keeps. For display."""
     peak: Size = 0
+    """Highest active memory of MLX since its last reset. For display."""
     canary: Size = 0
+    """Last reserve, part of `current`; freed before anything else."""
 
 
 class Group(Part, frozen=True, array_like=True, gc=False):
-    """One padded decode batch: its bytes are rows × longest row; `tokens` is what its rows really hold."""
+    """A padded decode batch. Its memory is that of `rows` rows of `longest` tokens."""
 
     rows: Natural = 0
     longest: Tokens = 0
+    """Tokens of the longest row."""
     tokens: Natural = 0
+    """Tokens of all rows without padding."""
 
 
 class Transient(Part, frozen=True, array_like=True, gc=False):
-    """What a forward takes for a moment beside the rows that it writes, fitted to what forwards have taken.
+    """Fitted model of the transient memory of a forward, without the KV that it writes.
 
-    All in bytes (`wire.verdict.prefill_transient`, `step_transient`). A prefill of some tokens: `fixed`, `token` for
-    each, `pair` for each and each token that it sees; or `least` for each token where layers without attention take
-    more; `seen` for each token seen where the caches have to grow, which copies them layer by layer; `logits` for each
-    token of a forward whose logits are wanted. A decode step: `step_fixed`, `step_row` for each row, `step_seen` (and
-    `seen`) for each row and each token of the longest.
-
-    A model all of whose layers have a `window` sees no more than that. `floor` is the smallest chunk in tokens that the
-    engine cuts for want of memory.
+    All values are bytes, except `window` and `floor`. Formulas: `wire.verdict.prefill_transient` and
+    `wire.verdict.step_transient`.
     """
 
     fixed: Real = 0.0
+    """Prefill: constant."""
     token: Real = 0.0
+    """Prefill: for each token."""
     pair: Real = 0.0
+    """Prefill: for each pair of a token and a token that it attends to."""
     seen: Real = 0.0
+    """For each attended token when a cache grows, because caches are copied layer by layer."""
     least: Real = 0.0
+    """Prefill: minimum for each token, for models whose layers without attention need more."""
     logits: Real = 0.0
+    """Prefill: for each token of a forward that computes logits."""
     step_fixed: Real = 0.0
+    """Decode step: constant."""
     step_row: Real = 0.0
+    """Decode step: for each row."""
     step_seen: Real = 0.0
+    """Decode step: for each row and each token of the longest row."""
     window: Natural = 0
+    """Most tokens that a token attends to, if all layers have a sliding window; else 0."""
     floor: Tokens = 0
+    """Smallest prefill chunk when memory is short, in tokens."""
 
 
 ROW_COST = 0.1
-"""By how much each further row makes a decode step longer, by and large: 0.06 measured on a CPU, not on a Mac yet."""
+"""Share by which each further row lengthens a decode step: 0.06 measured on a CPU; not measured on a Mac."""
 
 
 class Model(Part, frozen=True, array_like=True, gc=False):
-    """A model that this node can serve.
-
-    `decode_speed` are the tokens per second of a row that decodes alone (`ROW_COST`), `transient` is what the smallest
-    prefill chunk adds for a moment at the start of a prompt (`forward` says it of every forward), `bytes_per_token` the
-    measured ratio of request text to prompt tokens, `features` what a request may ask for beyond plain sampling,
-    `cause` why it cannot be loaded now.
-
-    `progress` is the share of the weights that a load under way has read, 0 to 1; 0 where none is.
-
-    `profiled`: measured on this machine. `max_context` is the longest row that fits where nothing else runs,
-    `max_batch` the most rows of usual length (`wire.verdict`); `observed` the highest transient seen, `residual` by how
-    much a forward went above its estimate at most, in bytes; `covered` the tokens of the largest chunk measured,
-    `covered_rows` the rows of the widest decode step, and `uncovered` the bytes that a wider one is charged with
-    because the margin was narrowed for measured forwards only (0: all widths are covered by the margin in force).
-
-    A row takes `kv_per_token` bytes for each of its tokens, `kv_window_per_token` for each of the last `kv_window`, and
-    `kv_fixed` whatever its length; its cache grows `kv_step` tokens at a time (`wire.verdict.row_bytes`).
-
-    `pinned`: it is preloaded and is never evicted for another model.
-    """
+    """A model that the node can serve."""
 
     name: Word
     fingerprint: Word = ""
     loaded: bool = False
     weights: Estimate = 0
+    """Bytes of the weights."""
     kv_per_token: Estimate = 0
+    """Bytes of a row for each of its tokens. See `wire.verdict.row_bytes` for this and the other fields of a row."""
     transient: Estimate = 0
+    """Transient bytes of the smallest prefill chunk at the start of a prompt. `forward` covers every forward."""
     context: Natural = 0
+    """Context length in tokens."""
     load_seconds: Real = 0.0
     prefill_speed: Real = 0.0
     decode_speed: Real = 0.0
+    """Tokens per second of a row that decodes alone; see `ROW_COST`."""
     bytes_per_token: Real = 4.0
+    """Measured bytes of request text per prompt token."""
     features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Features of requests beyond plain sampling that the model supports."""
     groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)] = ()
     expected_output: Natural = 256
+    """Tokens of a usual answer."""
     kv_step: Natural = 1
+    """Tokens by which the cache of a row grows."""
     kv_fixed: Estimate = 0
+    """Bytes of a row of any length."""
     kv_window: Natural = 0
+    """Tokens of the sliding window; 0 without one."""
     kv_window_per_token: Estimate = 0
+    """Bytes of a row for each of the last `kv_window` tokens."""
     loading: bool = False
     cause: Text = ""
+    """Reason why the model cannot be loaded; empty if it can."""
     forward: Transient = Transient()
     profiled: bool = False
+    """Whether the model was measured on this machine."""
     max_context: Natural = 0
+    """Tokens of the longest row that fits on the idle node."""
     max_batch: Natural = 0
+    """Rows of usual length that fit on the idle node."""
     observed: Estimate = 0
+    """Highest transient that was measured, in bytes."""
     kv_waste: Size = WASTE_MOST
+    """Bytes of padding that a batch may always have."""
     progress: Real = 0.0
+    """Share of the weights that a load in progress has read, 0 to 1; 0 without one."""
     residual: Estimate = 0
+    """Most bytes by which a forward exceeded its estimate."""
     covered: Natural = 0
+    """Tokens of the largest prefill chunk that was measured."""
     covered_rows: Natural = 0
+    """Rows of the widest decode step that was measured."""
     uncovered: Estimate = 0
+    """Bytes charged to a wider step, because the margin was narrowed for measured forwards only; 0 if the margin in
+    force covers all widths."""
     pinned: bool = False
+    """Whether the model is preloaded and never unloaded for another one."""
 
     @property
     def kv(self) -> "Kv":
-        """What its rows take."""
+        """Memory parameters of a row."""
         return Kv(
             self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token, self.kv_waste
         )
 
 
 class Kv(msgspec.Struct, frozen=True, gc=False):
-    """What a row of a model takes, see `Model`; `waste` are the bytes of padding that a batch may have at any rate."""
+    """Memory parameters of a row; `waste` are the bytes of padding that a batch may always have. See `Model`."""
 
     per_token: int
     step: int = 1
@@ -203,101 +222,119 @@ class Kv(msgspec.Struct, frozen=True, gc=False):
 
 
 class Counts(Part, frozen=True, gc=False):
-    """What the engine's gate was asked and said, and what was done, since that process started: `forwards` are prefills
-    and joins, each of which follows a check; `failures` are requests that ended in a fault of the engine, `sheds` those
-    that it ended because the agent found it over its cap, `evictions` idle models that made room, `shrinks` chunks that
-    were made smaller to fit, `preemptions` requests that gave way to older ones and came back, `overs` forwards after
-    which it found itself over its cap, `departures` models that left because nobody had used them for long."""
+    """Counts since the engine's process started."""
 
     checks: Natural = 0
+    """Checks of the gate."""
     refusals: Natural = 0
+    """Refusals of the gate."""
     forwards: Natural = 0
+    """Prefills and joins, each of which follows a check."""
     steps: Natural = 0
+    """Decode steps."""
     failures: Natural = 0
+    """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
+    """Requests that the engine ended because the agent found it above its cap."""
     evictions: Natural = 0
+    """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
+    """Prefill chunks that were reduced to fit."""
     preemptions: Natural = 0
+    """Requests that were preempted and continued later."""
     overs: Natural = 0
+    """Forwards after which the engine found itself above its cap."""
     departures: Natural = 0
+    """Models that were unloaded because they were idle for long."""
 
 
 class CacheState(Part, frozen=True, gc=False):
-    """The engine's prefix cache, since that process started: what it holds, how often it served and with how many
-    prompt tokens, what was stored and evicted. `evicted` are the prompt hashes (`Admitted.prompt_hash`) of the newest
-    evictions; the last of them has the number `evictions`."""
+    """State of the prefix cache, with counts since the engine's process started."""
 
     nbytes: Size = 0
     entries: Natural = 0
     hits: Natural = 0
     hit_tokens: Natural = 0
+    """Prompt tokens that were found in the cache."""
     stores: Natural = 0
     evictions: Natural = 0
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions; the last has the number `evictions`."""
 
 
 class EngineState(Part, frozen=True, array_like=True, gc=False):
-    """The engine child as its agent sees it: `starting`, `ready`, `hung`, `restarting` or `failed`, and why. It
-    died `restarts` times; `recycles` times it was replaced in good health, because the memory of unloaded models did
-    not come back. At most `rows` decode at once and more wait; 0 from a node that does not say. MLX may keep `wired`
-    bytes wired; 0: none. `leaked` are the bytes that ended engines have left wired: only a restart of the machine frees
-    them."""
+    """State of the engine's process, as its agent sees it."""
 
     kind: Word = ""
     state: Word = "starting"
+    """`starting`, `ready`, `hung`, `restarting` or `failed`."""
     cause: Text = ""
+    """Reason of the state."""
     restarts: Natural = 0
+    """Number of times that the process died."""
     running: Natural = 0
     waiting: Natural = 0
     queued_tokens: Natural = 0
     counts: Counts = Counts()
     cache: CacheState = CacheState()
     recycles: Natural = 0
+    """Number of times that a healthy process was replaced, because unloaded models did not release their memory."""
     rows: Natural = 0
+    """Maximum number of rows that decode at once; 0 if unknown."""
     wired: Size = 0
+    """Bytes that MLX may keep wired; 0 for none."""
     leaked: Difference = 0
+    """Wired bytes that ended engines left behind. Only a restart of the machine frees them."""
 
 
 class System(Part, frozen=True, array_like=True, gc=False):
-    """The machine as the agent reads it; None is unknown. `available` is what can be had without pushing anyone out,
-    `pressure` the system's own word (`normal`, `warn`, `critical`, or empty: not told), `source` names where they come
-    from, `age` is theirs when the report was written. `worker` is the footprint of this node's video process."""
+    """Memory of the machine, as the agent reads it."""
 
     available: Size | None = None
+    """Bytes that can be allocated without displacing other programs; None if unknown."""
     pressure: Word = ""
+    """Memory pressure of the system: `normal`, `warn`, `critical`, or empty if unknown."""
     source: Word = ""
+    """Source of both values."""
     age: Seconds = 0.0
+    """Age of both values when the report was written."""
     worker: Size = 0
+    """Footprint of the node's video worker."""
 
 
 class Sharing(Part, frozen=True, array_like=True, gc=False):
-    """Whether the owner's Mac takes work now. `when` is the node's rule (`always`, `plugged-in`, `idle`, `hours`),
-    empty from a node that cannot be paused. `paused`: it takes nothing new, because of `why`, until `until` (Unix
-    seconds by its own clock; None: nobody can say). `by_hand`: a person paused it, not the rule."""
+    """Sharing rule of the Mac's owner, and whether the node is paused."""
 
     when: Word = ""
+    """Rule: `always`, `plugged-in`, `idle` or `hours`; empty from a node that cannot be paused."""
     paused: bool = False
     why: Text = ""
+    """Reason of the pause."""
     until: Real | None = None
+    """Unix time at which the pause ends, by the node's clock; None if unknown."""
     by_hand: bool = False
+    """Whether a person paused the node."""
 
 
 class Enforcement(Part, frozen=True, array_like=True, gc=False):
-    """What the agent holds its engine to, from outside: `phys` is its own reading of that process, `highest` and
-    `interval` the kernel's high-water marks of it (ever, and since they were last reset), which judge nobody.
-
-    `cap_bound_by` is the term that settled the cap, `remedy` what a person can do about the term that binds now,
-    `warnings` what makes this node less safe than it could be. Counts are the agent's, and outlive the engine:
-    `over_caps` times that it was found over its cap, `kills` that it was ended for it."""
+    """Readings and counts of the agent's enforcer. Counts survive a restart of the engine."""
 
     level: Natural = Level.UNKNOWN
     phys: Size | None = None
+    """Footprint of the engine, read by the agent."""
     highest: Size | None = None
+    """High-water mark of the footprint by the kernel, for display."""
     interval: Size | None = None
+    """High-water mark since its last reset, for display."""
     cap_bound_by: Word = ""
+    """Name of the term that sets the cap."""
     remedy: Text = ""
+    """Advice about the term that limits the node now."""
     tier: Word = ""
     warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Reasons why this node is less safe than possible."""
     polls: Natural = 0
     over_caps: Natural = 0
+    """Number of times that the engine was above its cap."""
     kills: Natural = 0
+    """Number of times that the engine was killed for that."""

@@ -1,8 +1,8 @@
-"""Settings from a file, the environment and the command line, refused when unknown, with the origin of each kept.
+"""Resolve settings from a file, the environment and the command line, with the origin of each value.
 
-Pure: the caller reads files and environment. Precedence: TOML file < MACPOOL_* environment < --set. A settings type is
-a tree of msgspec structs; a leaf's key is its dotted path (`memory.cap`), its environment name MACPOOL_MEMORY__CAP.
-Coordinator and node read the same file: each validates its own sections and skips the other's by name.
+Pure: the caller reads files and environment. Precedence: TOML file < MACPOOL_* environment < --set. Unknown keys are
+errors. A settings type is a tree of msgspec structs. The key of a leaf is its dotted path (`memory.cap`), its name in
+the environment is MACPOOL_MEMORY__CAP. Coordinator and node read the same file and skip each other's sections by name.
 """
 
 import difflib
@@ -14,21 +14,21 @@ import msgspec
 
 PREFIX = "MACPOOL_"
 OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
-"""Environment names of command-line options, not settings."""
+"""Variables of command-line options, which are not settings."""
 
 GIVEN = frozenset({"environment", "--set", "--models"})
-"""Origins that a process was given at its start, and no file changes."""
+"""Origins that a change of the file does not affect."""
 
 Flat = Mapping[str, object]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """A setting is unknown or its value is not possible; the text names origin, key and the nearest known key."""
+    """An unknown setting or an invalid value. The text names origin, key and the most similar known key."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of settings sections: every field has a default and a description."""
+    """Base of settings sections. Every field has a default and a description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[T]):
-    """The settings in force and where each that is not a default came from."""
+    """Resolved settings, and the origin of each value that is not a default."""
 
     value: T
     origins: Mapping[str, str]
 
 
 def describe(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
-    """List every leaf of a settings type with default and description."""
+    """Return all settings of a type, with default and description."""
     found: list[Setting] = []
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
@@ -83,7 +83,7 @@ def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    """Take MACPOOL_SECTION__KEY=value as section.key, leaving out the command line's own names."""
+    """Return MACPOOL_SECTION__KEY variables by key (`section.key`), without those in OUTSIDE."""
     return {
         name[len(PREFIX) :].lower().replace("__", "."): value
         for name, value in environ.items()
@@ -92,7 +92,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
-    """Take `key=value` texts of --set; SettingsError for a text without `=`."""
+    """Parse `key=value` texts of --set. Raises SettingsError for a text without `=`."""
     flat: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -103,10 +103,10 @@ def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
 
 
 def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()) -> Resolved[T]:
-    """Merge layers (weakest first, each with the name of its origin) into one settings value.
+    """Merge layers of settings, lowest precedence first, each with the name of its origin.
 
-    `others` are keys or first sections that belong to another process and are skipped. Raises SettingsError for an
-    unknown key, with the nearest known one, and for a value that its type does not take.
+    `others` are keys or sections of another process, which are skipped. Raises SettingsError for an unknown key and for
+    a value that does not fit its type.
     """
     known = {setting.key: setting for setting in describe(kind)}
     merged: dict[str, object] = {}
@@ -122,18 +122,23 @@ def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collectio
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One setting that cannot be: what is wrong, the nearest known key or nothing, and what the setting means."""
+    """An invalid setting."""
 
     key: str
     text: str
+    """Description of the error."""
     near: str = ""
+    """Most similar known key."""
     meaning: str = ""
+    """Description of the setting."""
 
 
 def faults(kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callable[[T], None] | None = None
            ) -> list[Fault]:  # fmt: skip
-    """Find everything that is wrong in one layer, each setting by itself; `rule` raises SettingsError for what a type
-    cannot say. `resolve` stops at the first, because a start needs no more."""
+    """Return all invalid settings of a layer, each checked separately.
+
+    `rule` raises SettingsError for rules that types cannot express. Unlike `resolve`, this does not stop at the first.
+    """
     known = {setting.key: setting for setting in describe(kind)}
     found: list[Fault] = []
     for key, value in flat.items():
@@ -153,7 +158,7 @@ def faults(kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callab
 
 
 def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:
-    """Give every setting in force: key, value, where it comes from, and what it means."""
+    """Return rows of all settings in force: key, value, origin, description."""
     rows: list[dict[str, object]] = []
     for one in describe(type(resolved.value)):
         value: object = resolved.value
@@ -166,7 +171,7 @@ def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A setting that a process still uses as `running`, while its file says `now`."""
+    """A setting whose value in a running process differs from its file (`now`)."""
 
     key: str
     running: object
@@ -176,8 +181,11 @@ class Drift:
 def drifted(
     running: Iterable[Mapping[str, object]], kind: type[T], file: Flat, others: Collection[str] = ()
 ) -> list[Drift]:
-    """Say which settings of a running process (rows of `explained`) a start from this file would make others; what was
-    GIVEN to it stays as it is. Raises SettingsError where the file is wrong."""
+    """Return the settings of a running process that a restart with this file would change.
+
+    `running` are rows of `explained`. Settings with an origin in GIVEN do not change. Raises SettingsError for an
+    invalid file.
+    """
     later = {row["key"]: row["value"] for row in explained(resolve(kind, [("file", file)], others))}
     return [
         Drift(key, row["value"], later[key])
@@ -187,12 +195,12 @@ def drifted(
 
 
 def _plain(value: object) -> object:
-    """Give a list as settings have it: JSON knows no tuples."""
+    """Convert a list from JSON to the tuple that settings use."""
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
 def _listed(value: object, default: object) -> object:
-    """Read `a,b` as a list where one is meant: the environment and --set know texts only."""
+    """Split `a,b` if the setting is a list, because the environment and --set have only texts."""
     if isinstance(default, tuple) and isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value

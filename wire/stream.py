@@ -1,12 +1,12 @@
-"""What one end of a link sends, without its socket: urgent frames at once, long ones in turns.
+"""Send side of a link, and the asyncio protocol of both ends.
 
-Urgent frames (tokens, reports, refusals) are written as they come. A long frame and a long answer wait here as pieces
-and are written one at a time, only while the transport is not paused; so a token never waits behind more than one piece
-and what the transport holds (64 KiB, about 5 ms of a 100 Mbit/s line).
+Short frames (tokens, reports, refusals) are written immediately. Long frames and long answers are queued as pieces.
+Pieces are written one at a time, and only while the transport is not paused. A token therefore waits for at most one
+piece and the buffer of the transport (64 KiB, about 5 ms at 100 Mbit/s).
 
-The peer joins at most LONGEST_JOINED bytes and MOST_OPEN messages at once and ends the link beyond that. So the long
-frames under way never exceed this together; the next one waits until enough of them have been written. A smaller one
-may pass a larger one that waits, up to LONGEST_JOINED bytes of them, so that the larger one has its turn.
+The peer joins at most LONGEST_JOINED bytes and MOST_OPEN messages at a time, and closes the link above that. The sender
+keeps its long frames in progress within these limits and queues the next frame. A smaller frame may overtake a queued
+larger one, up to LONGEST_JOINED bytes in total.
 """
 
 import math
@@ -20,34 +20,37 @@ from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireE
 from wire.frames import Frame
 
 MOST_BUFFERED = 64 * 1024
-"""Bytes that the transport may hold before pieces wait; also what the kernel may hold unsent."""
+"""Bytes in the buffer of the transport above which pieces wait; also the limit of unsent bytes in the kernel."""
 AF_UNIX = 1
 IPPROTO_TCP = 6
 TCP_NODELAY = 1
 NOTSENT_LOWAT_MACOS = 0x201
 TCP_NOTSENT_LOWAT = NOTSENT_LOWAT_MACOS if sys.platform == "darwin" else 25
-"""Python's socket module does not name the last (netinet/tcp.h on macOS, linux/tcp.h)."""
+"""Socket option that Python's socket module does not name (netinet/tcp.h on macOS, linux/tcp.h)."""
 GATHER, AT_ONCE = 0.002, 4
-"""Seconds between two writes on one link in a rush, and so many that need not wait for that after a pause: a write and
-the wake-up at the other end cost as much as the rest of a request together, but one that is alone, with its few frames,
-must not wait."""
+"""Seconds between two writes of a busy link, and the number of writes after a pause without that delay.
+
+A write and the wake-up of the peer cost as much CPU as the rest of a request; a single request must not be delayed.
+"""
 PATIENCE = 0.02
-"""Seconds that a frame waits at most for another one to leave with."""
+"""Maximum seconds for which a short frame waits for another frame (`Outbox.accompany`)."""
 TCP_RTO_MAX_MS = 44
 LONGEST_RETRY = 1000
-"""Milliseconds from one retransmission to the next, where the kernel lets us say (Linux 6.15 and later). Left alone it
-doubles them, and a cable that was out for 2 s is a silence of more than 3."""
+"""Maximum milliseconds between two TCP retransmissions, on Linux 6.15 and later.
+
+By default the kernel doubles the interval, and an interruption of 2 s becomes a silence of more than 3 s.
+"""
 MOST_UNSENT = 32 * 1024 * 1024
-"""Urgent bytes that may pile up for a peer that does not read."""
+"""Maximum bytes of short frames queued for a peer that does not read."""
 TURN = 8
-"""Pieces written in one go, so that a fast socket does not keep the loop to itself."""
+"""Maximum pieces in one turn of the loop, because a fast socket could otherwise occupy the loop."""
 
 
 class Outbox:
-    """Writes frames through `write`; goes on with pieces through `defer`, the loop's call_soon. `wait` calls what it is
-    given after PATIENCE.
+    """Send queue of a link.
 
-    Frames that are sent within one turn of the loop leave together: one TLS record and one system call for all.
+    `write` writes bytes, `defer` calls a function in the next turn of the loop, `wait` calls a function after PATIENCE
+    seconds. Frames of one turn of the loop are written together, as one TLS record with one system call.
     """
 
     def __init__(
@@ -63,18 +66,18 @@ class Outbox:
         self._leaving = False
         self._bulk: deque[Iterator[bytes]] = deque()
         self._waiting: deque[bytes] = deque()
-        """Long frames that do not fit yet beside those under way."""
+        """Long frames that do not fit within the limits of the frames in progress."""
         self._open = self._open_bytes = self._passed = 0
         self._message = 0
         self._paused = False
         self._pumping = False
 
     def send(self, frame: Frame) -> None:
-        """Write a frame now, or queue it in pieces when it is long. Raises what `encode` raises."""
+        """Write a short frame, queue a long one as pieces. Raises the exceptions of `encode`."""
         self.forward(encode(frame))
 
     def forward(self, encoded: bytes) -> None:
-        """Write an encoded frame now, or queue it in pieces when it is long."""
+        """Write a short encoded frame, queue a long one as pieces."""
         if len(encoded) <= LONGEST_PLAIN:
             self._turn.append(encoded)
             if not self._leaving:
@@ -85,7 +88,7 @@ class Outbox:
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
-        """Begin the long frames that the peer may join beside those under way, the oldest first."""
+        """Start the queued long frames that fit within the limits, oldest first."""
         waiting, self._waiting = self._waiting, deque()
         for encoded in waiting:
             size, passes = len(encoded), bool(self._waiting)
@@ -100,41 +103,43 @@ class Outbox:
             self._queue(self._pieces(encoded, self._message))
 
     def _pieces(self, encoded: bytes, message: int) -> Iterator[bytes]:
-        """Cut a long frame; after its last piece has been written, begin those that waited for it."""
+        """Yield the pieces of a long frame; after the last one, start queued frames."""
         yield from fragments(encoded, message)
         self._open -= 1
         self._open_bytes -= len(encoded)
         self._begin_waiting()
 
     def accompany(self, encoded: bytes) -> None:
-        """Write a short encoded frame before the next one that is sent, after PATIENCE at the latest: alone it would
-        wake up the other end, which costs more than all that it says."""
+        """Write a short encoded frame together with the next frame, after PATIENCE seconds at the latest.
+
+        A separate write would wake up the peer, which costs more than the content of the frame.
+        """
         self._turn.append(encoded)
         if len(self._turn) == 1:
             self._wait(self.flush)
 
     def flush(self) -> None:
-        """Write what this turn has gathered."""
+        """Write the frames of this turn."""
         self._leaving = False
         if self._turn:
             gathered, self._turn = self._turn, []
             self._write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def later(self, frames: Iterator[Frame]) -> None:
-        """Queue frames that may wait; each is made only when it is its turn, so they never fill the memory."""
+        """Queue frames of low priority. Each is created when it is written, to bound memory."""
         self._queue(encode(frame) for frame in frames)
 
     def pause(self) -> None:
-        """Hold the pieces back: the transport has enough to send."""
+        """Stop writing pieces because the buffer of the transport is full."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on with the pieces."""
+        """Continue to write pieces."""
         self._paused = False
         self._start()
 
     def close(self) -> None:
-        """Forget what waits; the connection is gone."""
+        """Drop all queued frames of a closed connection."""
         self._bulk.clear()
         self._waiting.clear()
         self._turn.clear()
@@ -164,53 +169,54 @@ class Outbox:
 
 
 class Transport(Protocol):
-    """What an endpoint needs of asyncio's transports (this module imports no asyncio: it can be driven by a test)."""
+    """The part of asyncio's transports that an endpoint uses. This module does not import asyncio."""
 
     def write(self, data: bytes) -> None:
-        """Queue bytes."""
+        """Queue bytes to be sent."""
 
     def close(self) -> None:
-        """Close after what was written."""
+        """Close after all written bytes were sent."""
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close immediately."""
 
     def pause_reading(self) -> None:
-        """Take no more bytes from the kernel."""
+        """Stop receiving bytes."""
 
     def resume_reading(self) -> None:
-        """Take bytes from the kernel again."""
+        """Continue to receive bytes."""
 
     def is_closing(self) -> bool:
-        """Whether it closes or is closed."""
+        """Return whether the transport is closing or closed."""
         ...
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Call pause_writing above `high` bytes."""
+        """Set the buffer size above which `pause_writing` is called, in bytes."""
 
     def get_extra_info(self, name: str, default: object = None) -> Any:
-        """Socket, peer name, certificate."""
+        """Return the socket, the peer name or the certificate."""
 
 
 class Loop(Protocol):
-    """What an endpoint needs of the event loop."""
+    """The part of an event loop that an endpoint uses."""
 
     def time(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         ...
 
     def call_soon(self, callback: Callable[[], None], /) -> object:
-        """Call at the end of this turn."""
+        """Call a function in the next turn of the loop."""
         ...
 
     def call_at(self, when: float, callback: Callable[[], None], /) -> object:
-        """Call then."""
+        """Call a function at a time of the loop's clock."""
         ...
 
 
 class Endpoint:
-    """One end of a link as an asyncio protocol: splits what comes, sends through an Outbox, ends on a breach.
+    """One end of a link as an asyncio protocol.
 
+    It splits received bytes into frames, sends through an `Outbox`, and closes on a violation of the protocol.
     Subclasses override `opened`, `received` and `lost`.
     """
 
@@ -219,14 +225,14 @@ class Endpoint:
         self._due = -math.inf
         self._splitter = Splitter(longest_joined=longest_joined)
         self._reason = ""
-        """Why this end closed the connection; empty while it did not."""
+        """Reason for which this end closed the connection; empty before."""
         self._paused = False
         self._unsent = 0
         self.transport: Transport | None = None
         self.outbox: Outbox | None = None
 
     def _soon(self, then: Callable[[], None]) -> None:
-        """Write at the end of this turn of the loop, but in a rush only once in GATHER seconds."""
+        """Call a function at the end of this turn; on a busy link at most once in GATHER seconds."""
         now = self._clock.time()
         self._due = max(self._due, now - AT_ONCE * GATHER) + GATHER
         if self._due <= now:
@@ -238,18 +244,18 @@ class Endpoint:
         self._clock.call_at(self._clock.time() + PATIENCE, then)
 
     def opened(self) -> None:
-        """The connection is up."""
+        """Handle an opened connection."""
 
     def received(self, tag: int, body: bytes) -> None:
-        """One frame came. A WireError raised here ends the connection with its text."""
+        """Handle a frame. A WireError raised here closes the connection with its text."""
         raise NotImplementedError
 
     def lost(self, reason: str) -> None:
-        """The connection is gone; called once."""
+        """Handle the end of the connection; called once."""
         raise NotImplementedError
 
     def connection_made(self, transport: Transport) -> None:
-        """Keep the buffers small, so that urgent frames find the line free."""
+        """Set small buffers, to keep the latency of short frames low."""
         self.transport = transport
         transport.set_write_buffer_limits(high=MOST_BUFFERED)
         connection = transport.get_extra_info("socket")
@@ -263,7 +269,7 @@ class Endpoint:
         self.opened()
 
     def _write(self, data: bytes) -> None:
-        """Write; a peer that has not read for MOST_UNSENT bytes is given up, so that it cannot fill our memory."""
+        """Write bytes; close the connection if more than MOST_UNSENT bytes wait for the peer."""
         if self.transport is None or self.transport.is_closing():
             return
         if self._paused:
@@ -274,7 +280,7 @@ class Endpoint:
         self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
-        """Split and hand on."""
+        """Split received bytes into frames and handle them."""
         try:
             for tag, body in self._splitter.feed(data):
                 self.received(tag, body)
@@ -282,56 +288,56 @@ class Endpoint:
             self.abort(f"the peer sent a {error}")
 
     def eof_received(self) -> None:
-        """Let the transport close."""
+        """Close the transport, as asyncio does by default."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget what waits and tell the subclass why."""
+        """Drop queued frames and call `lost` with the reason."""
         if self.outbox is not None:
             self.outbox.close()
         ended = "the peer closed the connection" if exc is None else str(exc) or type(exc).__name__
         self.lost(self._reason or ended)
 
     def pause_writing(self) -> None:
-        """Hold long frames back, and count what is urgent."""
+        """Pause long frames and count the bytes of short ones."""
         self._paused, self._unsent = True, 0
         if self.outbox is not None:
             self.outbox.pause()
 
     def resume_writing(self) -> None:
-        """Go on with long frames."""
+        """Continue with long frames."""
         self._paused = False
         if self.outbox is not None:
             self.outbox.resume()
 
     @property
     def open(self) -> bool:
-        """Whether frames can still be sent."""
+        """Whether the connection can send frames."""
         return self.transport is not None and not self.transport.is_closing()
 
     def send(self, frame: Frame) -> bool:
-        """Send a frame; False once the connection is closing. Raises what `encode` raises."""
+        """Send a frame; False if the connection is closing. Raises the exceptions of `encode`."""
         if self.outbox is None or not self.open:
             return False
         self.outbox.send(frame)
         return True
 
     def forward(self, encoded: bytes) -> None:
-        """Send an encoded frame as it is."""
+        """Send an encoded frame."""
         if self.outbox is not None and self.open:
             self.outbox.forward(encoded)
 
     def accompany(self, encoded: bytes) -> None:
-        """Send a short encoded frame with the next one, or in a moment."""
+        """Send a short encoded frame together with the next frame; see `Outbox.accompany`."""
         if self.outbox is not None and self.open:
             self.outbox.accompany(encoded)
 
     def later(self, frames: Iterator[Frame]) -> None:
-        """Send frames that give way to all others."""
+        """Send frames of low priority; see `Outbox.later`."""
         if self.outbox is not None and self.open:
             self.outbox.later(frames)
 
     def close(self, reason: str = "") -> None:
-        """Send what was written, then close."""
+        """Send all written bytes, then close."""
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:
             self.outbox.flush()
@@ -339,7 +345,7 @@ class Endpoint:
             self.transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close at once, keeping the reason for `lost`."""
+        """Close immediately; `lost` gets the reason."""
         self._reason = reason
         if self.outbox is not None:
             self.outbox.close()

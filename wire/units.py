@@ -1,4 +1,4 @@
-"""Sizes: `int` bytes inside, "96GiB" where a person reads or writes them."""
+"""Sizes: `int` bytes in code, texts such as "96GiB" for people."""
 
 import re
 
@@ -15,9 +15,9 @@ _FACTOR = {
 
 
 def parse_size(text: str | int, *, whole: int | None = None) -> int:
-    """Read a size in bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `whole`, or plain bytes.
+    """Parse a size and return bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `whole`, or a number of bytes.
 
-    Raises ValueError with the accepted forms when the text is none of them, or a percentage without a whole.
+    Raises ValueError with the accepted forms, also for a percentage without `whole`.
     """
     if isinstance(text, int):
         if text < 0:
@@ -37,7 +37,7 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
 
 
 def show_size(size: int | None) -> str:
-    """Write bytes for a person, in GiB or MiB with one decimal: `31.0 GB` would be ambiguous, so the unit is exact."""
+    """Format bytes in GiB, MiB or KiB with one decimal; `-` for None."""
     if size is None:
         return "-"
     if abs(size) >= GIB:

@@ -1,19 +1,19 @@
-"""The only memory arithmetic of the project: may this much more be written here, now?
+"""Memory arithmetic of the project: decide whether an allocation fits on a node.
 
-Covers: `current`, `headroom`, `predicted`, the margin's default, the bytes of a padded decode batch, what a forward
-takes for a moment and the reading of a prompt, the need of a request, the load test of a model, the level that the
-enforcer acts on. The engine's gate, its preflight, its decode join, model loading, the video lease and the router's
-placement judge the same fields by it, so what the router says "fits" the node's gate agrees with on the same reading (a
-property test holds the two together, also where placement keeps the headroom of a report).
-Does not cover: readings (`node/memory`), where a cap comes from (`node/memory/cap`), what to do at a level.
+It defines `current`, `headroom`, `predicted`, the default margin and the memory level. It computes the bytes of decode
+batches, transients, tokenization, requests and model loads.
+
+The engine's gate, preflight, joins, model loads, video leases and the router's placement all use these functions on the
+same fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
+`node/memory`, the origin of a cap is in `node/memory/cap`. The formulas:
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
     headroom  = ceiling − margin − current − reserved     may be negative; the one definition
     predicted = current + reserved + estimate + margin
     verdict   = Fits if predicted <= ceiling else Refused with every number
 
-so `predicted <= ceiling` ⇔ `estimate <= headroom`. Margin and recent come from seed 000 (a 10.6 GiB spike measured on a
-mixture of experts under a 107.52 GiB cap; 12 / 107.52 = 11.2 %).
+Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. The default margin comes from a mixture of experts under a cap of
+107.52 GiB, whose forwards exceeded the readings by up to 10.6 GiB: 12 / 107.52 = 11.2 %.
 """
 
 import math
@@ -29,67 +29,73 @@ MARGIN_SHARE = 12 / 107.52
 MARGIN_MOST = 12 * GIB
 MARGIN_LEAST = 512 * MIB
 UNREADABLE = "unreadable"
-"""The term that binds where the system's own memory cannot be read: the ceiling is 1 byte then."""
+"""Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6
-"""The margin of the project's first case over the spike that was measured there: 1.13."""
+"""Default margin divided by the measured excess it was chosen for: 12 GiB / 10.6 GiB."""
 PROFILED_LEAST = 0.02
 WASTE_SHARE = 0.25
 WASTE_CAP = 0.01
-"""Share of the cap that padding may waste in a batch, up to `WASTE_MOST`."""
+"""Share of the cap that padding of a batch may take, up to `WASTE_MOST`."""
 USUAL_LENGTH = 2048
-"""Tokens of a row by which `max_batch` is counted."""
+"""Tokens of a row in `max_batch`."""
 LOGITS_BYTES = 16 * MIB
-"""What the logits of a prompt's last forward may take: with more tokens the last one has a forward of its own."""
+"""Maximum bytes of logits in the last forward of a prompt; beyond it, the last token has its own forward."""
 
 
 READ_TOKEN = 320
-"""Bytes that a token takes while a prompt is put into tokens, at most; so does a byte of text, which may be one."""
+"""Maximum transient bytes per token during tokenization, and per byte of text, because a byte can be a token."""
 READ_LOAD, READ_GUIDE = 36, 16
-"""Bytes that a tokenizer takes to load, and its tables for grammars, for each byte of its files, at most."""
+"""Maximum bytes per byte of a tokenizer's files, to load it and to build its tables for grammars."""
 READ_CODE = 2 * MIB
-"""What a tokenizer takes to load however small its files are: the code that it imports."""
+"""Minimum bytes to load a tokenizer: the code that it imports."""
 READ_TEXT = 8
-"""Bytes that a byte of text takes that is rendered and never put into tokens: copies of the text."""
+"""Bytes per byte of text that is rendered but not tokenized: copies of the text."""
 READ_SLICE = 256 * 1024
-"""Characters that are counted at a time of a text that may not fit the context."""
+"""Characters per slice when a long text is tokenized up to the context length."""
 READ_SLACK = 1.02
-"""A text is refused uncounted from so many times the context on: cutting it into slices adds a few tokens."""
+"""Factor on the context length at which tokenization stops, because slicing adds a few tokens."""
 READ_FREE = MIB
-"""What reading one prompt may take unasked: well within any margin."""
+"""Bytes below which tokenization needs no check of the gate; less than every margin."""
 
 
 def default_margin(cap: int) -> int:
-    """Give the margin in bytes for a cap without a measured profile: 11.2 % of it, 512 MiB to 12 GiB."""
+    """Return the margin in bytes without a measured profile: 11.2 % of the cap, between 512 MiB and 12 GiB."""
     return max(MARGIN_LEAST, min(MARGIN_MOST, int(cap * MARGIN_SHARE)))
 
 
 def profiled_margin(cap: int, residual: int) -> int:
-    """Give the margin in bytes where every loaded model has a profile: 1.13 × the worst residual of a forward (by which
-    it went above what it wrote and its estimate), at least 2 % of the cap."""
+    """Return the margin in bytes if every loaded model has a profile: 1.13 × `residual`, at least 2 % of the cap.
+
+    `residual` are the most bytes by which a forward exceeded its estimate and the KV that it wrote.
+    """
     return max(int(residual * RESIDUAL_FACTOR), int(cap * PROFILED_LEAST))
 
 
 def current(active: int, phys: int | None, recent: int) -> int | None:
-    """Give the number that is judged, in bytes; None when the footprint could not be read."""
+    """Return the memory in use in bytes; None if the footprint could not be read."""
     return None if phys is None else max(active, phys, recent)
 
 
 def headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
-    """Give ceiling − margin − current − reserved in bytes, negative when over; None when current is unknown."""
+    """Return ceiling − margin − current − reserved in bytes; None if `current` is unknown."""
     return None if now is None else ceiling - margin - now - reserved
 
 
 def occupied(memory: Memory) -> int | None:
-    """Give the current bytes of a reading that are not given back at once; None when it is unknown. On the node itself
-    that is `current`: only a report says what is `reusable`, and only after giving it back may the gate count on it."""
+    """Return `current` without the reusable bytes of a report; None if it is unknown.
+
+    On the node itself `reusable` is 0: the gate may count on these bytes only after they were freed.
+    """
     now = current(memory.active, memory.phys, memory.recent)
     return None if now is None else max(0, now - memory.reusable)
 
 
 def level(memory: Memory) -> Level:
-    """Return how a node stands: OK ⇔ headroom ≥ 0, OVER_HARD where `excess` is above 0, else OVER_SOFT. UNKNOWN where
-    the footprint cannot be read, and below the hard line also where the ceiling could not be: nothing is given up for a
-    number that nobody read."""
+    """Return the memory level: OK ⇔ headroom ≥ 0, OVER_HARD if `excess` > 0, else OVER_SOFT.
+
+    UNKNOWN if the footprint could not be read. Below the hard line also UNKNOWN if the ceiling could not be read: no
+    memory is freed because of an unknown number.
+    """
     room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
     if room is None:
         return Level.UNKNOWN
@@ -101,28 +107,31 @@ def level(memory: Memory) -> Level:
 
 
 def excess(memory: Memory) -> int:
-    """Give the bytes by which a node is over cap − leases at this moment, negative when under. Two terms stay out:
-    `dynamic`, whose jitter must not end work, and `recent`, for a height that has passed asks nobody for anything."""
+    """Return the bytes by which a node exceeds cap − leases now; negative below it.
+
+    The dynamic ceiling is not used because its jitter must not end requests. `recent` is not used because a past peak
+    needs no action.
+    """
     return max(memory.active, memory.phys or 0) - hard_line(memory)
 
 
 def hard_line(memory: Memory) -> int:
-    """Give cap − leases in bytes, never 0: an engine that stays above it is told to end work."""
+    """Return cap − leases in bytes, at least 1. An engine that stays above it has to end requests."""
     return max(1, memory.cap - memory.leases)
 
 
 class Fits(Part, frozen=True, gc=False):
-    """Yes: the predicted peak stays under the ceiling, with this much (bytes) to spare."""
+    """Result of a check that passed: the predicted peak and the remaining headroom, in bytes."""
 
     predicted: int
     spare: int
 
 
 def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str = "") -> Fits | Refused:
-    """Say whether `estimate` more bytes may be written under this reading.
+    """Return whether `estimate` more bytes fit under a reading.
 
-    `unacknowledged` is what the router has promised there and the reading does not contain yet; the node itself
-    passes 0. With the guard off by name everything fits; with an unreadable footprint nothing does.
+    `unacknowledged` are bytes that the router has reserved and the reading does not contain; 0 on the node itself. If
+    the guard is off, everything fits. If the footprint is unknown, nothing fits.
     """
     reserved = memory.reserved + unacknowledged
     now = occupied(memory)
@@ -136,8 +145,8 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
         predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, room, memory.bound_by
     )
     if predicted is None or memory.bound_by == UNREADABLE:
-        what = "the footprint of the engine" if predicted is None else "what its system can spare"
-        return Refused(Code.UNREADABLE, f"{what} cannot be read, so nothing more is started there until it can",
+        what = "the footprint of the engine" if predicted is None else "the available memory of its system"
+        return Refused(Code.UNREADABLE, f"{what} cannot be read; no request starts there until it can",
                        numbers, 2.0, node)  # fmt: skip
     text = (
         f"needs {show_size(estimate)}, headroom is {show_size(room)} (of {show_size(memory.ceiling)}, {show_size(now)} "
@@ -147,36 +156,38 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 
 
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
-    """Judge bytes that a model load takes: weights, fixed state and the load's transient, without the run-time margin.
+    """Check the bytes of a model load (weights, fixed state, transient) without the margin.
 
-    The margin covers spikes inside a forward, and a load runs none but its warm-up. A model must be loadable: whether a
-    request fits beside it is judged with the margin, when the request comes.
+    The margin covers transients of forwards, and a load runs only a warm-up. Requests to the loaded model are checked
+    with the margin.
     """
     return judge(replace(memory, margin=0), estimate)
 
 
 def lacks(memory: Memory, estimate: int) -> bool:
-    """Return whether there is certainly no room for `estimate` more bytes. Where the memory cannot be read nobody
-    knows, so nothing is given back for it."""
+    """Return whether `estimate` more bytes do not fit; False if the memory cannot be read."""
     answer = judge(memory, estimate)
     return isinstance(answer, Refused) and answer.code is Code.NO_ROOM
 
 
 def shed(memory: Memory, over: int) -> Refused:
-    """Give the reason for which a request that runs is ended: the node stood `over` bytes over its cap."""
+    """Return the refusal for a running request that ends because its node is `over` bytes above its cap."""
     now = current(memory.active, memory.phys, memory.recent)
     room = headroom(memory.ceiling, memory.margin, now, memory.reserved)
     numbers = Numbers(
         None if now is None else now + memory.reserved + memory.margin, memory.ceiling, now, memory.reserved, 0,
         memory.margin, memory.cap, room, memory.bound_by,
     )  # fmt: skip
-    message = f"the node stood {show_size(over)} over its cap less leases, so it ended this request; send it again"
+    message = f"the node was {show_size(over)} over its cap minus leases and ended this request; send it again"
     return Refused(Code.NO_ROOM, message, numbers)
 
 
 def row_bytes(kv: Kv, tokens: int) -> int:
-    """Give the bytes of a row of this many tokens, at most: caches grow `step` tokens at a time from where they are, so
-    up to step − 1 tokens stand empty; a window keeps no more than it shows; `fixed` is there from the first token."""
+    """Return the maximum bytes of a row of `tokens` tokens.
+
+    A cache grows `step` tokens at a time, and can hold up to step − 1 unused ones. A sliding-window cache holds at most
+    its window. `fixed` bytes are taken from the first token.
+    """
     if tokens <= 0:
         return 0
     held = tokens + kv.step - 1
@@ -185,29 +196,29 @@ def row_bytes(kv: Kv, tokens: int) -> int:
 
 
 def waste_under(cap: int) -> int:
-    """Give the bytes that the padding of a batch may waste at any rate under this cap: `Kv.waste`."""
+    """Return the bytes of padding that a batch may always have under a cap (`Kv.waste`)."""
     return min(WASTE_MOST, int(cap * WASTE_CAP))
 
 
 def padded(group: Group, kv: Kv) -> int:
-    """Give the bytes of a decode batch: rows × longest row, because every row is padded to the longest."""
+    """Return the bytes of a decode batch: rows × longest row, because rows are padded to the longest."""
     return group.rows * row_bytes(kv, group.longest)
 
 
 def joinable(group: Group, length: int, kv: Kv) -> bool:
-    """Say whether a row of `length` tokens may join a batch: padding then wastes at most 25 %, or `kv.waste` bytes."""
+    """Return whether a row of `length` tokens may join a batch: padding stays within 25 % or `kv.waste` bytes."""
     whole = max(group.longest, length) * (group.rows + 1)
     waste = whole - group.tokens - length
     return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * whole
 
 
 def join_bytes(groups: Iterable[Group], length: int, kv: Kv) -> int:
-    """Give what a new row of `length` tokens adds, padding included, in the batch where it adds least (or its own)."""
+    """Return the bytes that a row of `length` tokens adds, with padding, in the best of `groups` or in a new batch."""
     return _joined(tuple(groups), length, kv)[1]
 
 
 def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None, int]:
-    """Give the batch where a new row adds least (None: its own), and what it adds."""
+    """Return the batch in which a new row adds least (None for a new batch), and the bytes that it adds."""
     if not groups:
         return None, row_bytes(kv, length)
     best, least = None, 0
@@ -220,8 +231,10 @@ def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None,
 
 
 def prefill_transient(transient: Transient, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
-    """Give what a prefill of `tokens` behind `past` written ones takes for a moment, in bytes, beside what it writes.
-    With `last` the logits of all of them are computed; without `grows` there is room for them in the caches."""
+    """Return the transient bytes of a prefill of `tokens` after `past` tokens, without the KV that it writes.
+
+    `last`: the forward computes the logits of all its tokens. `grows`: the caches have no room and are copied.
+    """
     seen = tokens + (min(past, transient.window) if transient.window else past)
     attention = transient.token * tokens + transient.pair * tokens * seen + grows * transient.seen * seen
     layers = transient.fixed + max(attention, transient.least * tokens)
@@ -229,8 +242,10 @@ def prefill_transient(transient: Transient, tokens: int, past: int, *, last: boo
 
 
 def step_transient(transient: Transient, rows: int, longest: int, *, grows: bool = True) -> int:
-    """Give what a decode step of a padded batch takes for a moment, in bytes. Without `grows` there is room for its
-    tokens in the caches, as in most steps; with it two layers are copied at once (measured: up to 1.6)."""
+    """Return the transient bytes of a decode step of a padded batch.
+
+    `grows`: the caches have no room, and two layers are copied at once (measured: up to 1.6). Most steps do not grow.
+    """
     if not rows:
         return 0
     seen = rows * (min(longest, transient.window) if transient.window else longest)
@@ -239,20 +254,25 @@ def step_transient(transient: Transient, rows: int, longest: int, *, grows: bool
 
 
 def tail(transient: Transient) -> int:
-    """Give the most tokens of a forward whose logits are wanted: all of them are computed for the sake of the last."""
+    """Return the maximum tokens of a forward with logits, because it computes the logits of all its tokens."""
     return max(1, int(LOGITS_BYTES / max(transient.logits, 1.0)))
 
 
 def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
-    """Give the most that a forward takes for a moment once this request is here: the smallest chunk at the end of its
-    prompt, or a decode step. Forwards run one after the other, so those of several requests do not add up."""
+    """Return the highest transient of a forward while this request runs, in bytes.
+
+    That is the smallest prefill chunk at the end of its prompt, or a decode step. Forwards run one at a time, and
+    transients of several requests therefore do not add up.
+    """
     length = prompt_tokens + output_tokens
     return _highest(model, prompt_tokens, length, choices, _joined(model.groups, length, model.kv)[0])
 
 
 def _highest(model: Model, prompt: int, length: int, choices: int, best: Group | None) -> int:
-    """Return the bytes of the highest forward, once the first row has joined its `best` batch and the rest form their
-    own. A batch of more rows than the profile measured is charged with what the margin was narrowed by."""
+    """Return the highest transient after the first row joined its `best` batch and the other rows formed a new batch.
+
+    A batch wider than the measured ones is charged with `Model.uncovered`, by which the margin was narrowed.
+    """
     transient, highest = model.forward, model.transient
     if transient.floor and prompt:
         chunk = min(prompt, transient.floor)
@@ -275,9 +295,10 @@ def _highest(model: Model, prompt: int, length: int, choices: int, best: Group |
 
 
 def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
-    """Give the bytes a request needs: KV of prompt and expected output for every choice, transient, weights if absent.
+    """Return the bytes that a request needs: KV of all choices, transient, and the weights of a model not loaded.
 
-    The whole prompt counts, cached or not: a prefix-cache hit is a copy once it is written.
+    `output_tokens` are the expected tokens of an answer. Cached prompt tokens count in full because a hit in the prefix
+    cache is copied.
     """
     kv, length = model.kv, prompt_tokens + output_tokens
     best, rows = _joined(model.groups, length, kv)
@@ -288,10 +309,11 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
 
 
 def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0) -> int:
-    """Return the bytes that it takes for a moment to put `text` bytes into tokens; 0 where that is too little to ask
-    for. The tokenizer's files have `files` bytes; it may have to be loaded first, or need its tables for grammars.
+    """Return the transient bytes of tokenizing `text` bytes; 0 below READ_FREE.
 
-    No byte is more than one token. With a `context` in tokens, tokenizing ends there and the rest is only rendered."""
+    `files` are the bytes of the tokenizer's files. `loads`: the tokenizer is loaded first. `guides`: its tables for
+    grammars are built first. A byte is at most one token. With a `context` in tokens, tokenization stops there.
+    """
     most = min(text, int(context * READ_SLACK) + READ_SLICE) if context else text
     taken = READ_TOKEN * most + READ_TEXT * (text - most) + files * (READ_LOAD * loads + READ_GUIDE * guides)
     taken += READ_CODE * loads
@@ -299,42 +321,42 @@ def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: boo
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
-    """Say whether the request would fit on this node if nothing else ran there: weights and KV under `most_bytes`."""
+    """Return whether a request fits on the idle node: weights and KV within `most_bytes`."""
     if not memory.guard:
         return True
     return alone_bytes(model, prompt_tokens, output_tokens, choices) <= most_bytes(memory)
 
 
 def most_bytes(memory: Memory) -> int:
-    """Give the most that weights and rows may ever take together on a node: cap − margin − the engine's own base."""
+    """Return the maximum bytes of weights and rows on a node: cap − margin − base of the engine."""
     return memory.cap - memory.margin - memory.base
 
 
 def most_weights(memory: Memory) -> int:
-    """Return the most bytes that a load may ever take on a node: cap − the engine's own base (see `judge_load`)."""
+    """Return the maximum bytes of a model load on a node: cap − base of the engine (see `judge_load`)."""
     return memory.cap - memory.base
 
 
 def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
-    """Give what a request takes where nothing else runs: weights, rows, transient."""
+    """Return the bytes of a request on the idle node: weights, rows, transient."""
     alone = replace(model, groups=()) if model.groups else model
     rows = row_bytes(model.kv, prompt_tokens + output_tokens) * choices
     return rows + request_transient(alone, prompt_tokens, output_tokens, choices) + model.weights
 
 
 def max_context(memory: Memory, model: Model) -> int:
-    """Give the most tokens of one row, prompt and answer, that fit where nothing else runs; 0 when none does."""
+    """Return the maximum tokens of a row, prompt and answer, on the idle node; 0 if none fit."""
     return _most(model.context, lambda tokens: alone_bytes(model, tokens - 1, 1) <= most_bytes(memory))
 
 
 def max_batch(memory: Memory, model: Model, most: int) -> int:
-    """Give how many rows of usual length fit where nothing else runs, `most` at most."""
+    """Return how many rows of usual length fit on the idle node, at most `most`."""
     length = min(USUAL_LENGTH, model.context)
     return _most(most, lambda rows: alone_bytes(model, length - 1, 1, rows) <= most_bytes(memory))
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:
-    """Give the largest number up to `most` that fits, by halving; 0 when none does."""
+    """Return the largest number up to `most` for which `fits` is true, by bisection; 0 if there is none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

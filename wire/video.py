@@ -1,6 +1,6 @@
-"""What a node says of its video: whether it can make any, of which packages, and how its leases stand.
+"""Video part of a report: readiness, installed packages and leases of a node.
 
-All sizes are bytes, all times seconds. Every structure is appended to, never reordered, as in `wire.report`.
+Sizes are bytes, times are seconds. Fields are only appended, never reordered, as in `wire.report`.
 """
 
 from typing import Annotated
@@ -12,66 +12,75 @@ from wire.report import Part
 
 
 class VideoPackage(Part, frozen=True, array_like=True, gc=False):
-    """A diffusers package that this node holds, with what a prediction of its peak needs.
-
-    `engine` is the version of the engine that would run it (empty while the environment is missing), `bits` what its
-    weights are stored in (0: not quantized), `weights` all bytes on disk, `expert` those of its largest transformer:
-    in low-RAM mode one is resident at a time. A spatial token covers `token_side` × `token_side` pixels, and both sides
-    of a picture are rounded up to it; frames are 1 + a multiple of `token_frames`. `fps`, `steps` and `frames` are the
-    package's own defaults. `cause`: why it cannot be used; empty when it can.
-    """
+    """A diffusers package on a node, with the inputs for a prediction of its peak memory."""
 
     name: Word
     fingerprint: Word = ""
     pipeline: Word = ""
     engine: Word = ""
+    """Version of the engine that runs the package; empty while its environment is missing."""
     bits: Natural = 0
+    """Bits of a quantized weight; 0 without quantization."""
     weights: Estimate = 0
+    """Bytes of all weights on disk."""
     expert: Estimate = 0
+    """Bytes of the largest transformer. In low-RAM mode one transformer is in memory at a time."""
     experts: Natural = 1
+    """Number of transformers."""
     token_side: Natural = 16
+    """Side of a spatial token in pixels; both sides of a picture are rounded up to a multiple."""
     token_frames: Natural = 4
+    """Frames of a temporal token; a clip has 1 + a multiple of it."""
     fps: Natural = 16
+    """Default frames per second of the package."""
     steps: Natural = 40
+    """Default denoising steps of the package."""
     frames: Natural = 81
+    """Default frames of the package."""
     cause: Text = ""
+    """Reason why the package cannot be used; empty if it can."""
 
 
 class LeaseState(Part, frozen=True, array_like=True, gc=False):
-    """A lease on this node. `size` are the bytes that it takes off the ceiling now: 0 once it was given back.
-
-    `phase`: `granting`, `granted` (no worker yet), `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending`
-    (its worker is being ended), `ended` (given back; kept until it is acknowledged). `progress` 0 to 100; `step` of
-    `steps`; `footprint` is what its worker's processes take now, `peak` the most that was read."""
+    """A lease on a node."""
 
     lease: Word
     generation: Number
     job: Word = ""
     size: Size = 0
+    """Bytes that the lease subtracts from the ceiling; 0 after its release."""
     phase: Word = ""
+    """`granting`, `granted` (no worker), `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending` (the worker
+    is being stopped) or `ended` (released; kept until the coordinator acknowledges it)."""
     progress: Natural = 0
+    """Percent of the job."""
     step: Natural = 0
+    """Current denoising step of `steps`."""
     steps: Natural = 0
     footprint: Size = 0
+    """Footprint of the worker's processes."""
     peak: Size = 0
+    """Highest footprint that was read."""
 
 
 class VideoState(Part, frozen=True, array_like=True, gc=False):
-    """Whether this node can make video now; if not, `cause` says why, with the remedy. `ray` is the id of its Ray node
-    once that is up (empty: none). `ray_cause` says why there is none. `allowed`: whether the coordinator allows it to
-    make videos, as the node knows it; None from a node of a version that runs no Ray of its own."""
+    """State of video generation on a node."""
 
     ready: bool = False
     cause: Text = ""
+    """Reason why the node is not ready, with the next step."""
     ray: Word = ""
+    """Id of the node's Ray cluster; empty while it does not run."""
     packages: Annotated[tuple[VideoPackage, ...], Meta(max_length=MAX_MODELS)] = ()
     leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_ITEMS)] = ()
     ray_cause: Text = ""
+    """Reason why Ray does not run."""
     allowed: bool | None = None
+    """Whether the coordinator allows the node to make videos; None from an older node without a Ray of its own."""
 
 
 class Artifact(Part, frozen=True, array_like=True, gc=False):
-    """A file that a job has made, fetched with `Ask("artifact:LEASE/NAME")` until it is acknowledged."""
+    """Output file of a job. `Ask("artifact:LEASE/NAME")` returns it until the coordinator acknowledges the lease."""
 
     name: Word
     size: Size

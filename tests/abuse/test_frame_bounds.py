@@ -89,7 +89,7 @@ async def test_the_largest_frames_hold_the_loop_for_less_than_50_ms(port: Port) 
                     line.send(frame)
                     await asyncio.sleep(0.5)
                 await line.ended()
-            await port.until(lambda: port.said("under way"))
+            await port.until(lambda: port.said("in progress"))
             least = min(least, held.seconds)
             if least < max_held_seconds():
                 break

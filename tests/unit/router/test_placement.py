@@ -165,7 +165,7 @@ REASONS = [
     ),
     (
         {"memory": a_memory(phys=None, current=None, headroom=None)},
-        "the footprint of the engine cannot be read, so nothing more is started there until it can",
+        "the footprint of the engine cannot be read; no request starts there until it can",
     ),
     ({"models": {"other": a_model("other")}}, "does not serve tiny"),
 ]

@@ -178,7 +178,7 @@ def test_an_unreadable_footprint_says_so_and_what_of_the_numbers_is_known():
     assert judge(memory, 25).node == "", "the node itself gives no name"  # type: ignore[union-attr]
     refused = judge(replace(memory, phys=40, ceiling=1, bound_by=UNREADABLE), 25)
     assert isinstance(refused, Refused)
-    assert "what its system can spare cannot be read" in refused.message
+    assert "the available memory of its system cannot be read" in refused.message
     assert refused.retry_after == 2.0
 
 
