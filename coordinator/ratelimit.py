@@ -15,8 +15,9 @@ class RateLimit:
         self._burst = float(burst)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        """Return the number of buckets that are kept."""
+    @property
+    def buckets(self) -> int:
+        """Number of buckets that are kept."""
         return len(self._buckets)
 
     def wait(self, address: str, now: float) -> float:

@@ -28,8 +28,9 @@ class Repeats:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _Seen] = {}
 
-    def __len__(self) -> int:
-        """Return the number of subjects that are known."""
+    @property
+    def subjects(self) -> int:
+        """Number of subjects that are known."""
         return len(self._seen)
 
     @property

@@ -218,7 +218,10 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
     coordinator = target.pool.coordinator
     assert coordinator is not None
     process = psutil.Process(coordinator.pid)
-    least = math.inf  # of three times at most: a busy machine makes it longer, and nothing makes it shorter
+    least, growth = (
+        math.inf,
+        MAX_GROWTH_BYTES,
+    )  # of three times at most: a busy machine makes both larger, never smaller
     for _ in range(3):
         measured = forget_peak(process.pid)
         before = process.memory_info().rss
@@ -235,8 +238,9 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
         await asyncio.to_thread(until, given_back, GIVEN_BACK_SECONDS, f"{grown >> 20} MiB given back")
         assert await ask(target.pool) == 200
         assert held.ticks > 1
-        assert grown < MAX_GROWTH_BYTES or not measured, "the kernel measures peaks"
         least = min(least, held.seconds)
-        if least < 2 * max_held_seconds():
+        growth = min(growth, grown if measured else 0)
+        if least < 2 * max_held_seconds() and growth < MAX_GROWTH_BYTES:
             break
     assert least < 2 * max_held_seconds(), "other threads of the process count here, too"
+    assert growth < MAX_GROWTH_BYTES

@@ -23,7 +23,7 @@ def test_memory_is_bounded() -> None:
     limit = RateLimit(burst=1)
     for number in range(MOST_ADDRESSES + 10):
         limit.wait(f"host{number}", 0.0)
-    assert len(limit) == MOST_ADDRESSES
+    assert limit.buckets == MOST_ADDRESSES
 
 
 def test_a_rest_fills_no_more_than_a_burst_and_the_wait_is_until_the_next_attempt() -> None:

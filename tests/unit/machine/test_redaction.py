@@ -240,4 +240,4 @@ def test_a_stranger_with_many_addresses_fills_no_memory():
     repeats = Repeats()
     for number in range(10 * MOST_KNOWN):
         repeats.admit("x", "denied", {"peer": str(number)}, 0.0)
-    assert len(repeats) <= MOST_KNOWN + 1
+    assert repeats.subjects <= MOST_KNOWN + 1
