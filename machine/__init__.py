@@ -1,1 +1,1 @@
-"""What coordinator and node both do to the machine they are on: private files, the log, announcing on the LAN."""
+"""Services of the host that coordinator and node share: private files, logs, Bonjour, sleep and power."""

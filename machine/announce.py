@@ -1,8 +1,8 @@
-"""Announces a coordinator, or a Mac that has not joined, on the LAN, and follows it when its addresses change.
+"""Announce a coordinator, or a Mac that has not joined, on the LAN by Bonjour.
 
-A hint and nothing else: identity is the certificate, life is the link. A zeroconf failure is logged once and tried
-again with the next look at the addresses; everything goes on without it (`cluster join URL` needs no multicast).
-zeroconf binds its sockets to addresses once, so a change of addresses means a new instance.
+An announcement is only a hint: certificates prove identity, links prove liveness. An error of zeroconf is logged once
+and retried at the next check of the addresses. Nothing else depends on it: `cluster join URL` needs no multicast.
+zeroconf binds its sockets to addresses once, and a change of addresses therefore creates a new instance.
 """
 
 import asyncio
@@ -21,21 +21,22 @@ from wire.identity import SERVICE_TYPE
 log = structlog.get_logger()
 
 LOOK_EVERY = 5.0
-"""Seconds between looks at our own addresses."""
+"""Interval of checks of the addresses of this machine, in seconds."""
 GOODBYE_WITHIN = 3.0
-"""Seconds that saying goodbye may take at the end."""
+"""Maximum seconds to withdraw the record at the end."""
 
 
 def addresses() -> list[str]:
-    """Give our addresses that another machine could dial, the best first."""
+    """Return the addresses of this machine that another machine can dial, best first."""
     found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return usable_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
 
 
 class Announcement:
-    """One service record, kept on the LAN until closed.
+    """A service record, announced until it is closed.
 
-    `name` is for people, `identity` makes the record's name unique, `interfaces` (addresses) replaces looking for them.
+    `name` is a display name, `identity` makes the name of the record unique. `interfaces` are the addresses to
+    announce; None for those of this machine.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class Announcement:
         self._task: asyncio.Task[None] | None = None
         self._complained = False
         self.ready = asyncio.Event()
-        """Set while the record is on the LAN."""
+        """Set while the record is announced."""
 
     def start(self) -> None:
-        """Begin to announce; needs a running loop."""
+        """Start to announce; needs a running loop."""
         self._task = asyncio.create_task(self._follow(), name="bonjour")
 
     async def close(self) -> None:
-        """Say goodbye to the LAN and stop."""
+        """Withdraw the record and stop."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -81,7 +82,7 @@ class Announcement:
             self._zeroconf = AsyncZeroconf(v4 or now, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only)
             register = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             await (await register(self._record(now), allow_name_change=True))
-        except Exception as error:  # besides its own errors zeroconf lets RuntimeErrors through; none may end us
+        except Exception as error:  # zeroconf raises RuntimeErrors as well
             await self._withdraw()
             self._complain(error)
             return

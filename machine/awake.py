@@ -1,8 +1,8 @@
-"""Keeps this machine from falling asleep by itself, for as long as it is wanted and no longer than we live.
+"""Prevent idle sleep of this machine.
 
-macOS: `caffeinate -i -w PID`, a child that holds the assertion and ends with us, whatever becomes of us. The lid and
-the menu still put the Mac to sleep. Elsewhere nothing is held: servers do not sleep, and a Linux laptop's desktop
-decides. Unverified on macOS: the entry `awake` of the checklist.
+On macOS, a child process `caffeinate -i -w PID` holds the assertion. It ends with this process in every case. The lid
+and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux laptops
+the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
 """
 
 import os
@@ -18,7 +18,7 @@ END_SECONDS = 2.0
 
 
 class Awake:
-    """One assertion, held or not."""
+    """An assertion against idle sleep."""
 
     def __init__(self, command: tuple[str, ...] | None = None) -> None:
         self._command = command if command is not None else CAFFEINATE if sys.platform == "darwin" else ()
@@ -26,16 +26,16 @@ class Awake:
 
     @property
     def held(self) -> bool:
-        """Whether it is held now."""
+        """Whether the assertion is held."""
         return self._child is not None and self._child.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child that holds it; None while there is none."""
+        """Process id of the child that holds the assertion; None without a child."""
         return None if self._child is None else self._child.pid
 
     def hold(self, wanted: bool) -> None:
-        """Hold it, or let it go; nothing happens where it is so already, or this system has none."""
+        """Hold or release the assertion. Does nothing on systems without one."""
         if wanted and not self.held:
             self._begin()
         elif not wanted:

@@ -1,4 +1,4 @@
-"""Keep malloc from holding memory that is free."""
+"""Make malloc return free memory to the system."""
 
 import ctypes
 import sys
@@ -11,17 +11,19 @@ def _malloc_trim() -> Callable[[], object]:
 
 
 _M_MMAP_THRESHOLD = -3
-"""`mallopt(3)`"""
+"""Parameter of `mallopt(3)`."""
 MAPPED_BYTES = 256 * 1024
-"""Blocks of at least this size are mapped separately. By default, glibc raises the limit to the size of the longest
-block that was freed, and keeps shorter blocks in its heap."""
+"""Size in bytes from which a block is mapped separately.
+
+By default glibc raises the limit to the size of the longest block that was freed, and keeps shorter blocks in its heap.
+"""
 
 
 def map_long_blocks() -> None:
-    """Return long blocks to the system as soon as they are freed, where malloc is glibc's. Call it once, at start."""
+    """Configure glibc to return long blocks to the system when they are freed. Call once, at start."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 trim = _malloc_trim()
-"""Return the free pages of malloc to the system, where malloc is glibc's: it keeps them for the next allocation."""
+"""Return free pages of glibc's malloc to the system; does nothing elsewhere."""

@@ -1,8 +1,8 @@
-"""macOS's word that it goes to sleep, by ctypes. Unverified on macOS: tested against a compiled stand-in.
+"""Sleep notifications of macOS by ctypes. Unverified on macOS: tested against a compiled stand-in.
 
-Calls and numbers are those of <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. Who has registered is asked before an
-idle sleep (we never object) and told before every sleep; the system waits up to 30 s for IOAllowPowerChange. We answer
-as soon as the goodbye is on its way, and after ANSWER_SECONDS in any case: a pool must not keep a lid from closing.
+Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
+before an idle sleep, and notifies them before every sleep. It waits up to 30 s for IOAllowPowerChange. This module
+always allows the sleep: after the goodbye was sent, and after ANSWER_SECONDS at the latest.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
 
 class PowerNotice:
-    """Listens on a thread with a run loop of its own."""
+    """Listener for sleep notifications, on a thread with its own run loop."""
 
     def __init__(self, iokit: str = IOKIT, core: str = CORE) -> None:
         self._paths = iokit, core
@@ -29,7 +29,7 @@ class PowerNotice:
         self._ended = threading.Event()
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
-        """Register, and listen; False where the frameworks are missing or do not let us."""
+        """Register and listen; False if the frameworks are missing or refuse."""
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)
             declare(iokit, core)
@@ -67,7 +67,7 @@ class PowerNotice:
             elif message == POWERED_ON:
                 on_wake()
 
-        callback = _CALLBACK(heard)  # kept alive by this frame for as long as the run loop may call it
+        callback = _CALLBACK(heard)  # this frame keeps a reference while the run loop can call it
         root.value = iokit.IORegisterForSystemPower(None, byref(port), callback, byref(notifier))
         if root.value and port.value:
             self._loop = core.CFRunLoopGetCurrent()
@@ -82,7 +82,7 @@ class PowerNotice:
 
 
 def declare(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
-    """Say what the calls take and give: pointers would be cut to 32 bits otherwise."""
+    """Declare types of arguments and results, because ctypes truncates pointers to 32 bits by default."""
     register = iokit.IORegisterForSystemPower
     register.argtypes, register.restype = [c_void_p, POINTER(c_void_p), _CALLBACK, POINTER(c_uint32)], c_uint32
     iokit.IODeregisterForSystemPower.argtypes = [POINTER(c_uint32)]

@@ -1,8 +1,7 @@
-"""A process's log: JSON lines in a rotating file of its owner's, warnings for a person on standard error.
+"""Log of a process: JSON lines in a rotating private file, and warnings on standard error.
 
-All loggers end here, ours and those of libraries, and all go the same way: repeats are counted instead of told
-(`repeats`), what must not be told is hidden (`redaction`), and then the line is written. Exceptions are written without
-the values of their variables.
+Events of this project and of libraries pass the same steps: repeated events are counted (`repeats`), secrets are hidden
+(`redaction`), and the line is written. Exceptions are written without the values of variables.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ from machine.repeats import Repeats
 LONGEST = 20 * 1024 * 1024
 KEPT = 5
 Tap = Callable[[Mapping[str, Any]], None]
-"""Is given every event that is written, as its line has it."""
+"""Function that gets each written event, after redaction."""
 
 
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
-    """Send all log events of this process to `file`, and warnings to standard error; `tap` hears what is written."""
+    """Write all log events of this process to `file`, and warnings to standard error."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _Rotating(file, maxBytes=LONGEST, backupCount=KEPT)
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
@@ -50,15 +49,17 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
 
 
 def hide_warnings() -> None:
-    """Write only errors to standard error from now on: what ends in an orderly stop is no warning to a person. The
-    journal keeps everything."""
+    """Write only errors to standard error from now on, because warnings of an orderly stop need no action.
+
+    The file still gets all events.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Screen):
             handler.setLevel(logging.ERROR)
 
 
 def log_to_stderr() -> None:
-    """Send a child's events to its standard error, which its parent keeps in a file: hidden as everywhere."""
+    """Write log events of a child process to its standard error, with redaction. The parent keeps them in a file."""
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
@@ -75,18 +76,21 @@ def log_to_stderr() -> None:
 
 
 class _Screen(logging.StreamHandler[Any]):
-    """Writes to standard error. Under launchd that is a file that nobody rotates: past LONGEST it begins anew, and
-    what it lost is in the journal, too. Our children write to the same file, always at its end."""
+    """Handler for standard error.
+
+    Under launchd, standard error is a file without rotation. The handler empties it above LONGEST bytes; the journal
+    has the same events. Child processes append to the same file.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging."""
-        with contextlib.suppress(OSError, ValueError):  # a stream that is no file has no descriptor
+        """Write a record."""
+        with contextlib.suppress(OSError, ValueError):  # not all streams have a descriptor
             shorten(sys.stderr.fileno())
         super().emit(record)
 
 
 def shorten(descriptor: int, longest: int = LONGEST) -> bool:
-    """Empty a file past its longest; whether it was. Terminals and pipes are left alone."""
+    """Empty a regular file above `longest` bytes; return whether it was emptied."""
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:
         return False
@@ -95,11 +99,13 @@ def shorten(descriptor: int, longest: int = LONGEST) -> bool:
 
 
 class _Rotating(logging.handlers.RotatingFileHandler):
-    """A rotating file that only its owner reads. A record is formatted once, although logging's own handler does it
-    twice: for the size of the file, and to write it."""
+    """Rotating file of mode 0600.
+
+    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging."""
+        """Format a record once."""
         line: str | None = getattr(record, "journal_line", None)
         if line is None:
             line = record.journal_line = super().format(record)
@@ -111,7 +117,7 @@ class _Rotating(logging.handlers.RotatingFileHandler):
 
 
 class _Unrepeated(logging.Filter):
-    """Lets no event through too often. Any thread may log."""
+    """Filter that limits repeated events. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +125,7 @@ class _Unrepeated(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See logging. What was left out is told by the record itself."""
+        """Return whether a record is written; add the number of equal records that were left out before."""
         told: Any = record.msg
         fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
         with self._lock:
@@ -170,7 +176,7 @@ def _formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> structl
 
 
 def _exceptions(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Write an exception down without the values that were in it."""
+    """Replace an exception by its trace without values."""
     failure = event.pop("exc_info", None)
     if failure is True:
         failure = sys.exc_info()
@@ -182,12 +188,12 @@ def _exceptions(_: Any, __: str, event: structlog.typing.EventDict) -> structlog
 
 
 def _fields(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Hide what must not be told."""
+    """Hide private fields and secrets."""
     return redact(event)
 
 
 def _hide_line(_: Any, __: str, line: Any) -> Any:
-    """Look once more at the finished line."""
+    """Hide secrets in the rendered line."""
     return hide_in_line(line)
 
 

@@ -1,18 +1,18 @@
-"""The mark of a node that left its cluster on purpose: the coordinator on that Mac does not start it again unasked."""
+"""Mark of a node that left its cluster on purpose. The coordinator on the same Mac does not restart that node."""
 
 from pathlib import Path
 
 
 def mark_left(node: Path) -> None:
-    """Note that the node of this folder left. OSError when it cannot be written."""
+    """Write the mark for the node of this folder. Raises OSError."""
     (node / "left").touch(mode=0o600)
 
 
 def has_left(node: Path) -> bool:
-    """Return whether the node of this folder left, and did not join since."""
+    """Return whether the node of this folder left and has not joined again."""
     return (node / "left").exists()
 
 
 def forget_left(node: Path) -> None:
-    """Remove the mark: the node joins, or a person wants it back."""
+    """Remove the mark when the node joins or a person restores it."""
     (node / "left").unlink(missing_ok=True)

@@ -1,5 +1,7 @@
-"""The file in which a person's pause is kept on a Mac: written by `cluster pause` there, or by its node when the
-coordinator asks for it; read by the node."""
+"""File with the pause that a person set for a node.
+
+`cluster pause` on the Mac writes it, or the node on request of the coordinator. The node reads it.
+"""
 
 from pathlib import Path
 
@@ -9,36 +11,38 @@ from machine.private import private_folder, write_private
 
 FILE = "pause.json"
 LONGEST_BY = 100
-"""Letters of who paused it."""
+"""Maximum characters of `Pause.by`."""
 
 
 class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nothing new is taken until `until` (Unix seconds, None: until it is resumed), `by` whom; empty: its owner."""
+    """A pause: the node accepts no new requests."""
 
     until: float | None
+    """End in Unix seconds; None until a person resumes the node."""
     by: str = ""
+    """Person who set the pause; empty for the owner of the Mac."""
 
 
 class PauseFile:
-    """The file in a node's folder, `STATE/node`."""
+    """Pause file in the folder of a node (`STATE/node`)."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
 
     def write(self, pause: Pause) -> None:
-        """Keep a pause, in place of any other. OSError when it cannot be written."""
+        """Write a pause; replaces an earlier one. Raises OSError."""
         private_folder(self.path.parent)
         kept = Pause(pause.until, pause.by[:LONGEST_BY])
         write_private(self.path, msgspec.json.encode(kept))
 
     def remove(self) -> bool:
-        """End a pause; say whether there was one. OSError when the file cannot be removed."""
+        """Remove the file; return whether it existed. Raises OSError."""
         there = self.path.exists()
         self.path.unlink(missing_ok=True)
         return there
 
     def stamp(self) -> tuple[int, int] | None:
-        """Give what changes with the file; None where there is none. OSError when it cannot be seen."""
+        """Return a value that changes with the file; None without a file. Raises OSError."""
         try:
             seen = self.path.stat()
         except FileNotFoundError:
@@ -46,7 +50,7 @@ class PauseFile:
         return seen.st_mtime_ns, seen.st_ino
 
     def read(self) -> Pause:
-        """Read it. OSError or ValueError when that is not possible."""
+        """Read the pause. Raises OSError or ValueError."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=Pause)
         except msgspec.MsgspecError as error:

@@ -1,8 +1,8 @@
 """Read the power supply, the battery, and the time since a person last used this machine.
 
-None means "cannot be read here", never "no". psutil reads supply and battery; macOS tells the idle time through
-`ioreg`, which takes some ten milliseconds. Neither reading changes quickly: call `read_power` in a thread, every few
-seconds at most. Unverified on macOS: the entry `power` of the checklist.
+None means that a value cannot be read, never "no". psutil reads supply and battery; `ioreg` of macOS reads the idle
+time in about 10 ms. The values change slowly: call `read_power` in a thread, every few seconds at most. Unverified on
+macOS: the entry `power` of the checklist.
 """
 
 import re
@@ -18,11 +18,11 @@ TOOL_SECONDS = 5.0
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 
 Ask = Callable[[tuple[str, ...]], str]
-"""Runs a tool and returns what it printed; an empty text when it cannot."""
+"""Function that runs a tool and returns its output; empty after an error."""
 
 
 class Battery(Protocol):
-    """What psutil says of a battery, in percent; `power_plugged` is None where it is not known."""
+    """Battery as psutil describes it: charge in percent; `power_plugged` is None if unknown."""
 
     percent: float
     power_plugged: bool | None
@@ -30,18 +30,18 @@ class Battery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """A reading of this machine's power."""
+    """Power state of this machine."""
 
     plugged: bool | None = None
-    """On mains."""
+    """Whether the machine runs on mains."""
     battery: float | None = None
-    """Charge in percent; None also where there is no battery."""
+    """Charge in percent; None also without a battery."""
     idle_s: float | None = None
     """Seconds since the keyboard, mouse or screen was last used."""
 
 
 def read_battery() -> Battery | None:
-    """Read the battery or uninterruptible supply; None where there is none. OSError when it cannot be read."""
+    """Read the battery or uninterruptible supply; None without one. Raises OSError."""
     read = cast("Callable[[], Battery | None] | None", getattr(psutil, "sensors_battery", None))
     return None if read is None else read()
 
@@ -49,7 +49,7 @@ def read_battery() -> Battery | None:
 def read_power(
     platform: str = sys.platform, ask: Ask | None = None, battery: Callable[[], Battery | None] = read_battery
 ) -> Power:
-    """Read this machine's power; blocks for TOOL_SECONDS at most. Never raises."""
+    """Read the power state; blocks for at most TOOL_SECONDS. Does not raise."""
     idle = idle_in((ask or _ask)(TOUCHED)) if platform == "darwin" else None
     try:
         found = battery()
@@ -59,7 +59,7 @@ def read_power(
 
 
 def idle_in(listing: str) -> float | None:
-    """Parse the seconds since the last use from `ioreg`'s HIDIdleTime, which counts nanoseconds."""
+    """Parse the idle seconds from HIDIdleTime (nanoseconds) in the output of `ioreg`."""
     found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', listing)
     return None if found is None else int(found[1]) / 1e9
 

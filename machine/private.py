@@ -1,13 +1,14 @@
-"""Files that only their owner reads, written whole or not at all."""
+"""Private files and folders, written atomically."""
 
 import os
 from pathlib import Path
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder of mode 0700, or narrow an existing one to it. OSError when that is not possible.
+    """Create a folder of mode 0700, or change the mode of an existing one. Raises OSError.
 
-    What is missing above it is made so, too (mkdir's own parents follow the umask); what is there stays as it is."""
+    Missing parents get mode 0700 as well, because `mkdir(parents=True)` uses the umask. Existing parents do not change.
+    """
     if not folder.parent.exists():
         private_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -16,7 +17,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by one of mode 0600 that is on the disk when this returns. OSError when it is not."""
+    """Replace a file atomically by one of mode 0600, synced to disk. Raises OSError."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.new")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:

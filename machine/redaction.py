@@ -1,11 +1,11 @@
-"""Keeps secrets and what people write to models out of every log.
+"""Remove secrets, prompts and answers from log events. Pure.
 
-Theory. What nobody logs cannot leak, so no event of ours carries a prompt, a key or a token. This is the net below that
-rope, for what others say: exceptions quote values, libraries log requests. It works twice: on the fields of an event by
-their names, and on the finished line by what secrets look like. Pure.
+Events of this project contain no prompt, key or token. Redaction is a second line of defence, because exceptions quote
+values and libraries log requests. It works on the fields of an event by their names, and on the rendered line by the
+patterns of secrets.
 
-Of an exception only its type, the functions that it went through, and a bounded message are kept. Where the message is
-about somebody's text (a template, a grammar, a tokenizer: PRIVATE), not even that.
+Of an exception, the log has its type, the functions of its traceback and a bounded message. Messages of PRIVATE events
+are removed, because errors of templates, grammars and tokenizers quote the text of clients.
 """
 
 import re
@@ -19,13 +19,13 @@ NAMES = frozenset({
     "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set_cookie", "password", "pepper",
     "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools", "body",
 })  # fmt: skip
-"""Fields that never stand in a log, whatever they hold."""
+"""Names of fields whose values are always hidden."""
 PRIVATE = frozenset({"door", "grammar", "text"})
-"""Events of the engine that are about somebody's text: of their exceptions no message is kept."""
+"""Events of the engine whose exceptions can quote the text of a client."""
 LONGEST_MESSAGE = 300
 _SHAPES = re.compile(
-    r"mp_[a-z2-7]{4,16}_[A-Za-z0-9_-]{20,}"  # our API keys
-    r"|mpj1\.[A-Za-z0-9.]{20,}"  # our join tokens
+    r"mp_[a-z2-7]{4,16}_[A-Za-z0-9_-]{20,}"  # API keys
+    r"|mpj1\.[A-Za-z0-9.]{20,}"  # join tokens
     r"|sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
 )
 _NAMED = re.compile(
@@ -37,17 +37,17 @@ Failure = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def hide(text: str) -> str:
-    """Put HIDDEN in the place of everything in a text that looks like a secret."""
+    """Replace secrets in a text by HIDDEN."""
     return _PRIVATE_KEY.sub(HIDDEN, hide_in_line(text))
 
 
 def hide_in_line(line: str) -> str:
-    """The same of a finished line, whose quotes and brackets stay where they are."""
+    """Replace secrets in a rendered line by HIDDEN; quotes and brackets of the line stay in place."""
     return _NAMED.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, line))
 
 
 def redact(fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Hide the fields of an event that must not be told, at any depth, and secrets in all others."""
+    """Hide private fields of an event at any depth, and secrets in all other fields."""
     for name, value in fields.items():
         fields[name] = HIDDEN if name.lower().replace("-", "_") in NAMES else _clean(value)
     return fields
@@ -64,8 +64,7 @@ def _clean(value: object) -> object:
 
 
 def trace(failure: Failure, *, private: bool) -> str:
-    """Write an exception down: where it went through, without the lines of code and their values, and its message
-    unless it is `private`."""
+    """Format an exception: type, message unless `private`, and functions of the traceback without source lines."""
     kind, error, where = failure
     frames = traceback.extract_tb(where)
     lines = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]

@@ -1,7 +1,7 @@
-"""Lets an event into the log so often and no oftener: a flood is told as a number, and fills no disk.
+"""Limit repeated log events, because a flood of events would fill the disk.
 
-The same event of the same logger about the same subject (node, peer, address, reason) may come BURST times in WINDOW
-seconds; what is left out is told by the next that comes through. Pure: time is an argument.
+An event of a logger about the same subject (node, peer, address, reason) is admitted BURST times in WINDOW seconds. The
+next admitted event has the number of events that were left out. Pure: time is an argument.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 BURST = 20
 WINDOW = 60.0
 MOST_KNOWN = 1024
-"""Subjects that are kept in mind; beyond them all of an event count as one."""
+"""Maximum number of subjects; above it, all subjects of an event count as one."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 
@@ -23,7 +23,7 @@ class _Seen:
 
 
 class Repeats:
-    """What came how often of late."""
+    """Counts of recent events."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _Seen] = {}
@@ -35,11 +35,11 @@ class Repeats:
 
     @property
     def left_out(self) -> int:
-        """Number of events that were left out and not counted in a later one yet."""
+        """Number of events that were left out and not yet reported with a later event."""
         return sum(seen.left_out for seen in self._seen.values())
 
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
-        """Say whether an event is told: None when not, else how many like it were left out before it."""
+        """Return None to leave an event out, else the number of equal events that were left out before."""
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
         seen = self._seen.get(key)
         if seen is None:

@@ -1,13 +1,13 @@
-"""Notices that this machine goes to sleep and that it woke, before the fact where the system tells, else after it.
+"""Detect sleep and wake-up of this machine.
 
-Theory. Two clocks of the system differ by the time that it slept: one goes on meanwhile (Linux CLOCK_BOOTTIME, macOS
-CLOCK_MONOTONIC), the other stands still (CLOCK_MONOTONIC; CLOCK_UPTIME_RAW). Their difference is compared at every
-look, so a clock on the wall that somebody sets plays no part. That finds a sleep after it. Before it only the system
-can tell: macOS does, by IOKit, and waits some seconds for those who asked to be told (`machine.iokit`). A system that
-says nothing costs the pool what a pulled cable costs.
+Two clocks of the system differ by the time asleep. One runs during sleep (Linux CLOCK_BOOTTIME, macOS CLOCK_MONOTONIC),
+the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of their difference between two checks is a
+sleep that has ended. Changes of the wall clock have no effect.
+Only the system can announce a sleep in advance. macOS does by IOKit, and waits for registered processes
+(`machine.iokit`). Without an announcement, a sleep looks like an unplugged cable to the pool.
 
-`on_sleep` is called on the loop with a callable that must be called when all is said; `on_wake` with the seconds slept,
-`on_look` at every look.
+`on_sleep` is called on the loop with a function to be called after all goodbyes were sent. `on_wake` is called with the
+seconds asleep, `on_look` at every check.
 """
 
 import asyncio
@@ -22,38 +22,38 @@ log = structlog.get_logger("machine.sleeping")
 
 LOOK_SECONDS = 2.0
 LEAST_SECONDS = 3.0
-"""A shorter difference is no sleep that anybody noticed."""
+"""Shortest difference of the clocks that counts as a sleep."""
 
 Said = Callable[[], None]
 Clocks = tuple[Callable[[], float], Callable[[], float]]
-"""A clock that goes on while the machine sleeps, and one that does not; seconds."""
+"""A clock that runs during sleep and one that does not, in seconds."""
 
 
 class Notice(Protocol):
-    """What tells of a sleep before it comes."""
+    """Source of announcements of a sleep."""
 
     def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
-        """Begin to listen, on a thread of its own; whether this system tells. The callables may be called there."""
+        """Start a thread that calls the functions; return whether the system announces sleeps."""
         ...
 
     def stop(self) -> None:
-        """Listen no longer."""
+        """Stop to listen."""
         ...
 
 
 class NoNotice:
-    """A system that says nothing: a sleep is seen when it is over."""
+    """A system without announcements."""
 
     def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
-        """Say that nothing will come."""
+        """Return False."""
         return False
 
     def stop(self) -> None:
-        """Nothing was begun."""
+        """Do nothing."""
 
 
 def open_notice() -> Notice:
-    """Give this system's notice of a sleep."""
+    """Return the source of announcements of this system."""
     if sys.platform == "darwin":
         from machine.iokit import PowerNotice
 
@@ -62,7 +62,7 @@ def open_notice() -> Notice:
 
 
 def system_clocks() -> Clocks:
-    """Give this system's two clocks; the same one twice where there is only one, which finds nothing."""
+    """Return the two clocks of this system; the same clock twice if it has only one, which detects no sleep."""
     on = getattr(time, "CLOCK_BOOTTIME", None)
     off = time.CLOCK_MONOTONIC
     if sys.platform == "darwin":
@@ -73,7 +73,7 @@ def system_clocks() -> Clocks:
 
 
 class SleepWatch:
-    """Calls its owner on the running loop; see the theory above."""
+    """Detector of sleep and wake-up; calls its functions on the running loop."""
 
     def __init__(
         self, on_sleep: Callable[[Said], None], on_wake: Callable[[float], None], *,
@@ -89,7 +89,7 @@ class SleepWatch:
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
-        """Begin to look; needs a running loop."""
+        """Start to check the clocks; needs a running loop."""
         loop = asyncio.get_running_loop()
 
         def later(call: Callable[..., None], *arguments: object) -> None:
@@ -102,13 +102,13 @@ class SleepWatch:
         self._look()
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop to check the clocks."""
         self._notice.stop()
         if self._handle is not None:
             self._handle.cancel()
 
     def _look(self) -> None:
-        """See whether the machine slept, and plan the next look."""
+        """Check the clocks and schedule the next check."""
         slept = self._slept()
         if slept >= LEAST_SECONDS:
             self._over(slept)
