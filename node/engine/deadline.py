@@ -3,9 +3,6 @@
 import ctypes
 import threading
 
-AGAIN_SECONDS = 0.5
-"""Seconds after which DeadlineError is raised again in a context that has not ended."""
-
 
 class DeadlineError(Exception):
     """The code took longer than it may."""
@@ -14,21 +11,16 @@ class DeadlineError(Exception):
 class Deadline:
     """Raises DeadlineError in the thread that entered the context, once `seconds` have passed.
 
-    The exception interrupts Python code between two instructions, but no native call. The interpreter swallows it in a
-    finalizer or a callback of the garbage collector, so it is raised every AGAIN_SECONDS until the context ends. An
-    exception that is still pending at the end of the context is withdrawn."""
+    It interrupts Python code between two instructions, and no native call. Outside the context nothing is raised: an
+    exception that is still pending at the end is taken back."""
 
     def __init__(self, seconds: float, message: str) -> None:
-        self._timer = self._after(seconds)
+        self._timer = threading.Timer(seconds, self.expire)
+        self._timer.daemon = True
         self._message = message
         self._lock = threading.Lock()
         self._thread = 0
         self._over = self._raised = False
-
-    def _after(self, seconds: float) -> threading.Timer:
-        timer = threading.Timer(seconds, self.expire)
-        timer.daemon = True
-        return timer
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -50,5 +42,3 @@ class Deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError)
                 )  # fmt: skip
-                self._timer = self._after(AGAIN_SECONDS)
-                self._timer.start()

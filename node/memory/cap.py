@@ -1,16 +1,17 @@
-"""Where the cap and the ceiling of a node come from, and which term binds.
+"""Compute cap, ceiling and margin of a node, and name the term that limits each.
 
     static  = RAM − reserve(tier), or memory.cap     in a container the RAM is the container's limit
     cap     = min(static, metal)                     explicit and above Metal: refused, unless memory.above_metal
     dynamic = own phys + reclaimable + min(worker footprint, lease)        each byte counted once
     ceiling = max(1, min(cap, dynamic) − leases)
 
-Rules that nobody may break: neither cap nor ceiling is ever 0 (in the ancestors of this formula 0 meant "no guard",
-and arithmetic reached it); what cannot be measured is never taken as plenty; the term that binds is named together
-with what a person can do about it. All of it is read anew at each check. What a person set and this machine cannot
-give is an error at start; where the machine's limits fall later, the lower limit counts, with a lasting warning.
-Reserves and reclaimable shares are those of the projects that the formula comes from: 12, 8 and 6 GiB, 4 GiB below
-24 GiB.
+Invariants
+- Cap and ceiling are never 0. Earlier projects used 0 for "no guard", and arithmetic could produce it.
+- An unknown value never counts as unlimited.
+- The limiting term is named, with advice for a person.
+
+All inputs are read at each check. A setting above the limits of this machine is an error at start. If a limit falls
+later, the lower limit applies, with a warning that stays.
 """
 
 import re
@@ -25,14 +26,16 @@ from wire.verdict import UNREADABLE, default_margin
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What a tier leaves to the system: a reserve in bytes, and the share of active pages counted as reclaimable."""
+    """Memory that a tier leaves to the system."""
 
     reserve: int
+    """Bytes."""
     active_share: float
+    """Share of active pages that counts as reclaimable."""
 
 
 CUSTOM = "custom"
-"""The tier of a cap that a person set: there is no reserve then."""
+"""Tier of an explicit cap, without a reserve."""
 TIERS = {
     "safe": Tier(12 * GIB, 0.2),
     "balanced": Tier(8 * GIB, 0.5),
@@ -50,40 +53,44 @@ METAL_SHARES = (
     (128 * GIB, 0.84),
     (512 * GIB, 0.75),
 )
-"""Metal's limit by RAM as Macs report it where no limit is set, as a share of the RAM; sizes between are interpolated.
+"""Default Metal limit by RAM, as share of the RAM. Sizes between are interpolated.
 
 16 GiB: https://github.com/AlexsJones/llmfit/pull/754, 128: https://github.com/antirez/ds4/pull/893, 32 to 64: the
 device line of llama.cpp in public logs of macOS 26 and 27, 8 and 512 (macOS 15):
 https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macOS checklist compares them."""
 METAL_SHARES_SINCE = 26
 METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GIB
-"""Before macOS 26 the share is smaller, and smaller still up to 36 GiB of RAM: 10.7 GiB of 16, 21.3 of 32, 384 of 512
-(https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672)."""
+"""Shares before macOS 26, with a smaller one up to 36 GiB of RAM: 10.7 GiB of 16, 21.3 of 32, 384 of 512.
+
+Sources: https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672
+"""
 WIRED_SHARE_MOST = 0.95
-"""A wired limit above this share ended in a crash loop on a 512 GiB machine."""
+"""Maximum share of the RAM for a wired limit; higher limits caused a crash loop on a machine with 512 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What this machine sets a cap, in bytes: RAM (0: unreadable), Metal's limit (None: no Metal, as on Linux), the
-    limit of the container that we are in (None: none), and `iogpu.wired_limit_mb` where a person set it (else None).
-
-    Without the device's own figure (`with_device`), `metal` is the limit that a person set, or else a guess."""
+    """Limits of this machine in bytes."""
 
     total: int
+    """RAM; 0 if unreadable."""
     metal: int | None = None
+    """Metal limit; None without Metal. Without a figure of the device (`with_device`), the limit that a person set, or
+    an estimate."""
     container: int | None = None
+    """Memory limit of the container; None without one."""
     wired: int | None = None
+    """`iogpu.wired_limit_mb`, if a person set it."""
 
     @property
     def ram(self) -> int:
-        """The RAM that is ours to divide."""
+        """RAM that the node can use: the RAM, or the limit of the container."""
         return self.total if self.container is None else min(self.total, self.container)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Metal's limit as the engine's device reported it, in bytes, and `Bounds.wired` at that time."""
+    """Metal limit that the device of the engine reported, in bytes, and `Bounds.wired` at that time."""
 
     limit: int
     wired: int | None = None
@@ -91,17 +98,20 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """Most bytes the node may reach, the term that decided it, the remedy, and a lasting warning or nothing."""
+    """Maximum memory of the engine."""
 
     bytes: int
     bound_by: str
+    """Name of the limiting term."""
     remedy: str
+    """Advice about the limiting term."""
     warning: str = ""
+    """Warning that stays; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The cap of this moment in bytes, with the term that binds and its remedy."""
+    """Cap at this moment, in bytes, with the limiting term and advice about it."""
 
     bytes: int
     bound_by: str
@@ -110,22 +120,24 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """Bytes kept for spikes that no reading sees, and a lasting warning or nothing."""
+    """Bytes kept free for transients that readings do not show."""
 
     bytes: int
     warning: str = ""
+    """Warning that stays; empty for none."""
     automatic: bool = False
+    """Whether the margin is the default."""
 
 
 def reserve(tier: str, total: int) -> int:
-    """Give what an automatic cap leaves to the system of a machine with `total` bytes of RAM."""
+    """Return the bytes that an automatic cap leaves to the system, for `total` bytes of RAM."""
     return SMALL_RESERVE if total < SMALL_MACHINE else TIERS[tier].reserve
 
 
 def default_metal(total: int, system: str = "") -> int:
-    """Return a guess in bytes of Metal's limit for `total` bytes of RAM where no limit is set.
+    """Return an estimate of the default Metal limit in bytes for `total` bytes of RAM.
 
-    `system` is the name of the system, as "macOS 15.5"; one that is not known counts as the newest macOS.
+    `system` is the name of the system, such as "macOS 15.5". Other texts count as the newest macOS.
     """
     found = re.match(r"macOS (\d+)", system)
     if found is not None and int(found[1]) < METAL_SHARES_SINCE:
@@ -139,10 +151,10 @@ def default_metal(total: int, system: str = "") -> int:
 
 
 def with_device(bounds: Bounds, device: Device | None) -> Bounds:
-    """Return the bounds with the device's figure in the place of a guess; unchanged where there is no figure.
+    """Return the bounds with the Metal limit that the device reported; unchanged without a device.
 
-    The device's figure follows `iogpu.wired_limit_mb`, but MLX reads it once for each process. So a limit that a person
-    sets or removes later counts where it is lower, and a higher one from the engine's next start on.
+    The figure of the device follows `iogpu.wired_limit_mb`, but MLX reads it once for each process. A limit that
+    changes later therefore applies immediately if it is lower, and after the next start of the engine if it is higher.
     """
     if device is None or bounds.metal is None:
         return bounds
@@ -151,17 +163,17 @@ def with_device(bounds: Bounds, device: Device | None) -> Bounds:
 
 
 def safe_wired_limit(tier: str, total: int) -> int:
-    """Give the highest wired limit, in bytes, that leaves the system its reserve on a machine with `total` bytes."""
+    """Return the highest wired limit in bytes that keeps the reserve of the system, for `total` bytes of RAM."""
     return max(0, min(total - reserve(tier, total), int(total * WIRED_SHARE_MOST)))
 
 
 def resolve_cap(
     setting: str | int, tier: str, bounds: Bounds, *, above_metal: bool = False, starting: bool = True
 ) -> Cap:
-    """Give the cap for a setting under these bounds.
+    """Return the cap for a value of `memory.cap`.
 
-    Raises SettingsError for an explicit cap of 0 or above the RAM, for RAM that cannot be read where it is needed and,
-    only at the start, for one above the Metal limit without `above_metal`: later, that limit counts.
+    Raises SettingsError for an explicit cap of 0 or above the RAM, and for a relative cap if the RAM cannot be read. At
+    start also for a cap above the Metal limit without `above_metal`; later, the Metal limit applies.
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:
@@ -222,7 +234,7 @@ def _explicit(setting: str | int, bounds: Bounds, *, starting: bool) -> int:
 
 
 def _raise_metal(command: str) -> str:
-    """Return the remedy; MLX reads the limit once for each process, so the engine has to start after the command."""
+    """Return the advice. The engine has to restart, because MLX reads the limit once for each process."""
     return f"raise Metal's limit: {command}, then restart the node"
 
 
@@ -231,7 +243,7 @@ def _sysctl(wanted: int, total: int) -> str:
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:
-    """Give the margin for a cap in bytes; an explicit one is taken as it is. SettingsError when it is no size."""
+    """Return the margin for a cap in bytes and a value of `memory.margin`. Raises SettingsError for a bad size."""
     if setting == "auto":
         return Margin(default_margin(cap), automatic=True)
     try:
@@ -246,9 +258,9 @@ def resolve_margin(setting: str | int, cap: int) -> Margin:
 
 
 def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease: int = 0) -> int | None:
-    """Give what the process could reach now: its own bytes, what the system can free, and a leased worker's bytes.
+    """Return the bytes that the engine could use now: own footprint, reclaimable memory and the leased worker's bytes.
 
-    The worker's footprint counts up to its lease, because the lease is taken off the ceiling. None when unreadable.
+    The footprint of the worker counts up to its lease, because the ceiling is reduced by the lease. None if unreadable.
     """
     if phys is None or reclaimable is None:
         return None
@@ -256,9 +268,9 @@ def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease
 
 
 def ceiling(cap: Cap, reach: int | None, leases: int = 0) -> Ceiling:
-    """Give the ceiling under a cap, `reach` bytes of `dynamic`, and leases held; 1 byte when `reach` is unreadable.
+    """Return the ceiling for a cap, the result of `dynamic` and the bytes of leases; 1 byte if `reach` is None.
 
-    The binding term is the one that takes most off the cap, and the cap's own when nothing does.
+    The limiting term is the one that reduces the cap most, or that of the cap if nothing reduces it.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the node's log")
@@ -272,7 +284,7 @@ def ceiling(cap: Cap, reach: int | None, leases: int = 0) -> Ceiling:
 
 
 def limits(cap: Cap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> Limits:
-    """Put the limits in force into the frame that the engine judges by."""
+    """Return the frame with the limits in force for the engine."""
     return Limits(
         cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic
     )  # fmt: skip

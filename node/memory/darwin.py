@@ -1,10 +1,10 @@
 """Memory readings on macOS by ctypes. Unverified on macOS: tested against a compiled stand-in with these signatures.
 
-The footprint is `ri_phys_footprint` of `proc_pid_rusage` (RUSAGE_INFO_V4, 296 bytes, <sys/resource.h>), which counts
-Metal's IOAccelerator pages that no resident size shows, and works for every process of the same user. The same
-structure holds the highest footprint ever and since `proc_reset_footprint_interval` (<libproc.h>). psutil knows
-neither, and its start of a process moves with the clock, so it does not identify a process after a restart. Every
-failure is None, never 0.
+The footprint is `ri_phys_footprint` of `proc_pid_rusage` (RUSAGE_INFO_V4, 296 bytes, <sys/resource.h>). It counts
+Metal's IOAccelerator pages, which resident sizes do not, and works for every process of the same user. The structure
+also has the highest footprint ever, and since `proc_reset_footprint_interval` (<libproc.h>). psutil has neither. Its
+start time of a process changes with the clock and therefore does not identify a process.
+Errors are None, never 0.
 """
 
 import ctypes
@@ -22,12 +22,14 @@ ZOMBIE = 5
 _U64_BEFORE = ("user", "system", "idle_wakeups", "interrupt_wakeups", "pageins", "wired", "resident")
 _U64_BETWEEN = 20
 PRESSURES = {1: "normal", 2: "warn", 4: "critical"}
-"""`kern.memorystatus_vm_pressure_level`, as <dispatch/source.h> names the same bits."""
+"""Names for `kern.memorystatus_vm_pressure_level`, as in <dispatch/source.h>."""
 
 
 class RusageV4(ctypes.Structure):
-    """`struct rusage_info_v4`: 16 bytes of uuid and 35 numbers of 8 bytes; phys_footprint is the eighth, the highest
-    ever the 29th, the highest of the interval the 34th."""
+    """`struct rusage_info_v4`: a uuid of 16 bytes, and 35 numbers of 8 bytes.
+
+    Number 8 is phys_footprint, 29 its lifetime maximum, 34 its maximum in the interval.
+    """
 
     phys_footprint: int
     lifetime_max_phys_footprint: int
@@ -45,7 +47,7 @@ class RusageV4(ctypes.Structure):
 
 
 class ProcBsdInfo(ctypes.Structure):
-    """`struct proc_bsdinfo`, 136 bytes (<sys/proc_info.h>): what a process is and when it began."""
+    """`struct proc_bsdinfo`, 136 bytes (<sys/proc_info.h>): state and start time of a process."""
 
     status: int
     start_seconds: int
@@ -58,7 +60,7 @@ class ProcBsdInfo(ctypes.Structure):
 
 
 class System:
-    """The few calls of libSystem that we need. OSError when the library cannot be loaded."""
+    """Calls of libSystem. Raises OSError if the library cannot be loaded."""
 
     def __init__(self, library: str = SYSTEM) -> None:
         calls = ctypes.CDLL(library, use_errno=True)
@@ -75,19 +77,19 @@ class System:
         self._limit = 0
 
     def phys(self, pid: int) -> int | None:
-        """Give a process's footprint in bytes; None when it is gone, foreign or unreadable."""
+        """Return the footprint of a process in bytes; None for an ended, foreign or unreadable process."""
         usage = self._usage(pid)
         return None if usage is None else usage.phys_footprint or None
 
     def highs(self, pid: int) -> Highs:
-        """Give a process's high-water marks."""
+        """Return the high-water marks of a process."""
         usage = self._usage(pid)
         if usage is None:
             return Highs()
         return Highs(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
 
     def begin_interval(self, pid: int) -> bool:
-        """Let the interval's high-water mark of a process begin anew; whether the system let us."""
+        """Reset the high-water mark of the interval; return whether that succeeded."""
         return self._reset_interval is not None and self._reset_interval(pid) == 0
 
     def _usage(self, pid: int) -> RusageV4 | None:
@@ -95,26 +97,28 @@ class System:
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
     def born(self, pid: int) -> str:
-        """Give what tells a process from a later one of the same number: when it began; empty when it is gone."""
+        """Return an identifier of a process: its start time. Empty for an ended process."""
         described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
         if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
             return ""
         return f"{described.start_seconds}.{described.start_microseconds}"
 
     def wired_limit(self) -> int | None:
-        """Return the Metal limit that somebody set, in bytes; None when the system's default holds. Where it cannot be
-        read for once it is what it was: a cap that falls would cost work."""
+        """Return the Metal limit that a person set, in bytes; None for the default.
+
+        After a failed read, the last value is returned, because a lower cap would end requests.
+        """
         megabytes = self._number("iogpu.wired_limit_mb")
         if megabytes is not None:
             self._limit = megabytes
         return self._limit * MIB or None
 
     def pressure(self) -> str:
-        """Give the system's word for its memory pressure; empty when it is not told."""
+        """Return the memory pressure: `normal`, `warn` or `critical`; empty if unknown."""
         return PRESSURES.get(self._number("kern.memorystatus_vm_pressure_level") or 0, "")
 
     def chip_name(self) -> str:
-        """Give the chip, as "Apple M5 Max"; empty when it is not told."""
+        """Return the name of the chip, such as "Apple M5 Max"; empty if unknown."""
         return (self._bytes("machdep.cpu.brand_string") or b"").split(b"\0")[0].decode(errors="replace")
 
     def _number(self, name: str) -> int | None:
@@ -129,7 +133,7 @@ class System:
 
 
 class Footprint:
-    """The footprint of one process."""
+    """Footprint of a process."""
 
     source = "phys_footprint"
 
@@ -138,16 +142,16 @@ class Footprint:
         self._system = system
 
     def phys(self) -> int | None:
-        """Give the footprint in bytes; None when it cannot be read."""
+        """Return the footprint in bytes; None if it cannot be read."""
         return self._system.phys(self._pid)
 
     def highs(self) -> Highs:
-        """Give the high-water marks."""
+        """Return the high-water marks."""
         return self._system.highs(self._pid)
 
     def begin_interval(self) -> bool:
-        """Let the interval's mark begin anew."""
+        """Reset the high-water mark of the interval."""
         return self._system.begin_interval(self._pid)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

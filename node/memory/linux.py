@@ -1,9 +1,8 @@
-"""Memory readings on Linux: the stand-in for a Mac in development, tests and coordinators.
+"""Memory readings on Linux, for coordinators and as stand-in for a Mac in development and tests.
 
-The footprint is the resident set of `/proc/PID/statm`, read by pread on a descriptor that stays open (1.6 µs; opening
-it each time costs 17). Resident pages count shared libraries too, so it is never below what the process holds alone.
-Where a cgroup limits the machine, the lower number counts: a container's RAM is its limit. The kernel keeps one
-high-water mark (VmHWM), which `clear_refs` sets back: ours of all time is then the highest that we saw before.
+The footprint is the resident set in `/proc/PID/statm`, read by pread on an open descriptor (1.6 µs, 17 µs with open).
+It includes shared libraries and is therefore at least the private memory of the process. A limit of a cgroup counts as
+RAM. The kernel has one high-water mark (VmHWM), which `clear_refs` resets; the lifetime maximum is kept here.
 """
 
 import os
@@ -15,13 +14,13 @@ DEAD = (b"Z", b"X")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
-"""cgroup v1 writes "no limit" as a number near 2^63."""
+"""Values from this on mean "no limit": cgroup v1 uses a number near 2^63."""
 STALLED = (("critical", 60.0), ("warn", 10.0))
-"""Share of the last 10 s, in percent, that some task waited for memory. systemd-oomd ends work at 60."""
+"""Percent of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60."""
 
 
 class Statm:
-    """The resident set of one process."""
+    """Resident set of a process."""
 
     source = "statm"
 
@@ -34,7 +33,7 @@ class Statm:
             self._file = -1
 
     def phys(self) -> int | None:
-        """Give resident bytes; None when the process is gone or cannot be read (a zombie reads 0, which is no size)."""
+        """Return resident bytes; None for an ended or unreadable process."""
         try:
             resident = int(os.pread(self._file, 128, 0).split()[1])
         except (OSError, IndexError, ValueError):
@@ -42,7 +41,7 @@ class Statm:
         return resident * PAGE or None
 
     def highs(self) -> Highs:
-        """Give the high-water marks."""
+        """Return the high-water marks."""
         mark = _kilobytes(self._folder / "status").get("VmHWM")
         if mark is None:
             return Highs()
@@ -50,7 +49,7 @@ class Statm:
         return Highs(self._highest, mark)
 
     def begin_interval(self) -> bool:
-        """Let the interval's mark begin anew; whether the kernel let us."""
+        """Reset the high-water mark of the interval; return whether that succeeded."""
         self.highs()
         try:
             (self._folder / "clear_refs").write_text("5")
@@ -59,14 +58,14 @@ class Statm:
         return True
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def born(pid: int, proc: Path = Path("/proc")) -> str:
-    """Give what tells a process from a later one of the same number: the boot and its start in it; empty when gone."""
+    """Return an identifier of a process: boot id and start time. Empty for an ended process."""
     stat = _stat(f"{proc}/{pid}")
     try:
         boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
@@ -76,7 +75,7 @@ def born(pid: int, proc: Path = Path("/proc")) -> str:
 
 
 def _stat(folder: str) -> list[bytes] | None:
-    """Read the fields behind the name, which may hold anything: state, parent, group, session, …"""
+    """Return the fields after the name of the process: state, parent, group, session, …"""
     try:
         file = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -105,13 +104,13 @@ def _kilobytes(path: Path) -> dict[str, int]:
 
 
 def container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Give the lowest cgroup limit above this process in bytes; None where nothing limits it."""
+    """Return the lowest memory limit of the cgroups of this process in bytes; None without a limit."""
     limits = [limit for folder in _folders(proc, cgroups) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
 
 
 def pressure(proc: Path = Path("/proc")) -> str:
-    """Give a word for the memory pressure, after how long tasks waited for memory; empty when it is not told."""
+    """Return the memory pressure: `normal`, `warn` or `critical` by STALLED; empty if unknown."""
     try:
         line = next(line for line in (proc / "pressure" / "memory").read_text().splitlines() if line.startswith("some"))
         share = float(line.split()[1].removeprefix("avg10="))
@@ -121,18 +120,18 @@ def pressure(proc: Path = Path("/proc")) -> str:
 
 
 def container_room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the least room in the cgroups above this process in bytes; None where nothing limits it."""
+    """Return the least free memory of the cgroups of this process in bytes; None without a limit."""
     rooms = [room for folder in _folders(proc, cgroups) if (room := _room(folder)) is not None]
     return min(rooms, default=None)
 
 
 def unevictable_memory(proc: Path = Path("/proc")) -> int | None:
-    """Return the bytes that can be neither paged out nor given back: locked, or held by drivers."""
+    """Return the bytes that can be neither paged out nor freed: locked memory and memory of drivers."""
     return _kilobytes(proc / "meminfo").get("Unevictable")
 
 
 def chip_name(proc: Path = Path("/proc")) -> str:
-    """Give the processor's name, empty when it is not told."""
+    """Return the name of the processor; empty if unknown."""
     try:
         lines = (proc / "cpuinfo").read_text().splitlines()
     except OSError:
@@ -141,7 +140,7 @@ def chip_name(proc: Path = Path("/proc")) -> str:
 
 
 def _folders(proc: Path, cgroups: Path) -> list[Path]:
-    """List this process's memory cgroups and all above them; limits of each level apply."""
+    """Return the memory cgroups of this process and their parents, because limits of each level apply."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -174,7 +173,7 @@ def _room(folder: Path) -> int | None:
 
 
 def _reclaimable_files(folder: Path) -> int:
-    """Page cache that nobody used lately is charged to the cgroup, and free for the asking."""
+    """Return the bytes of inactive page cache, which the kernel frees on demand."""
     try:
         fields = dict(line.split(None, 1) for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):

@@ -1,44 +1,47 @@
-"""One reading of a process's footprint, and the highest of the last polls.
+"""Footprint readings of a process, and the maximum of the last polls.
 
-A footprint that cannot be read is None, never 0: unknown means that nothing more is started. Readings are taken
-between forwards; the peak inside a forward belongs to margin and estimate (wire/verdict) and never gets in here, or
-it would be counted twice.
+An unreadable footprint is None, never 0, because no request starts while the footprint is unknown. Readings are taken
+between forwards. The peak inside a forward is covered by margin and estimate (`wire.verdict`); as a reading it would
+count twice.
 """
 
 from dataclasses import dataclass
 
 POLLS = 5
-"""Polls that `recent` looks back (seed of the project: a deque of five)."""
+"""Number of polls in the window of `Recent`."""
 PERIOD = 1.0
-"""Seconds of one poll; readings within it are one poll, of which the highest counts."""
+"""Seconds of a poll; of the readings in a poll, the highest counts."""
 WINDOW = POLLS * PERIOD
-"""Seconds that `recent` looks back."""
+"""Seconds in the window of `Recent`."""
 STALE = 5.0
-"""Seconds after which a reading says nothing about now."""
+"""Age in seconds from which a reading is not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the kernel charges a process: bytes (None: unreadable), the name of the source, the time it was taken."""
+    """A reading of the memory that the kernel charges to a process."""
 
     phys: int | None
+    """Bytes; None if unreadable."""
     source: str
+    """Name of the source."""
     at: float
+    """Monotonic time of the reading."""
 
     def live(self, now: float) -> bool:
-        """Whether this was readable, and not too long ago to judge by."""
+        """Return whether the reading has a value and is at most STALE seconds old."""
         return self.phys is not None and now - self.at <= STALE
 
 
 @dataclass(slots=True)
 class LastGood:
-    """The last value of a reading that fails now and then."""
+    """Last value of a reading that can fail."""
 
     value: int | None = None
     at: float = 0.0
 
     def take(self, value: int | None, now: float) -> int | None:
-        """Return the value, or where it could not be read (None) the last good one for STALE seconds, then None."""
+        """Return `value`, or the last value for STALE seconds after it if `value` is None."""
         if value is not None:
             self.value, self.at = value, now
         return self.value if now - self.at <= STALE else None
@@ -46,35 +49,40 @@ class LastGood:
 
 @dataclass(frozen=True, slots=True)
 class Highs:
-    """The kernel's high-water marks of a process in bytes, None where they are not told: ever, and since the last
-    reset. They contain the spikes inside forwards, so they calibrate margin and estimate and are in no `current`."""
+    """High-water marks of a process in bytes, kept by the kernel; None if unknown.
+
+    They include the transients of forwards. They calibrate margin and estimate and are not part of `current`.
+    """
 
     lifetime: int | None = None
     interval: int | None = None
+    """Maximum since the last reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """What the system has left: bytes to be had without pushing anyone out, its own word for its pressure ("" is not
-    told), the name of the source, the time it was taken."""
+    """Available memory of the system."""
 
     available: int | None
+    """Bytes that can be allocated without displacing other programs; None if unknown."""
     pressure: str
+    """Memory pressure: `normal`, `warn` or `critical`; empty if unknown."""
     source: str
     at: float
+    """Monotonic time of the reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """The highest reading of each of the last polls, newest last: `(start of the poll, bytes)`.
+    """Highest reading of each of the last polls, as pairs of start time and bytes, newest last.
 
-    It decays by time alone, so a process that nobody polls while it rests does not keep an old height.
+    Entries expire by time. An idle process without polls therefore does not keep an old maximum.
     """
 
     polls: tuple[tuple[float, int], ...] = ()
 
     def observed(self, phys: int, now: float) -> "Recent":
-        """Give the window with one more reading in it."""
+        """Return the window with a further reading."""
         polls = self._within(now)
         if polls and now - polls[-1][0] < PERIOD:
             start, height = polls[-1]
@@ -82,11 +90,11 @@ class Recent:
         return Recent((*polls, (now, phys))[-POLLS:])
 
     def highest(self, now: float) -> int:
-        """Give the highest reading within the window in bytes, 0 when there is none."""
+        """Return the highest reading in the window in bytes; 0 without readings."""
         return max((height for _, height in self._within(now)), default=0)
 
     def falls_at(self, floor: int, now: float) -> float | None:
-        """Say when `highest` next falls, if it is still above `floor` bytes; None when it is not."""
+        """Return the time at which `highest` falls next; None if it is at most `floor` bytes."""
         polls = self._within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:

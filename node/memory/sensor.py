@@ -1,4 +1,4 @@
-"""The one place that picks this system's readings, or a pretended machine where the engine pretends too."""
+"""Select the memory readings of this system, or a simulated machine for the scripted engine."""
 
 import functools
 import os
@@ -22,30 +22,29 @@ from wire.units import parse_size
 
 
 class Source(Protocol):
-    """A way to read one process's footprint in bytes; None when it cannot be read."""
+    """Reader of the footprint of a process."""
 
     source: str
 
     def phys(self) -> int | None:
-        """Read now."""
+        """Return the footprint in bytes; None if it cannot be read."""
         ...
 
     def highs(self) -> Highs:
-        """Read the kernel's high-water marks."""
+        """Return the high-water marks."""
         ...
 
     def begin_interval(self) -> bool:
-        """Let the interval's mark begin anew; whether the system let us."""
+        """Reset the high-water mark of the interval; return whether that succeeded."""
         ...
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release resources."""
         ...
 
 
 class Pages(Protocol):
-    """psutil's counts in bytes. `available` are free and inactive pages on macOS, MemAvailable on Linux; `active` and
-    `wired` are macOS's."""
+    """Counts of psutil in bytes. `available` are free and inactive pages on macOS, MemAvailable on Linux."""
 
     total: int
     available: int
@@ -53,40 +52,40 @@ class Pages(Protocol):
 
 
 class Sensor:
-    """Dated readings of one process, from `source`."""
+    """Readings of a process with their time."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
     def phys(self) -> Reading:
-        """Read the footprint now, dated by the monotonic clock."""
+        """Read the footprint; the time is that of the monotonic clock."""
         return Reading(self.source.phys(), self.source.source, time.monotonic())
 
     def highs(self) -> Highs:
-        """Read the kernel's high-water marks, which calibrate and never judge."""
+        """Read the high-water marks, for calibration and display."""
         return self.source.highs()
 
     def begin_interval(self) -> bool:
-        """Let the interval's high-water mark begin anew; whether the system let us."""
+        """Reset the high-water mark of the interval; return whether that succeeded."""
         return self.source.begin_interval()
 
     def close(self) -> None:
-        """Stop reading."""
+        """Release the source."""
         self.source.close()
 
 
 def open_sensor(pid: int) -> Sensor:
-    """Start reading a process of this user; a process that is gone reads as unknown."""
+    """Return a sensor for a process of this user. Readings of an ended process are None."""
     return Sensor(darwin.Footprint(pid, _system()) if sys.platform == "darwin" else linux.Statm(pid))
 
 
 def footprint(group: int) -> int | None:
-    """Read all living processes of a group once, as the video worker's; None when there is none, or not all can be."""
+    """Return the footprint of a process group, such as the video worker; None without processes or after an error."""
     return footprint_of(members(group))
 
 
 def footprint_of(pids: tuple[int, ...]) -> int | None:
-    """Read some processes once and add them up; None when there is none, or one of those that live cannot be read."""
+    """Return the total footprint of processes; None without processes or if a living one cannot be read."""
     total = 0
     for pid in pids:
         found = _footprint(pid)
@@ -105,7 +104,7 @@ def _footprint(pid: int) -> int | None:
 
 
 def members(group: int) -> tuple[int, ...]:
-    """List the living processes of a group; a process that has ended and was not waited for holds no memory."""
+    """Return the living processes of a group, without zombies."""
     return tuple(pid for pid in psutil.pids() if _group(pid) == group and born(pid))
 
 
@@ -117,7 +116,7 @@ def _group(pid: int) -> int | None:
 
 
 def virtual_memory() -> "Pages | None":
-    """Read the counts of this machine's memory in bytes; None when they cannot be read."""
+    """Return the memory counts of this machine; None if they cannot be read."""
     try:
         return psutil.virtual_memory()
     except (OSError, RuntimeError, KeyError, psutil.Error):
@@ -125,38 +124,38 @@ def virtual_memory() -> "Pages | None":
 
 
 def born(pid: int) -> str:
-    """Give what tells a process from a later one of the same number; empty when it is gone."""
+    """Return an identifier of a process that a later process with the same pid does not have; empty if it ended."""
     return _system().born(pid) if sys.platform == "darwin" else linux.born(pid)
 
 
 class Machine(Protocol):
-    """What the cap follows from, and what the system can spare now, all read anew by each call."""
+    """Memory of a machine. Every call reads the system."""
 
     @property
     def hardware(self) -> Hardware:
-        """What `Hello` tells of it."""
+        """Description of the machine for `Hello`."""
         ...
 
     def bounds(self) -> Bounds:
-        """Read RAM, Metal's limit and the container's."""
+        """Return RAM, Metal limit and limit of the container."""
         ...
 
     def reclaimable(self) -> int | None:
-        """Read what the system can free for the engine in bytes; None when it cannot be read."""
+        """Return the bytes that the system can free for the engine; None if unknown."""
         ...
 
     def spare(self) -> Spare:
-        """Read what the system has left, for those who look."""
+        """Return the available memory, for display."""
         ...
 
     def wired(self) -> int | None:
-        """Read the bytes that all processes and the kernel have wired; None when it cannot be read."""
+        """Return the bytes wired by all processes and the kernel; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """This Mac. `active_share` of its active pages counts as reclaimable. Unverified on macOS."""
+    """This Mac. Unverified on macOS."""
 
     hardware: Hardware
     active_share: float
@@ -164,78 +163,80 @@ class Mac:
     pages: Callable[[], Pages | None] = virtual_memory
 
     def bounds(self) -> Bounds:
-        """Read the limit that somebody may have set just now; the RAM stays what it was."""
+        """Return the RAM and the Metal limit, which a person can change at any time."""
         wired, hardware = self.system.wired_limit(), self.hardware
         return Bounds(hardware.memory, wired or default_metal(hardware.memory, hardware.system), wired=wired)
 
     def reclaimable(self) -> int | None:
-        """Count free and inactive pages and the tier's share of active ones."""
+        """Return free and inactive pages, and `active_share` of the active pages, in bytes."""
         found = self.pages()
         return None if found is None else int(found.available + found.active * self.active_share)
 
     def spare(self) -> Spare:
-        """Count free and inactive pages alone."""
+        """Return free and inactive pages as available memory."""
         found = self.pages()
         available = None if found is None else found.available
         return Spare(available, self.system.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
-        """Count wired pages."""
+        """Return wired pages in bytes."""
         found = self.pages()
         return None if found is None else getattr(found, "wired", None)
 
 
 @dataclass(frozen=True, slots=True)
 class LinuxMachine:
-    """This Linux machine, or the container's share of it."""
+    """This Linux machine, or its container."""
 
     hardware: Hardware
 
     def bounds(self) -> Bounds:
-        """Read the RAM and the cgroups' limits."""
+        """Return the RAM and the limit of the cgroups."""
         found = virtual_memory()
         return Bounds(0 if found is None else found.total, None, linux.container_limit())
 
     def reclaimable(self) -> int | None:
-        """Read MemAvailable and the cgroups' room."""
+        """Return the minimum of MemAvailable and the free memory of the cgroups."""
         found, room = virtual_memory(), linux.container_room()
         return None if found is None else found.available if room is None else min(found.available, room)
 
     def spare(self) -> Spare:
-        """Read the same, and how long tasks waited for memory."""
+        """Return reclaimable memory as available memory, and the pressure."""
         return Spare(self.reclaimable(), linux.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
-        """Read Unevictable, which is locked memory and what drivers hold."""
+        """Return Unevictable: locked memory and memory of drivers."""
         return linux.unevictable_memory()
 
 
 @dataclass(frozen=True, slots=True)
 class PretendedMachine:
-    """A Mac that does not exist: nobody else uses its memory, so the dynamic term never binds. Readings that stand in a
-    file are read from there at each call."""
+    """A simulated Mac without other programs.
+
+    `readings` is the path of a JSON file with values of `reclaimable` and `wired`, which is read at each call.
+    """
 
     hardware: Hardware
     readings: str = ""
 
     def bounds(self) -> Bounds:
-        """Return its RAM and a Mac's default limit."""
+        """Return the RAM and the default Metal limit."""
         return Bounds(self.hardware.memory, default_metal(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
-        """Return all of the RAM, or what the file says."""
+        """Return the value in the file, or the RAM."""
         return self._reading("reclaimable", self.hardware.memory)
 
     def spare(self) -> Spare:
-        """Return the same."""
+        """Return reclaimable memory as available memory."""
         return Spare(self.reclaimable(), "normal", "pretended", time.monotonic())
 
     def wired(self) -> int | None:
-        """Return what the file says; without one it cannot be read."""
+        """Return the value in the file, or None."""
         return self._reading("wired", None)
 
     def _reading(self, name: str, otherwise: int | None) -> int | None:
-        """Read a number or null from the file; `otherwise` where the file or the name is missing."""
+        """Return a value in the file; `otherwise` if the file or the name is missing."""
         try:
             found = msgspec.json.decode(Path(self.readings).read_bytes(), type=dict[str, int | None])
         except (OSError, msgspec.MsgspecError):
@@ -244,7 +245,7 @@ class PretendedMachine:
 
 
 def open_machine(settings: NodeSettings) -> Machine:
-    """Give the machine that the engine's memory is judged on: pretended for the scripted kind, else this one."""
+    """Return a simulated machine for the scripted engine, else this machine."""
     if settings.engine.kind == "scripted":
         scripted = settings.engine.scripted
         return PretendedMachine(machine(parse_size(scripted.memory)), scripted.readings)
@@ -254,7 +255,7 @@ def open_machine(settings: NodeSettings) -> Machine:
 
 
 def machine(memory: int | None = None) -> Hardware:
-    """Describe this machine for `Hello`; `memory` overrides its RAM in bytes. 0 RAM means: it could not be read."""
+    """Describe this machine for `Hello`. `memory` overrides its RAM in bytes; 0 if the RAM cannot be read."""
     apple = sys.platform == "darwin"
     chip = _system().chip_name() if apple else linux.chip_name()
     if memory is None:

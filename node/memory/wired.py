@@ -1,16 +1,16 @@
-"""Whether a process that ended gave its wired memory back. Pure.
+"""Detect wired memory that ended processes leave behind. Pure.
 
-A process with a large wired model that is killed can leave the memory wired in the kernel until the Mac restarts
-(oMLX#2184: 414 GiB after a kill, 5 GiB after an orderly end). Nothing says so of a process: `ri_wired_size` does not
-count Metal's residency sets (llama.cpp#26082), and the process is gone. So the system's own count is compared:
+The kernel can keep the memory of a killed process wired until the Mac restarts (oMLX#2184: 414 GiB after a kill, 5 GiB
+after an orderly end). No count of the process shows that: `ri_wired_size` does not count Metal's residency sets
+(llama.cpp#26082), and the process has ended. The count of the system is compared instead:
 
-    after − before     what is wired now and was not before it started
-    weights − fall     what it may have wired, less what was unwired at its end
+    after − before     wired now and not wired before the start of the process
+    weights − fall     wired by the process at most, minus the memory unwired at its end
 
-The lower of the two is missing. The second keeps apart what other programs have wired meanwhile: an engine that was at
-work falls by all of its weights at an orderly end. An engine at rest may have had nothing wired any more; then the
-first alone judges, and another program that wired as much may be taken for a leak. Memory that is lost does not come
-back: so what does, because that program ended, disproves it (`Leaks.look`).
+The lower value is the leak. The second value excludes memory that other programs wired meanwhile: a busy engine unwires
+all of its weights at an orderly end. An idle engine may have had no wired memory. Then only the first value counts, and
+memory wired by another program can look like a leak. Leaked memory never returns; memory that returns later disproves
+the leak (`Leaks.look`).
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,22 @@ from wire.units import GIB, show_size
 
 SHARE = 0.5
 LEAST = GIB
-"""A leak is more than so much of the weights, and more than so many bytes: other programs wire memory, too."""
+"""Thresholds of a leak, as share of the weights and in bytes, because other programs wire memory as well."""
 
 
 @dataclass(slots=True)
 class Wired:
-    """The system's wired bytes `before` a process started and when they were `last` read while it lived (None: they
-    cannot be read), and the most bytes of weights that it had at once."""
+    """Wired bytes of the system around the lifetime of a process."""
 
     before: int | None
+    """Before the start of the process; None if unreadable."""
     last: int | None = None
+    """Last reading during its lifetime."""
     weights: int = 0
+    """Maximum bytes of weights in the process."""
 
     def missing(self, after: int | None) -> int:
-        """Return the bytes that did not come back, by a reading after the end; 0 where that is little or unknown."""
+        """Return the leaked bytes by a reading after the end; 0 below the thresholds or if unknown."""
         if self.before is None or after is None:
             return 0
         fall = 0 if self.last is None else max(0, self.last - after)
@@ -42,16 +44,20 @@ class Wired:
 
 @dataclass(slots=True)
 class Leaks:
-    """What ended processes left wired: how often, how many bytes, and what was wired before the first and last."""
+    """Leaks of ended processes."""
 
     count: int = 0
     missing: int = 0
+    """Leaked bytes in total."""
     first: int = 0
+    """Wired bytes before the start of the first process with a leak."""
     before: int = 0
+    """Wired bytes before the start of the last process with a leak."""
     after: int = 0
+    """Wired bytes after its end."""
 
     def add(self, wired: Wired, after: int | None) -> int:
-        """Record what did not come back after an end, if that is more than little; return its bytes."""
+        """Record the leak of an ended process; return its bytes, 0 for none."""
         missing = wired.missing(after)
         if missing and wired.before is not None and after is not None:
             self.first = self.first if self.count else wired.before
@@ -60,12 +66,12 @@ class Leaks:
         return missing
 
     def look(self, wired: int | None) -> None:
-        """Forget all of it once a reading shows that most came back."""
+        """Forget the leaks if a reading shows that most of the memory returned."""
         if wired is not None and wired < self.first + SHARE * self.missing:
             self.count = self.missing = 0
 
     def warning(self) -> str:
-        """Return what to do about it, with the numbers; empty where nothing is missing."""
+        """Return advice with the numbers; empty without a leak."""
         if not self.count:
             return ""
         return (

@@ -91,33 +91,6 @@ def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monk
     assert sum(range(1000)) == 499_500, "nothing is raised later"
 
 
-class Swallowing:
-    """Has a finalizer in which an exception is lost: it lasts until a deadline has raised one there."""
-
-    def __init__(self, entered: list[int]) -> None:
-        self._entered = entered
-
-    def __del__(self) -> None:
-        self._entered.append(1)
-        while True:
-            pass
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_deadline_is_raised_again_where_a_finalizer_swallowed_it():
-    entered: list[int] = []
-
-    def endless() -> None:
-        with Deadline(0.05, "too long"):
-            Swallowing(entered)
-            while True:
-                pass
-
-    with pytest.raises(DeadlineError, match="too long"):
-        endless()
-    assert entered
-
-
 @pytest.fixture
 def uncollected() -> Iterator[None]:
     """Run without collections: an exception in a callback of the collector, such as Hypothesis', is only reported."""
