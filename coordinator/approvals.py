@@ -95,7 +95,7 @@ class Approvals:
 
     @property
     def tickets(self) -> Mapping[str, Ticket]:
-        """Requests that wait for a decision, by code."""
+        """Requests to join that wait for a decision, by code."""
         return self._tickets
 
     def ask(self, waiting: Waiting, now: float) -> Ticket | float:

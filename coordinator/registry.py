@@ -317,7 +317,7 @@ class Registry:
         self._act(actions, always=always)
 
     def tick(self, now: float | None = None) -> None:
-        """Do what is due now, or was by `now` (seconds of the loop)."""
+        """Apply the transitions that are due at `now`, in seconds of the loop's clock; None for the current time."""
         self._timer = None
         self._pool, actions = membership.tick(self._pool, self._loop.time() if now is None else now)
         self._act(actions)

@@ -287,7 +287,7 @@ class Dispatcher:
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
-        """Requests that were not closed yet, ended or not."""
+        """Requests that are not closed, with those that have ended."""
         return tuple(self._open.values())
 
     def under_way(self) -> list[Ticket]:

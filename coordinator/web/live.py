@@ -36,7 +36,7 @@ class Live:
         return self._viewers >= MOST_VIEWERS
 
     async def rested(self) -> None:
-        """Wait until nobody looks, because the last viewer has left."""
+        """Wait until the task that serves all viewers has ended, after the last viewer left."""
         if self._task is not None:
             await self._task
 

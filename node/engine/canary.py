@@ -49,7 +49,7 @@ class Canary:
 
     @property
     def held(self) -> mmap.mmap | None:
-        """The reserve itself; None while there is none."""
+        """Mapping that holds the reserve; None without a reserve."""
         return self._held
 
     @property

@@ -745,7 +745,7 @@ class Generation:
             self._out.ends.append(Refusal(sequence.number, refused, sequence.shape.prompt))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release the memory of a request; it is written anew from its ids once there is room."""
+        """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
         rows = list(sequence.writing())
         self._leave(sequence)
         self._drop(self._residents()[sequence.request.model], rows)

@@ -46,7 +46,7 @@ class LoadTimes:
 
     @property
     def kept(self) -> Kept:
-        """What was measured."""
+        """Measured load times."""
         return self._kept
 
     def expected(self, fingerprint: str, weights: int, probe: float) -> float:

@@ -137,7 +137,7 @@ class Shelf:
 
     @property
     def looks_at(self) -> float | None:
-        """When to look whether the memory of unloaded models is back; None while a model is here or on its way."""
+        """Monotonic time of the next check for leaked memory; None while a model is loaded or loading."""
         return self.returns.at if self.empty else None
 
     @property

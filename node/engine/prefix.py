@@ -116,12 +116,12 @@ class PrefixCache(Generic[V]):
 
     @property
     def entries(self) -> tuple[Entry[V], ...]:
-        """All that is kept, least recently used first."""
+        """Kept entries, least recently used first."""
         return tuple(self._order)
 
     @property
     def scopes(self) -> frozenset[tuple[str, str]]:
-        """Pairs of model and scope of which anything is held."""
+        """Pairs of model and scope with kept entries."""
         return frozenset(self._tries)
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:

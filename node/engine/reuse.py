@@ -104,7 +104,7 @@ class Reuse:
 
     @property
     def entries(self) -> tuple[Entry[Layers], ...]:
-        """All that is kept, least recently used first."""
+        """Kept entries, least recently used first."""
         return self._kept.entries
 
     @property

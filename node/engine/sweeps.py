@@ -70,7 +70,7 @@ class Sweeps:
 
     @property
     def measuring(self) -> str:
-        """The model that is being measured; empty when none is."""
+        """Name of the model that is being measured; empty for none."""
         return "" if self._sweep is None else self._sweep.resident.name
 
     @property

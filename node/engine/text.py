@@ -96,7 +96,7 @@ log = structlog.get_logger("engine.text")
 class TextEngine:
     """See the module's text. In the folder `profiles` measurements are kept; None: nowhere.
 
-    Its parts can be read from outside; only the engine calls what changes them."""
+    Other modules and tests may read the parts; only the engine calls methods that change them."""
 
     def __init__(
         self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware,

@@ -122,7 +122,7 @@ class LocalRay:
 
     @property
     def busy(self) -> bool:
-        """Whether Ray is kept up, or tried."""
+        """Whether the task that keeps Ray running is active."""
         return self._task is not None and not self._task.done()
 
     def allow(self, *, on: bool) -> None:

@@ -113,8 +113,11 @@ def _unchanged(part: object) -> object:
 
 
 YIELDING = BeforeValidator(_unchanged)
-"""Lets the loop run between the items of a list: the interpreter switches threads in Python code only, and the
-validator checks a whole list in one call."""
+"""Validator of list items that does not change them.
+
+The interpreter switches threads in Python code only, and pydantic checks a whole list in one native call. With this
+validator, the loop can run between two items.
+"""
 
 
 def _content_kind(content: object) -> str:
