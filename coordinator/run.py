@@ -27,52 +27,52 @@ from typing import Any
 
 import structlog
 
-from coordinator.admin import LOCAL, Admin
+from coordinator.alerts.evaluator import Conditions, Watch, log_conditions, sample_of
+from coordinator.alerts.rules import WATCHED
+from coordinator.alerts.webhook import Address, Webhook, WebhookError, parse
 from coordinator.api.control import Api, Seen
-from coordinator.api.facts import Facts
-from coordinator.authority import Authority, AuthorityError
-from coordinator.conditions.rules import WATCHED
-from coordinator.conditions.watch import Conditions, Watch, log_conditions, sample_of
-from coordinator.conditions.webhook import Address, Webhook, WebhookError, parse
-from coordinator.endpoint import Endpoint
-from coordinator.enrolment import Cluster, Enrolment
-from coordinator.guard import Guard, Private
-from coordinator.home import Access, Home, open_access, open_home
-from coordinator.http import Door
-from coordinator.keeping import fence
-from coordinator.keeping.fence import Mark, SupersededError, moved_on
-from coordinator.load_history import LoadHistory
-from coordinator.load_sampler import read_load, sample_load
-from coordinator.loads import Loads
-from coordinator.local import LocalNode, check_node
+from coordinator.api.server_info import Facts
+from coordinator.backup import generation_fence
+from coordinator.backup.generation_fence import Mark, SupersededError, moved_on
+from coordinator.bootstrap import Access, Home, open_access, open_home
+from coordinator.cluster.local_node import LocalNode, check_node
+from coordinator.cluster.model_operations import Loads
+from coordinator.cluster.registry import Registry
+from coordinator.http.chat_fast_path import Door
+from coordinator.http.connection_slots import Places, room_for
+from coordinator.http.listen import cluster_addresses, from_here, listen, reachable
+from coordinator.http.origin_check import Guard, Private
+from coordinator.http.server import http_server
+from coordinator.joining.enrollment import Cluster, Enrolment
+from coordinator.joining.join_tokens import join_line
 from coordinator.metrics.service import Metrics
-from coordinator.places import Places, room_for
-from coordinator.reach import cluster_addresses, from_here, listen, reachable
-from coordinator.registry import Registry
-from coordinator.secured import check_http, lives_of, tls_of
-from coordinator.server import http_server
-from coordinator.settings import CoordinatorSettings
-from coordinator.store import MemberRow
-from coordinator.tokens import join_line
+from coordinator.observe.load_history import LoadHistory
+from coordinator.observe.load_sampler import read_load, sample_load
+from coordinator.state.access_admin import LOCAL, Admin
+from coordinator.state.database import MemberRow
+from coordinator.state.settings import CoordinatorSettings
+from coordinator.tls.cluster_ca import Authority, AuthorityError
+from coordinator.tls.https_ca import Endpoint
+from coordinator.tls.https_config import check_http, lives_of, tls_of
+from coordinator.ui.browser_sessions import Visitors
+from coordinator.ui.static_files import Page
 from coordinator.video.api import Videos
-from coordinator.video.conductor import Conductor
-from coordinator.video.placing import Both
-from coordinator.web.page import Page
-from coordinator.web.visitors import Visitors
-from machine.announce import Announcement
-from machine.heap import map_long_blocks, trim
-from machine.journal import hide_warnings
-from machine.private import write_private
-from router.app import FrontDoor, openapi_paths
-from router.beside import beside
-from router.cache_scope import open_scopes
-from router.dispatch import Dispatcher
-from router.keys import KeyRing, new_key
-from router.quotas import Quotas
-from router.ticket import Ticket
-from wire.advert import Advert, cluster_hint
+from coordinator.video.controller import Conductor
+from coordinator.video.fanout import Both
+from host.bonjour_announce import Announcement
+from host.heap import map_long_blocks, trim
+from host.log_setup import hide_warnings
+from host.private_files import write_private
+from host.settings_loader import SettingsError
+from router.admission.api_keys import KeyRing, new_key
+from router.admission.cache_scope import open_scopes
+from router.admission.rate_limits import Quotas
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request import Ticket
+from router.http.app import FrontDoor, openapi_paths
+from router.worker_thread import beside
+from wire.bonjour_record import Advert, cluster_hint
 from wire.identity import NodeId
-from wire.settings import SettingsError
 
 log = structlog.get_logger("coordinator.run")
 
@@ -119,7 +119,7 @@ class _Superseded:
         self.mark = mark
         log.error("superseded", generation=mark.generation, node=mark.node)
         with contextlib.suppress(OSError):  # then it is found out again after the next start
-            fence.note(self._state, mark)
+            generation_fence.note(self._state, mark)
         self._stop.set()
 
     def check(self) -> None:

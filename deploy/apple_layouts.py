@@ -18,9 +18,9 @@ from typing import Any
 
 from coordinator.doctor import macos
 from deploy.outcome import Outcome, ask, judged
-from machine import iokit
+from host import iokit
 from node.memory import darwin
-from wire import stream
+from wire.link import endpoint
 
 HEADERS = (
     "stddef.h", "stdint.h", "errno.h", "libproc.h", "sys/proc.h", "sys/proc_info.h", "sys/resource.h", "sys/socket.h",
@@ -64,10 +64,10 @@ CONSTANTS: Mapping[str, int] = {
     "PROC_PIDTBSDINFO": darwin.PROC_PIDTBSDINFO,
     "SZOMB": darwin.ZOMBIE,
     **{f"DISPATCH_MEMORYPRESSURE_{word.upper()}": level for level, word in darwin.PRESSURES.items()},
-    "IPPROTO_TCP": stream.IPPROTO_TCP,
-    "TCP_NODELAY": stream.TCP_NODELAY,
-    "TCP_NOTSENT_LOWAT": stream.NOTSENT_LOWAT_MACOS,
-    "AF_UNIX": stream.AF_UNIX,
+    "IPPROTO_TCP": endpoint.IPPROTO_TCP,
+    "TCP_NODELAY": endpoint.TCP_NODELAY,
+    "TCP_NOTSENT_LOWAT": endpoint.NOTSENT_LOWAT_MACOS,
+    "AF_UNIX": endpoint.AF_UNIX,
     "EHOSTUNREACH": macos.NO_ROUTE,
     "ECONNREFUSED": macos.REFUSED[0],
 }

@@ -16,7 +16,7 @@ from deploy.outcome import ROOT, Outcome, ToolError, judged, skipped
 from wire.units import MIB, show_size
 
 if TYPE_CHECKING:
-    from node.engine.kinds import Engine
+    from node.engine.process.interface import Engine
     from wire.frames import Frame
 
 MODEL = ROOT / "node" / "models" / "macpool-tiny"
@@ -40,7 +40,7 @@ def engine_answers() -> Outcome:
 
 def soft_end() -> Outcome:
     """Send SIGTERM to an engine process that writes an answer: it must give its memory back and end by itself."""
-    from node.engine.child import LEAVE_SECONDS, settings_message
+    from node.engine.process.main import LEAVE_SECONDS, settings_message
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings
     from wire.codec import Splitter, decode, encode
@@ -55,7 +55,7 @@ def soft_end() -> Outcome:
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours), tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "node.engine.child", "--socket", str(theirs.fileno())],
+            [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         theirs.close()
@@ -94,7 +94,7 @@ def _ask_the_engine() -> dict[str, float]:
 
 def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
     """Hand a frame to an engine as its threads would, and return what it answers at once."""
-    from node.engine.unread import Unread
+    from node.engine.requests.tokenize_admission import Unread
 
     said: list[Frame] = []
     works = [work] if (work := engine.prepare(frame)) is not None else []
@@ -109,8 +109,8 @@ def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
 
 def main() -> None:
     """Run the engine in this process and print what was seen as one line of JSON."""
-    from node.engine.recorder import Recorder
-    from node.engine.text import build
+    from node.engine.engine import build
+    from node.engine.process.crash_recorder import Recorder
     from node.memory.sensor import open_sensor
     from node.settings import ModelSettings, NodeSettings
     from wire.frames import Channel, Deltas, Finished, Generate, Limits, Message, Params

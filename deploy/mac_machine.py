@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, size_in, skipped
-from machine.power import read_power
-from node.machine import machine_id, platform_uuid_in
+from host.power import read_power
+from node.agent.machine_id import machine_id, platform_uuid_in
 from node.memory.cap import default_metal
 from node.memory.darwin import System
 from node.memory.sensor import machine, virtual_memory
@@ -119,7 +119,7 @@ def chip() -> Outcome:
 
 def identity() -> Outcome:
     """Check that the machine's id is made from the hardware's UUID, and comes out the same in another process."""
-    again = ask(sys.executable, "-c", "from node.machine import machine_id; print(machine_id())").strip()
+    again = ask(sys.executable, "-c", "from node.agent.machine_id import machine_id; print(machine_id())").strip()
     ours = machine_id()
     says = f"{ours[:8]}… here, {again[:8]}… in another process"
     if sys.platform != "darwin":

@@ -11,15 +11,15 @@ import sys
 import time
 
 from deploy.outcome import ROOT, Outcome, ToolError, ask, judged, skipped
-from machine.announce import Announcement, addresses
-from node import bonjour
-from node.engine.child import settings_message
+from host.bonjour_announce import Announcement, addresses
+from node.agent import discovery
+from node.engine.process.main import settings_message
 from node.settings import NodeSettings
-from wire.advert import Advert, instance_name
+from wire.bonjour_record import Advert, instance_name
 from wire.codec import Splitter, decode, encode
 from wire.frames import Ping, Pong
 from wire.identity import SERVICE_TYPE
-from wire.stream import MOST_BUFFERED, TCP_NOTSENT_LOWAT
+from wire.link.endpoint import MOST_BUFFERED, TCP_NOTSENT_LOWAT
 
 PEER = "MACPOOL_CHECK_PEER"
 """Environment name: HOST:PORT of another machine on the LAN, if the check shall not choose one itself."""
@@ -48,7 +48,7 @@ def child_eof() -> Outcome:
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
         child = subprocess.Popen(
-            [sys.executable, "-m", "node.engine.child", "--socket", str(theirs.fileno())],
+            [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         theirs.close()
@@ -148,7 +148,7 @@ async def _bonjour() -> Outcome:
     try:
         label = record.removesuffix("." + SERVICE_TYPE)
         added = await _line(browser, "Add", label)
-        found = any(one.name == label for one in await bonjour.find(LISTEN_SECONDS, role="new"))
+        found = any(one.name == label for one in await discovery.find(LISTEN_SECONDS, role="new"))
         await announcement.close()
         removed = await _line(browser, "Rmv", label)
     finally:

@@ -69,8 +69,8 @@ def churn(
     model: Path, wire: str, progress: Path, *, seconds: float = SECONDS, words: int = WORDS, cache: str = CACHE
 ) -> dict[str, float]:
     """Drive the text engine for some seconds after its load; return the bytes wired and what was done."""
-    from node.engine.recorder import Recorder
-    from node.engine.text import build
+    from node.engine.engine import build
+    from node.engine.process.crash_recorder import Recorder
     from node.memory.cap import resolve_cap, resolve_margin
     from node.memory.sensor import open_machine
     from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings

@@ -15,21 +15,21 @@ from typing import Any
 
 import click
 
+from coordinator.alerts.rules import RULES, rules_file
 from coordinator.cli import COMMANDS, cluster
-from coordinator.conditions.rules import RULES, rules_file
 from coordinator.metrics.families import Family
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from coordinator.metrics.prometheus import configuration
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import Plan, Role
-from coordinator.settings import CoordinatorSettings
+from coordinator.state.settings import CoordinatorSettings
+from host.settings_loader import PREFIX, Setting, describe
 from node.memory.cap import safe_wired_limit
 from node.settings import NodeSettings
-from router.dialects.parameters import Parameters
-from router.dialects.tables import TABLES
+from router.dialects.field_tables import TABLES
+from router.dialects.shared.field_table import Parameters
 from tests.support.application import application
-from wire.settings import PREFIX, Setting, describe
 from wire.units import GIB, MIB
 
 HERE = Path(__file__).parent
@@ -234,7 +234,7 @@ def runbook() -> str:
 
 
 PAGES = {
-    "../coordinator/web/static/runbook.js": runbook,
+    "../coordinator/ui/static/runbook.js": runbook,
     "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
     "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
     "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),

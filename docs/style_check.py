@@ -23,11 +23,11 @@ from typing import cast
 
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).with_name("style_counts.toml")
-PACKAGES = ("coordinator", "machine", "node", "router", "wire")
+PACKAGES = ("coordinator", "host", "node", "router", "wire")
 OTHERS = ("dashboards", "deploy", "docs", "tests")
 UNCHECKED = (
     "docs/api.md", "docs/cli.md", "docs/metrics.md", "docs/settings.md", "docs/style.md",
-    "coordinator/web/static/vendor",
+    "coordinator/ui/static/vendor",
 )  # fmt: skip
 """Files that are generated from checked ones, quote the words, or come from other projects."""
 MAX_WORDS = 25

@@ -21,31 +21,31 @@ import structlog
 import uvloop
 from msgspec.structs import replace
 
-from machine.announce import Announcement
-from machine.awake import Awake
-from machine.journal import hide_warnings, open_journal
-from machine.left import forget_left, mark_left
-from machine.private import private_folder
-from machine.sleeping import SleepWatch
-from node import bonjour, enrol
-from node.agent import Agent, Expelled
-from node.enrol import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
-from node.identity import forget
-from node.limits import Limiter
-from node.machine import machine_id
+from host.bonjour_announce import Announcement
+from host.left_marker import forget_left, mark_left
+from host.log_setup import hide_warnings, open_journal
+from host.private_files import private_folder
+from host.settings_loader import Resolved, SettingsError, from_environment, from_pairs, from_tree
+from host.sleep_inhibitor import Awake
+from host.sleep_watch import SleepWatch
+from node.agent import discovery, enrollment
+from node.agent.agent import Agent, Expelled
+from node.agent.enrollment import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
+from node.agent.identity import forget
+from node.agent.machine_id import machine_id
+from node.agent.rejoin import DENIED, LEAVE_SECONDS, OtherClusterError, known
+from node.engine_process.supervisor import Supervisor
+from node.inspect.running_settings import telling
+from node.memory.limits import Limiter
+from node.memory.poll import Poll
 from node.memory.sensor import open_machine
-from node.poll import Poll
-from node.rejoin import DENIED, LEAVE_SECONDS, OtherClusterError, known
-from node.running import telling
 from node.settings import NodeSettings, node_name, resolve
-from node.sharer import Sharer
-from node.supervise import Supervisor
-from node.video.studio import Studio
-from node.wakeful import Wakeful
-from wire.advert import Advert
+from node.sharing.controller import Sharer
+from node.sharing.keep_awake import Wakeful
+from node.video.wiring import Studio
+from wire.bonjour_record import Advert
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
-from wire.settings import Resolved, SettingsError, from_environment, from_pairs, from_tree
 
 OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
@@ -297,7 +297,7 @@ async def _identity(
     machine = machine_id(settings.node.machine)
     found = known(folder, machine, token)
     if found is not None:
-        return enrol.remember(found, _plain(options.url)) if options.url else found
+        return enrollment.remember(found, _plain(options.url)) if options.url else found
     if options.leave:
         raise Failure(5, f"there is no node in {options.state}")
     name = node_name(settings, platform.node())
@@ -305,7 +305,7 @@ async def _identity(
     announcement.start()
     try:
         url = options.url or await _find()
-        identity = await enrol.enrol(
+        identity = await enrollment.enrol(
             _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
         )
         forget_left(folder.parent)
@@ -315,7 +315,7 @@ async def _identity(
 
 
 def _plain(url: str) -> str:
-    host, port = enrol.parse_address(url)
+    host, port = enrollment.parse_address(url)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -331,7 +331,7 @@ def _token(options: argparse.Namespace) -> JoinToken | None:
 
 
 async def _find() -> str:
-    found = await bonjour.find(FIND_SECONDS)
+    found = await discovery.find(FIND_SECONDS)
     if not found:
         raise Failure(
             3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token-file FILE`"

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from node.engine import kinds
-from node.engine.wiring import Wire
+from host.settings_loader import Flat, Resolved, Section, SettingsError
+from host.settings_loader import resolve as resolve_layers
+from node.engine.memory.wired_limit import Wire
+from node.engine.process.kinds import KINDS
 from node.memory.cap import CUSTOM, TIERS
-from node.sharing import When, read_hours
+from node.sharing.policy import When, read_hours
 from wire.identity import valid_id, valid_model, valid_name
-from wire.settings import Flat, Resolved, Section, SettingsError
-from wire.settings import resolve as resolve_layers
 from wire.units import parse_size
 
 Size = str | int
@@ -223,7 +223,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "memory.guard": ("on", "off"),
     "memory.tier": tuple(TIERS),
     "memory.wire": tuple(wire.value for wire in Wire),
-    "engine.kind": tuple(kinds.KINDS),
+    "engine.kind": tuple(KINDS),
     "engine.mlx.blas": ("auto", "bundled"),
     "models.profile": ("auto", "off"),
     "engine.scripted.text": ("words", "echo", "clock"),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from wire.settings import Section
+from host.settings_loader import Section
 from wire.units import MIB
 
 

@@ -11,25 +11,22 @@ from pathlib import Path
 import click
 import pytest
 
-from coordinator.settings import OTHERS, CoordinatorSettings
+from coordinator.state.settings import OTHERS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
-from node.enforcer import BUSY, EMPTY
-from node.engine.returns import LEAST
-from node.engine.reuse import AUTO_SHARE
+from host.settings_loader import describe
+from node.engine.memory.leak_check import LEAST
+from node.engine.scheduling.prefix_cache import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE, TIERS
+from node.memory.enforcer import BUSY, EMPTY
 from node.memory.reading import POLLS
 from node.settings import SECTIONS, MlxSettings, NodeSettings
-from router.placement import Demand, Placement, Policy, place
-from router.reservations import Ledger
-from router.view import ClusterView
+from router.placement.cluster_view import ClusterView
+from router.placement.place import Demand, Placement, Policy, place
+from router.placement.reservations import Ledger
 from tests.support.loopback_cluster import a_memory
 from tests.support.processes import environment
-from tests.unit.router.test_placement import NOW, node
-from wire.refusals import Numbers, Refused
-from wire.report import EngineState, Memory
-from wire.settings import describe
-from wire.units import GIB, MIB
-from wire.verdict import (
+from tests.unit.router.placement.test_place import NOW, node
+from wire.capacity.arithmetic import (
     MARGIN_LEAST,
     MARGIN_MOST,
     MARGIN_SHARE,
@@ -38,6 +35,9 @@ from wire.verdict import (
     default_margin,
     judge,
 )
+from wire.refusals import Numbers, Refused
+from wire.report import EngineState, Memory
+from wire.units import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
 

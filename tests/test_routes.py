@@ -171,7 +171,7 @@ def test_every_verb_has_its_route_or_a_reason(built: Application):
 
 def test_every_path_that_the_command_asks_for_is_documented(built: Application):
     documented = {filled(path) for path in built.document()["paths"]}
-    asked = {path for file in CLI.glob("*.py") for path in _paths(ast.parse(file.read_text()))}
+    asked = {path for file in CLI.rglob("*.py") for path in _paths(ast.parse(file.read_text()))}
     assert asked - documented == set()
     assert len(asked) > 10
 

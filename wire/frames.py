@@ -36,8 +36,8 @@ from wire.bounds import (
     Tokens,
     Word,
 )
-from wire.fairness import Owner
-from wire.measures import GateMeasures
+from wire.capacity.fairness import Owner
+from wire.histogram import GateMeasures
 from wire.refusals import Refused
 from wire.report import (
     CacheState,

@@ -1,7 +1,7 @@
 """Refusals as values: code, message, the numbers of the decision, the next step, and when to retry.
 
 A refusal is a normal answer. It does not open a circuit breaker and does not end other requests. STATUS suggests the
-HTTP status of each code; apart from that, only `router/problems.py` depends on HTTP.
+HTTP status of each code; apart from that, only `router/errors.py` depends on HTTP.
 """
 
 from enum import StrEnum
@@ -48,7 +48,7 @@ FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403
 
 
 class Numbers(Part, frozen=True, array_like=True, gc=False):
-    """Memory arithmetic of a decision in bytes (`wire.verdict`); `error.memory` in HTTP bodies."""
+    """Memory arithmetic of a decision in bytes (`wire.capacity.arithmetic`); `error.memory` in HTTP bodies."""
 
     predicted: Estimate | None = None
     ceiling: Estimate = 0

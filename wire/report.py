@@ -35,7 +35,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Level(IntEnum):
-    """Memory level of a node (`wire.verdict.level`); UNKNOWN if its footprint cannot be read."""
+    """Memory level of a node (`wire.capacity.arithmetic.level`); UNKNOWN if its footprint cannot be read."""
 
     UNKNOWN = 0
     OK = 1
@@ -109,8 +109,8 @@ class Group(Part, frozen=True, array_like=True, gc=False):
 class Transient(Part, frozen=True, array_like=True, gc=False):
     """Fitted model of the transient memory of a forward, without the KV that it writes.
 
-    All values are bytes, except `window` and `floor`. Formulas: `wire.verdict.prefill_transient` and
-    `wire.verdict.step_transient`.
+    All values are bytes, except `window` and `floor`. Formulas: `wire.capacity.arithmetic.prefill_transient` and
+    `wire.capacity.arithmetic.step_transient`.
     """
 
     fixed: Real = 0.0
@@ -150,7 +150,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     weights: Estimate = 0
     """Bytes of the weights."""
     kv_per_token: Estimate = 0
-    """Bytes of a row for each of its tokens. See `wire.verdict.row_bytes` for this and the other fields of a row."""
+    """Bytes of a row for each of its tokens. See `wire.capacity.arithmetic.row_bytes` for all fields of a row."""
     transient: Estimate = 0
     """Transient bytes of the smallest prefill chunk at the start of a prompt. `forward` covers every forward."""
     context: Natural = 0

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
-from coordinator.api.problems import ProblemError
+from coordinator.api.errors import ProblemError
 from coordinator.api.route import BODY_BYTES
-from router.dialects.strict_json import read_object
-from router.problems import Problem
+from router.dialects.shared.strict_json import read_object
+from router.errors import Problem
 
 BODY_SECONDS = 10.0
 """Longest time for a body of the control plane to arrive."""

@@ -1,7 +1,7 @@
 """The control application: every subject's routes behind their keys, and the OpenAPI document of all that is served.
 
-FastAPI lives in this package and only here; the routes that generate are plain ASGI in `router/app.py`. A route without
-a declared scope does not exist: a subject names its routes in a table, and `_add` is the only way in.
+Only this package uses FastAPI; the routes that generate are plain ASGI in `router/http/app.py`. Each subject lists its
+routes in a table with their scopes, and only `_add` adds a route.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,35 +11,35 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 
-from coordinator.admin import Admin
+from coordinator.alerts.evaluator import Conditions
+from coordinator.api.auth import needs, noted
 from coordinator.api.body import StrictRoute
-from coordinator.api.caller import needs, noted
-from coordinator.api.facts import Facts
-from coordinator.api.joins import JoinRoutes
-from coordinator.api.journal import JournalRoutes
-from coordinator.api.keys import KeyRoutes
-from coordinator.api.models import ModelRoutes
-from coordinator.api.nodes import NodeRoutes
-from coordinator.api.page import PageRoutes
-from coordinator.api.pool import PoolRoutes
-from coordinator.api.problems import answer_errors
-from coordinator.api.prometheus import PrometheusRoutes
-from coordinator.api.requests import RequestRoutes, WallClock
+from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.errors import answer_errors
+from coordinator.api.live_snapshot import Sections
 from coordinator.api.route import OPEN, Route
-from coordinator.api.sections import Sections
-from coordinator.api.traffic import Traffic
-from coordinator.api.videos import VideoRoutes
-from coordinator.approvals import Approvals
-from coordinator.conditions.watch import Conditions
-from coordinator.events import Events
-from coordinator.load_history import LoadHistory
-from coordinator.loads import Loads
+from coordinator.api.routes.joining import JoinRoutes
+from coordinator.api.routes.keys import KeyRoutes
+from coordinator.api.routes.logs_and_events import JournalRoutes
+from coordinator.api.routes.models import ModelRoutes
+from coordinator.api.routes.nodes import NodeRoutes
+from coordinator.api.routes.page import PageRoutes
+from coordinator.api.routes.pool import PoolRoutes
+from coordinator.api.routes.prometheus import PrometheusRoutes
+from coordinator.api.routes.requests import RequestRoutes, WallClock
+from coordinator.api.routes.videos import VideoRoutes
+from coordinator.api.server_info import Facts
+from coordinator.cluster.model_operations import Loads
+from coordinator.cluster.registry import Registry
+from coordinator.joining.join_approvals import Approvals
 from coordinator.metrics.service import Metrics
-from coordinator.registry import Registry
-from coordinator.video.conductor import Conductor
-from coordinator.web.visitors import Visitors
+from coordinator.observe.event_log import Events
+from coordinator.observe.load_history import LoadHistory
+from coordinator.state.access_admin import Admin
+from coordinator.ui.browser_sessions import Visitors
+from coordinator.video.controller import Conductor
+from router.admission.api_keys import KeyRing
 from router.dialects.openapi import openapi_schemas
-from router.keys import KeyRing
 
 
 class Subject(Protocol):

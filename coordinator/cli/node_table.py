@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from coordinator.cli.arithmetic import NO_MARGIN, OFF, UNARMED, ago, breaker_of, guard_of
-from coordinator.cli.models import standing
+from coordinator.cli.commands.models import standing
+from coordinator.cli.memory_breakdown import NO_MARGIN, OFF, UNARMED, ago, breaker_of, guard_of
 from wire.units import GIB, show_size
 
 NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")

@@ -6,14 +6,15 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from coordinator.admin import Admin, NameTakenError, load_pepper
-from coordinator.authority import Authority
-from coordinator.cli.member import member_of
-from coordinator.cli.session import NOT_FOUND, REFUSED, UNREACHABLE, Problem, Session
-from coordinator.store import Store, StoreError
-from coordinator.tokens import Tokens
-from router.keys import KeyRing
-from router.quotas import KeyLimits
+from coordinator.client.api_client import Session
+from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, Problem
+from coordinator.client.member_client import member_of
+from coordinator.joining.join_tokens import Tokens
+from coordinator.state.access_admin import Admin, NameTakenError, load_pepper
+from coordinator.state.database import Store, StoreError
+from coordinator.tls.cluster_ca import Authority
+from router.admission.api_keys import KeyRing
+from router.admission.rate_limits import KeyLimits
 
 
 def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from machine.private import write_private
-from machine.redaction import HIDDEN, hide, redact
+from host.private_files import write_private
+from host.redaction import HIDDEN, hide, redact
 
 NEWEST = 512 * 1024
 """Bytes of each log's end that are looked through."""

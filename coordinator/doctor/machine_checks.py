@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.here import Here
+from coordinator.doctor.host_probe import Here
 from wire.units import GIB, MIB, show_size
 
 NO_SUPPLY = "this system does not tell what feeds it"
@@ -64,7 +64,9 @@ def mlx(here: Here) -> Finding:
     """MLX and what it computes on."""
     told = here.device()
     if told is None:
-        return warn("MLX did not answer in time", "run `python -m node.engine.device`, and look what it waits for")
+        return warn(
+            "MLX did not answer in time", "run `python -m node.engine.process.device_info`, and look what it waits for"
+        )
     if not told["installed"]:
         if not here.has_node:
             return not_here("MLX is not installed, and this machine is no node")
@@ -83,7 +85,9 @@ def wired_limit(here: Here) -> Finding:
         return not_here(ONLY_MACOS)
     told = here.examined()
     if told is None:
-        return warn("the memory cannot be read", "run `python -m node.examine --state STATE`, and look what it says")
+        return warn(
+            "the memory cannot be read", "run `python -m node.inspect.report --state STATE`, and look what it says"
+        )
     memory = told["memory"]
     text = here.said("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
     now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
@@ -109,7 +113,9 @@ def memory(here: Here) -> Finding:
     """RAM, cap, and what decides it."""
     told = here.examined()
     if told is None:
-        return warn("the memory cannot be read", "run `python -m node.examine --state STATE`, and look what it says")
+        return warn(
+            "the memory cannot be read", "run `python -m node.inspect.report --state STATE`, and look what it says"
+        )
     found = told["memory"]
     if found["error"]:
         return fail(found["error"], "change it in config.toml; `cluster config check` names the line")

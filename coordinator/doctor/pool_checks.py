@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from coordinator.cli.session import PIN, UNREACHABLE, Problem
+from coordinator.client.errors import PIN, UNREACHABLE, Problem
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.here import Here
+from coordinator.doctor.host_probe import Here
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
 GROUP = ("224.0.0.251", 5353)
@@ -30,7 +30,7 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster jo
 
 def settings(here: Here) -> Finding:
     """Both halves of config.toml and the environment, as a start would read them; beside them, what runs here uses."""
-    from coordinator.cli.config import in_force, look
+    from coordinator.client.config_inspect import in_force, look
 
     told = here.examined()
     if told is None:
@@ -66,7 +66,7 @@ def coordinator(here: Here) -> Finding:
     if not here.has_node:
         return not_here(NO_CLUSTER)
     if told is None:
-        return warn("the node's part did not answer in time", "run `python -m node.examine --state STATE`")
+        return warn("the node's part did not answer in time", "run `python -m node.inspect.report --state STATE`")
     if told["identity_error"]:
         return fail(told["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
     return link_finding(dialled)
@@ -286,7 +286,7 @@ def identity(here: Here) -> Finding:
         return not_here("this machine has not joined as a node")
     told = here.examined()
     if told is None:
-        return warn("the node's part did not answer in time", "run `python -m node.examine --state STATE`")
+        return warn("the node's part did not answer in time", "run `python -m node.inspect.report --state STATE`")
     if told["identity_error"]:
         return fail(told["identity_error"], "remove the copied folder STATE/node, and join with a token of its own")
     known = told["identity"]

@@ -3,9 +3,9 @@
 import os
 
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.here import Here
-from coordinator.service.host import Host, ServiceError
+from coordinator.doctor.host_probe import Here
 from coordinator.service.launchd import ours
+from coordinator.service.service_manager import Host, ServiceError
 from coordinator.service.setup import existing
 
 REPAIR = "`sudo cluster service install` repairs it"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from wire.measures import Buckets, Tally
+from wire.histogram import Buckets, Tally
 
 PREFIX = "macpool_"
 MOST_MODELS = 32

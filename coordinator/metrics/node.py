@@ -1,7 +1,7 @@
 """The families of one node, read from its newest report and from what it measures itself.
 
-They carry no label for the node: whoever scrapes attaches it. All that a node says has been through `router.view`,
-which leaves no impossible number; what it measures is looked at here (`honest_measures`).
+They carry no label for the node: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which
+removes impossible numbers; measurements are checked here (`honest_measures`).
 """
 
 from collections.abc import Callable, Iterable
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import isfinite
 
 from coordinator.metrics.families import MOST_MODELS, Family, Histogram, Kind, Row, closed, one, state
-from router.view import NodeView
-from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
+from router.placement.cluster_view import NodeView
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
 from wire.refusals import Code
 from wire.report import Model
 

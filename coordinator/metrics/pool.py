@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from coordinator.membership import State
+from coordinator.cluster.membership import State
 from coordinator.metrics.families import MOST_MODELS, Family, Histogram, Kind, Row, histogram, one
-from coordinator.video.counters import ENDS, REASONS, VideoCounters, VideoPicture
-from router.metrics import OTHER, OUTCOMES, Counters, ModelCounts
-from router.view import ClusterView
+from coordinator.video.metrics import ENDS, REASONS, VideoCounters, VideoPicture
+from router.dispatch.counters import OTHER, OUTCOMES, Counters, ModelCounts
+from router.placement.cluster_view import ClusterView
+from wire.histogram import Buckets
 from wire.identity import NodeId
-from wire.measures import Buckets
 from wire.refusals import Code
 
 CERTIFICATES = ("authority", "coordinator", "endpoint")

@@ -16,18 +16,18 @@ from typing import Any
 
 import msgspec
 
+from coordinator.cluster.registry import Registry
 from coordinator.metrics.exposition import render
 from coordinator.metrics.families import Collected, collect
 from coordinator.metrics.labels import Labels
 from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
 from coordinator.metrics.pool import POOL, Links, PoolPicture, Process
-from coordinator.registry import Registry
-from coordinator.video.counters import VideoPicture
-from router.dispatch import Dispatcher
-from router.keys import KeyRing
-from router.view import NodeView
+from coordinator.video.metrics import VideoPicture
+from router.admission.api_keys import KeyRing
+from router.dispatch.dispatcher import Dispatcher
+from router.placement.cluster_view import NodeView
+from wire.histogram import NodeMeasures
 from wire.identity import NodeId
-from wire.measures import NodeMeasures
 
 ASK_SECONDS = 3.0
 """Longest wait for a node's own measures: less than Prometheus waits for us."""

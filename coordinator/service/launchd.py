@@ -3,7 +3,7 @@
 Theory. A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before anybody
 logs in. It runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk.
 launchd expands neither ~ nor variables and takes strings only in the environment; it does not rotate what a job prints
-(our processes cut that file themselves, `machine.journal`). There is no caffeinate around the program: launchd would
+(our processes cut that file themselves, `host.log_setup`). There is no caffeinate around the program: launchd would
 watch that process instead of ours.
 """
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.service import launchd, systemd
-from coordinator.service.host import Host, ServiceError, account
 from coordinator.service.plan import WIRED_LABEL, Plan, Standing
+from coordinator.service.service_manager import Host, ServiceError, account
 
 READY_SECONDS = 45.0
 STEADY_SECONDS = 3.0

@@ -13,8 +13,8 @@ from dataclasses import replace as changed
 from random import Random
 from typing import Protocol
 
-from coordinator import membership
-from coordinator.membership import (
+from coordinator.cluster import membership
+from coordinator.cluster.membership import (
     Changed,
     CloseLink,
     Connected,
@@ -25,11 +25,11 @@ from coordinator.membership import (
     Reported,
     Tick,
 )
-from coordinator.simulation.machine import Machine
-from coordinator.simulation.requests import Talk, Turn
 from coordinator.simulation.scenario import EventSpec, NodeSpec, Scenario
-from router.ticket import Failure, Outcome
-from router.view import ClusterView, NodeView, view_of
+from coordinator.simulation.simulated_node import Machine
+from coordinator.simulation.workload import Talk, Turn
+from router.dispatch.request import Failure, Outcome
+from router.placement.cluster_view import ClusterView, NodeView, view_of
 from wire.frames import Cancel, Deltas, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
 from wire.refusals import Refused

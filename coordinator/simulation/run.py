@@ -8,10 +8,10 @@ from pathlib import Path
 
 from coordinator.simulation.clock import VirtualLoop
 from coordinator.simulation.cluster import Pool
-from coordinator.simulation.contenders import CLAIRVOYANT, NAMES, make
-from coordinator.simulation.figures import Figures, figures_of
-from coordinator.simulation.requests import draw
+from coordinator.simulation.report import Figures, figures_of
+from coordinator.simulation.routers import CLAIRVOYANT, NAMES, make
 from coordinator.simulation.scenario import Scenario, ScenarioError, read
+from coordinator.simulation.workload import draw
 
 
 def shipped() -> dict[str, str]:

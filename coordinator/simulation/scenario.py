@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.simulation.hardware import CHIPS
-from wire.settings import SettingsError
+from host.settings_loader import SettingsError
 from wire.units import parse_size
 
 MOST_NODES = 20_000

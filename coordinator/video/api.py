@@ -13,23 +13,23 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from coordinator.admin import LOCAL
-from coordinator.store import StoreError
-from coordinator.video.admission import admit
+from coordinator.state.access_admin import LOCAL
+from coordinator.state.database import StoreError
 from coordinator.video.artifacts import THUMBNAIL, VIDEO
-from coordinator.video.conductor import Conductor
-from coordinator.video.content import send_file
-from coordinator.video.form import boundary_of, read_form
-from coordinator.video.jobs import Job, Kept, State, shown
-from router.app import App, allowed
-from router.dialects import video_body
-from router.dialects.strict_json import read_object
-from router.dialects.video_body import VideoBody
-from router.events import Send
-from router.exchange import Exchange, Receive, Scope
-from router.keys import ApiKey, KeyRing
-from router.problems import Header, Problem, from_refused, invalid, not_found
-from router.quotas import Quotas
+from coordinator.video.controller import Conductor
+from coordinator.video.file_response import send_file
+from coordinator.video.multipart import boundary_of, read_form
+from coordinator.video.state.admission import admit
+from coordinator.video.state.jobs import Job, Kept, State, shown
+from router.admission.api_keys import ApiKey, KeyRing
+from router.admission.rate_limits import Quotas
+from router.dialects.openai import video_schema
+from router.dialects.openai.video_schema import VideoBody
+from router.dialects.shared.strict_json import read_object
+from router.errors import Header, Problem, from_refused, invalid, not_found
+from router.http.app import App, allowed
+from router.http.exchange import Exchange, Receive, Scope
+from router.http.sse import Send
 from router.settings import RouterSettings
 from wire.refusals import Code
 
@@ -252,7 +252,7 @@ def _sees(key: ApiKey, job: Job) -> bool:
 
 
 def _understood(body: dict[str, Any]) -> VideoBody | Problem:
-    found = video_body.VIDEO.understand(body, strict=True)
+    found = video_schema.VIDEO.understand(body, strict=True)
     return found if isinstance(found, Problem) else found[0]
 
 

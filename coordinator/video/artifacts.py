@@ -16,8 +16,8 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.video.jobs import Fault, Job, Kept
-from machine.private import private_folder
+from coordinator.video.state.jobs import Fault, Job, Kept
+from host.private_files import private_folder
 from wire.identity import NodeId
 from wire.video import Artifact
 
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
 AskNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
-"""`coordinator.links.LinkServer.ask`."""
+"""`coordinator.cluster.link_server.LinkServer.ask`."""
 
 
 class Interrupted(Exception):

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from coordinator.video.board import Rules
-from coordinator.video.predictor import Limits
-from wire.settings import Section
+from coordinator.video.state.job_table import Rules
+from coordinator.video.state.memory_model import Limits
+from host.settings_loader import Section
 from wire.units import parse_size
 
 Size = Annotated[str, Meta(pattern=r"^\s*\d+(\.\d+)?\s*[A-Za-z]*\s*$")]

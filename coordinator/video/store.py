@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from coordinator.store import StoreError, open_database
-from coordinator.video.jobs import Job
-from coordinator.video.predictor import Profile, ProfileKey
+from coordinator.state.database import StoreError, open_database
+from coordinator.video.state.jobs import Job
+from coordinator.video.state.memory_model import Profile, ProfileKey
 
 log = structlog.get_logger("coordinator.video.store")
 
@@ -27,7 +27,7 @@ MIGRATIONS = (
                            PRIMARY KEY (package, engine, bits));
     """,
 )
-"""One script per schema version, as in `coordinator.store`."""
+"""One script per schema version, as in `coordinator.state.database`."""
 FILE = "videos.db"
 
 

@@ -18,10 +18,10 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from host.settings_loader import SettingsError
+from wire.capacity.arithmetic import UNREADABLE, default_margin
 from wire.frames import Limits
-from wire.settings import SettingsError
 from wire.units import GIB, MIB, parse_size, show_size
-from wire.verdict import UNREADABLE, default_margin
 
 
 @dataclass(frozen=True, slots=True)

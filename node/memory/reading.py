@@ -1,8 +1,8 @@
 """Footprint readings of a process, and the maximum of the last polls.
 
 An unreadable footprint is None, never 0, because no request starts while the footprint is unknown. Readings are taken
-between forwards. The peak inside a forward is covered by margin and estimate (`wire.verdict`); as a reading it would
-count twice.
+between forwards. Margin and estimate cover the peak inside a forward (`wire.capacity.arithmetic`); as a reading it
+would count twice.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from machine.private import private_folder, write_private
+from host.private_files import private_folder, write_private
 
 HERE = Path(__file__).parent
 LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from node.library import PACKAGE, Digest, read_header, roots, snapshots
+from node.models.catalogue import PACKAGE, Digest, read_header, roots, snapshots
 from wire.identity import valid_model
 from wire.video import VideoPackage
 

@@ -6,13 +6,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.dialects.anthropic_body import CountBody, MessagesBody
-from router.dialects.chat_body import ChatBody
-from router.dialects.completion_body import CompletionBody
-from router.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from router.dialects.ollama_models import REFUSED
-from router.dialects.responses_body import ResponsesBody
-from router.dialects.video_body import VideoBody
+from router.dialects.anthropic.schema import CountBody, MessagesBody
+from router.dialects.ollama.models import REFUSED
+from router.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from router.dialects.openai.chat_schema import ChatBody
+from router.dialects.openai.completion_schema import CompletionBody
+from router.dialects.openai.responses_schema import ResponsesBody
+from router.dialects.openai.video_schema import VideoBody
 
 _KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.video.artifacts import Artifacts, most_bytes
-from coordinator.video.jobs import Fault, Job, Wanted
+from coordinator.video.state.jobs import Fault, Job, Wanted
 from tests.support.cluster_port import Line, Port, opened
 from wire.frames import Answer, Ask
 from wire.identity import NodeId

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.approvals import (
+from coordinator.joining.join_approvals import (
     LIFE,
     MOST_NEW_HERE,
     MOST_WAITING,
@@ -14,7 +14,7 @@ from coordinator.approvals import (
     Ticket,
     Waiting,
 )
-from node.enrol import EnrolDenied
+from node.agent.enrollment import EnrolDenied
 from tests.abuse.test_enrolment import join
 from tests.support.enrolment import opened
 from wire.report import Hardware

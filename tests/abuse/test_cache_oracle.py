@@ -7,7 +7,7 @@ import pytest
 
 from tests import models
 from tests.support.text_engine import Driver
-from wire.fairness import Owner
+from wire.capacity.fairness import Owner
 from wire.frames import SHARED_SCOPE, Finished, Message, Params
 
 ALICE, MALLORY = Owner("alice"), Owner("mallory")

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from coordinator import registry
-from coordinator.authority import Authority
-from coordinator.cli import nodes as verbs
-from coordinator.keeping.fence import Mark
-from coordinator.links import STRANGERS
-from coordinator.ratelimit import RateLimit
-from node.identity import Identity, authority_context, create, new_request, remember
-from node.machine import machine_id
+from coordinator.backup.generation_fence import Mark
+from coordinator.cli.commands import nodes as verbs
+from coordinator.cluster import registry
+from coordinator.cluster.link_server import STRANGERS
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.tls.cluster_ca import Authority
+from node.agent.identity import Identity, authority_context, create, new_request, remember
+from node.agent.machine_id import machine_id
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.support.processes import environment

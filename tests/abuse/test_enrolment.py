@@ -16,10 +16,18 @@ from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.approvals import WrongCode
-from coordinator.enrolment import LONGEST, Conversation
-from node.enrol import EnrolDenied, Identity, PinMismatch, Unreachable, authority_context, enrol, proves_itself
-from node.identity import new_request
+from coordinator.joining.enrollment import LONGEST, Conversation
+from coordinator.joining.join_approvals import WrongCode
+from node.agent.enrollment import (
+    EnrolDenied,
+    Identity,
+    PinMismatch,
+    Unreachable,
+    authority_context,
+    enrol,
+    proves_itself,
+)
+from node.agent.identity import new_request
 from tests.support.enrolment import HARDWARE, Door, opened, said
 from wire.certificate import read_certificate
 from wire.codec import encode, fragments

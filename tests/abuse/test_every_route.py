@@ -19,8 +19,8 @@ import pytest
 
 from coordinator.api.body import BODY_SECONDS
 from coordinator.api.route import OPEN_BODY_BYTES
-from coordinator.guard import Guard
-from router.app import nothing_else
+from coordinator.http.origin_check import Guard
+from router.http.app import nothing_else
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate

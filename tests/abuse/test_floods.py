@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.budgets import (
+from coordinator.cluster.link_budgets import (
     MOST_FRAMES,
     MOST_LINKS,
     MOST_LOGGED,
@@ -15,7 +15,7 @@ from coordinator.budgets import (
     MOST_REPORTS,
     Budget,
 )
-from node.identity import new_request
+from node.agent.identity import new_request
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loop_watch import max_held_seconds, watch_loop
 from tests.support.loopback_cluster import a_model

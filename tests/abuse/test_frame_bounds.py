@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.agent import within_bounds
+from node.agent.agent import within_bounds
 from tests.support.cluster_port import Port, a_report, opened
 from tests.support.loop_watch import max_held_seconds, watch_loop
 from tests.support.loopback_cluster import a_memory, a_model

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.breaker import FAULTS
+from router.dispatch.circuit_breaker import FAULTS
 from tests import models
 from tests.support import whole_pool
 from tests.support.loopback_cluster import LoopbackNode

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from coordinator.api.body import BODY_SECONDS
-from coordinator.deadline import HEAD_SECONDS
+from coordinator.http.limits import HEAD_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from router.quotas import KeyLimits
+from router.admission.rate_limits import KeyLimits
 from tests.support import whole_pool
 from tests.support.loopback_cluster import PEPPER, LoopbackCluster, LoopbackNode
 from tests.support.whole_pool import Served, answers, status
@@ -174,7 +174,7 @@ def whole(answer: bytes) -> bytes:
 def test_more_connections_than_there_is_room_for_are_told(monkeypatch: pytest.MonkeyPatch, served: Served):
     """Files are kept for the links of the nodes; those that are in stay in."""
     with socket.create_connection(served.address, timeout=10) as first:
-        monkeypatch.setattr("coordinator.deadline.DeadlineProtocol.most", 3)
+        monkeypatch.setattr("coordinator.http.limits.DeadlineProtocol.most", 3)
         others = [socket.create_connection(served.address, timeout=10) for _ in range(10)]
         told = [answers(one) for one in others[5:]]
         assert all([status(answer) for answer in found] == [503] for found in told)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.video import events
-from router.quotas import KeyLimits
-from router.view import ClusterView
+from coordinator.video.state import events
+from router.admission.rate_limits import KeyLimits
+from router.placement.cluster_view import ClusterView
 from tests.support import whole_pool
 from tests.support.loopback_cluster import LoopbackNode, a_memory, a_model
 from tests.support.whole_pool import Served, status

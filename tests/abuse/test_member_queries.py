@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.budgets import MOST_QUERIES
-from coordinator.cli.member import member_of, query
-from coordinator.cli.session import MEMBER_PATHS, Problem
-from node.identity import Identity, remember
+from coordinator.client.api_client import MEMBER_PATHS
+from coordinator.client.errors import Problem
+from coordinator.client.member_client import member_of, query
+from coordinator.cluster.link_budgets import MOST_QUERIES
+from node.agent.identity import Identity, remember
 from tests.support.cluster_port import Ended, Port, a_report, opened
 from tests.support.loopback_cluster import a_model
 from wire.frames import Answer, Denied, Query

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.enrol import enrol, parse_address
-from node.identity import Identity, authority_context, client_context, new_request
+from node.agent.enrollment import enrol, parse_address
+from node.agent.identity import Identity, authority_context, client_context, new_request
 from tests.abuse.test_bodies import HOSTILE, forget_peak, peak_bytes
 from tests.abuse.test_http_port import CHAT, ask, dial, raw, request, status
 from tests.support.cluster_port import Ended, Line, a_report, hello

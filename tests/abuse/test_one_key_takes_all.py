@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from node.engine.footprint import give_back
-from node.engine.prefill import Prefill
+from node.engine.memory.footprint import give_back
+from node.engine.scheduling.prefill import Prefill
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.fairness import Owner
+from wire.capacity.fairness import Owner
 from wire.frames import Finished, Limits, Params, Refusal
 from wire.units import GIB, KIB
 

@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from node.enrol import EnrolDenied
-from node.identity import Identity, new_request, prove_identity
+from node.agent.enrollment import EnrolDenied
+from node.agent.identity import Identity, new_request, prove_identity
 from tests.abuse.test_enrolment import join
 from tests.support.enrolment import Door, opened
 from wire.identity import NodeId, rejoin_text

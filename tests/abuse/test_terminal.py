@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import COMMANDS, cluster
-from coordinator.cli.harmless import Harmless, harmless
-from coordinator.cli.session import Problem, Session
+from coordinator.client.api_client import Session
+from coordinator.client.errors import Problem
+from coordinator.client.terminal_text import Harmless, harmless
 from tests.contract.test_conventions import ARGUMENTS, READING
 from tests.support.processes import ROOT
 from tests.support.whole_pool import Served, served

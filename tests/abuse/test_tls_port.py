@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.deadline import HEAD_SECONDS
-from coordinator.server import HANDSHAKE_SECONDS
+from coordinator.http.limits import HEAD_SECONDS
+from coordinator.http.server import HANDSHAKE_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.store import Store, StoreError
-from router.quotas import KeyLimits
-from router.usage import Used
+from coordinator.state.database import Store, StoreError
+from router.admission.rate_limits import KeyLimits
+from router.admission.usage import Used
 from tests.support.cluster_port import Line, Port, a_report, opened
 from tests.support.processes import CLI, Process, environment
 from wire.bounds import MAX_TOKENS
@@ -122,7 +122,7 @@ async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> 
 
 
 DYING = """
-import coordinator.store as store
+import coordinator.state.database as store
 def execute(self, statement, values):
     if "INSERT" in statement and "keys" in statement and "boom" in values:
         raise SystemExit(3)

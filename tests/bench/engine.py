@@ -276,7 +276,7 @@ def bench_cancel(folder: Path) -> list[Row]:
 
 def _engine(made: Pool) -> psutil.Process:
     """Find the engine's process below the node."""
-    return next(one for one in made.nodes["one"].children() if "node.engine.child" in one.cmdline())
+    return next(one for one in made.nodes["one"].children() if "node.engine.process.main" in one.cmdline())
 
 
 def _counts(made: Pool) -> dict[str, int]:

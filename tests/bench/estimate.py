@@ -12,8 +12,8 @@ from random import Random
 
 import mlx.core as mx
 
-from node.engine.cache import extent_of, new_cache
-from node.engine.resident import Resident, forward
+from node.engine.kv.kv_cache import extent_of, new_cache
+from node.engine.models.loaded_model import Resident, forward
 from tests import models
 from tests.support.text_engine import Driver
 from wire.frames import Load

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from node.engine.gate import Site
+from node.engine.memory.gate import Site
 from tests.bench.chats import words
 from tests.support.text_engine import Driver
 from wire.frames import Params

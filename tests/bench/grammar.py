@@ -16,11 +16,11 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from node.engine.calling import Unfit
-from node.engine.grammar import Grammars
-from node.engine.masking import masked
-from node.engine.tokenizer import BYTES, Prompt, load
-from node.engine.vetting_child import LIMITS
+from node.engine.grammar.compiler import Grammars
+from node.engine.grammar.logits_mask import masked
+from node.engine.grammar.sandbox_main import LIMITS
+from node.engine.grammar.tool_spec import Unfit
+from node.engine.text.tokenizer import BYTES, Prompt, load
 from tests import models
 from wire.frames import Grammar
 

@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.metrics.exposition import render
 from coordinator.metrics.families import collect
 from coordinator.metrics.node import NODE
-from router.metrics import Counters
+from router.dispatch.counters import Counters
 from tests.bench.row import Row, commit
 from tests.support.loopback_cluster import LoopbackNode, a_model
 from tests.support.pictures import node_picture, view

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from coordinator.simulation.clock import VirtualLoop
 from coordinator.simulation.cluster import Pool
-from coordinator.simulation.contenders import CLAIRVOYANT, Production
-from coordinator.simulation.figures import Figures, table
+from coordinator.simulation.report import Figures, table
+from coordinator.simulation.routers import CLAIRVOYANT, Production
 from coordinator.simulation.run import compare, load, play, policies_of
-from router.columns import Columns
-from router.placement import POLICIES, Demand
-from router.reservations import Ledger
+from router.placement.place import POLICIES, Demand
+from router.placement.reservations import Ledger
+from router.placement.vectorized import Columns
 from tests.bench.row import Row, commit
 
 SCENARIOS = Path(__file__).parents[1] / "sim" / "scenarios"

@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from node.engine.child import settings_message
-from node.engine_environment import engine_environment
+from node.engine.process.main import settings_message
+from node.engine_process.environment import engine_environment
 from node.settings import resolve
 from tests import models
 from tests.bench.row import Row, commit, p99
@@ -45,8 +45,8 @@ class Engine:
         self.line, theirs = socket.socketpair()
         environment = engine_environment(os.environ, folder / "scratch", settings.engine.mlx.blas)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "node.engine.child", "--socket", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
         self.pongs: dict[int, float] = {}

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from node.limits import Limiter
+from node.engine_process.supervisor import Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import Poll
 from node.memory.sensor import open_machine, open_sensor
-from node.poll import Poll
 from node.settings import resolve
-from node.supervise import Supervisor
 from tests import models
 from wire.codec import decode, encode
 from wire.frames import TAGS, Failed, Finished, Frame, Generate, Load, Message, Params, Refusal, Unload

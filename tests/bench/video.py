@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 from structlog.testing import capture_logs
 
-from node.leases import Phase
 from node.memory.sensor import footprint_of, members
-from node.video.watch import worker_environment
+from node.video.leases import Phase
+from node.video.worker.worker_monitor import worker_environment
 from tests import models
 from tests.bench.chats import body, chat, words
 from tests.bench.row import Row, at_least, at_most, commit, in_turn, ratio_of, spread

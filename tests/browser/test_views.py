@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
-from coordinator.membership import Member, State
-from coordinator.shown import Told, node_row
-from coordinator.store import MemberRow
-from router.view import view_of
+from coordinator.cluster.membership import Member, State
+from coordinator.observe.node_rows import Told, node_row
+from coordinator.state.database import MemberRow
+from router.placement.cluster_view import view_of
 from tests.browser.conftest import CHROMIUM
 from tests.support.loopback_cluster import a_model
 from wire.frames import Report
@@ -74,7 +74,7 @@ class Answers:
         request, url = route.request, urlsplit(route.request.url)
         if url.path == "/" or url.path.startswith("/ui/"):
             name = url.path.removeprefix("/ui/") if url.path != "/" else "index.html"
-            body = (files("coordinator.web") / "static" / name).read_text()
+            body = (files("coordinator.ui") / "static" / name).read_text()
             route.fulfill(body=body, content_type=TYPES[name.rpartition(".")[2]])
             return
         asked = f"{request.method} {url.path}"

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.cli.trust import keep
-from coordinator.cli.use import BUNDLE_VARIABLES
+from coordinator.cli.commands.trust_ca import keep
+from coordinator.cli.commands.use import BUNDLE_VARIABLES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.recorder import Recorder, recording
 from tests.support.engine_pool import MLX

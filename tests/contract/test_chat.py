@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.app import OLLAMA_PATHS, openapi_paths, openapi_schemas
+from router.http.app import OLLAMA_PATHS, openapi_paths, openapi_schemas
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_memory, a_model
 from wire.frames import Cancel, Delta, Deltas, Generate

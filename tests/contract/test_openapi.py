@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from coordinator.guard import Guard
+from coordinator.http.origin_check import Guard
 from tests.conftest import SEED
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.dialects.responses_kept import Kept, entry
+from router.dialects.openai.responses_store import Kept, entry
 from tests.contract.test_anthropic import generated, play, spoken
 from tests.contract.test_chat import collect, library, plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from router.history import REFUSALS_KEPT, History
-from router.problems import invalid
+from router.dispatch.decision_log import REFUSALS_KEPT, History
+from router.errors import invalid
 from tests.support.loopback_cluster import LoopbackNode
 from tests.support.whole_pool import Served, served, status
 from wire.refusals import Code, Refused

@@ -10,13 +10,13 @@ import pytest
 
 from coordinator.video import artifacts as artifacts_module
 from coordinator.video.artifacts import Artifacts
-from coordinator.video.jobs import Fault, State
+from coordinator.video.state.jobs import Fault, State
 from tests.contract.test_videos import Pool, pool
 from tests.support.cluster_port import opened
 from tests.support.loopback_cluster import a_memory
 from tests.support.video_peer import CLIP, VideoPeer, artifacts_of
-from tests.unit.coordinator.test_forgetting import found
-from tests.unit.coordinator.video.test_board import a_job
+from tests.unit.coordinator.state.test_forgetting import found
+from tests.unit.coordinator.video.state.test_job_table import a_job
 from wire.frames import AllowVideo, Generate, Lease, LeaseGranted, LeaseRefused, Release
 from wire.units import GIB
 from wire.video import Artifact

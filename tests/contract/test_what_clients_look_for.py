@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.problems import not_found
-from router.quotas import KeyLimits, Quotas
+from router.admission.rate_limits import KeyLimits, Quotas
+from router.errors import not_found
 from tests.contract.test_chat import plain, served
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.conditions.rules import rules_file
+from coordinator.alerts.rules import rules_file
 from coordinator.metrics.prometheus import configuration
 from tests.support.engine_pool import said
 from tests.support.processes import ROOT, Pool, environment, pool, until

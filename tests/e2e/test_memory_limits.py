@@ -55,7 +55,7 @@ def test_the_limit_that_the_device_reports_becomes_the_cap_and_a_later_start_beg
     kept = cluster_pool.folder / "studio" / "node" / "metal.json"
     assert json.loads(kept.read_text())["limit"] == 40 * GIB
     assert kept.stat().st_mode & 0o777 == 0o600
-    examine = [sys.executable, "-m", "node.examine", "--state", str(cluster_pool.folder / "studio")]
+    examine = [sys.executable, "-m", "node.inspect.report", "--state", str(cluster_pool.folder / "studio")]
     seen = json.loads(subprocess.run(examine, capture_output=True, env=environment(), check=True, timeout=30).stdout)
     assert (seen["memory"]["cap"], seen["memory"]["metal_reported"]) == (40 * GIB, True)
     assert process.stop() == 0

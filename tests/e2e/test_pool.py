@@ -324,7 +324,7 @@ def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool, victim:
     until(lambda: _healthy(cluster_pool), what="healthy")
     everything = cluster_pool.coordinator.children()
     agent = next(p for p in everything if "node.run" in p.cmdline())
-    engine = next(p for p in everything if "node.engine.child" in p.cmdline())
+    engine = next(p for p in everything if "node.engine.process.main" in p.cmdline())
     if victim == "coordinator":
         cluster_pool.coordinator.kill()
         gone(everything, 8)

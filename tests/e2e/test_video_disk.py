@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.leases import Phase
+from node.video.leases import Phase
 from tests.contract.test_video_conductor import asked, fault
 from tests.contract.test_videos import pool
 from tests.support.hosts import unsupported

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.authority import Authority
-from node.agent import Agent
-from node.identity import create, new_request, remember
+from coordinator.tls.cluster_ca import Authority
+from node.agent.agent import Agent
+from node.agent.identity import create, new_request, remember
 from tests.support.cluster_port import Line
 from tests.support.enrolment import HARDWARE
 from tests.support.standin import standin

@@ -18,21 +18,21 @@ import msgspec
 import psutil
 import pytest
 
-from node.leases import Held, Ledger, Phase
 from node.memory.sensor import born, members
-from node.video import watch
-from node.video.folder import Claim
-from node.video.watchdog import Bounds
+from node.video.leases import Held, Ledger, Phase
+from node.video.worker import worker_monitor as watch
+from node.video.worker.lease_files import Claim
+from node.video.worker.watchdog_policy import Bounds
 from tests import models
 from tests.support import studio
 from tests.support.processes import ROOT, environment, until
 from tests.support.standin import standin
 from tests.support.studio import JOB, LEASE, LONG, Node, flat, spoiled
+from wire.capacity.arithmetic import headroom, level
 from wire.codec import encode
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused, Load
 from wire.report import Level
 from wire.units import GIB, MIB
-from wire.verdict import headroom, level
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 Make = Callable[..., Awaitable[Node]]
@@ -319,7 +319,7 @@ async def attend(node: Node, *words: str) -> tuple[int, str]:
     """Attend as somebody would who has these words; give the exit code and what was said."""
     place = node.folder / "node" / "video" / "leases" / "l-1.1"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "node.video.attendant", str(place), *words, cwd=ROOT, env=environment(),
+        sys.executable, "-m", "node.video.worker.worker_parent", str(place), *words, cwd=ROOT, env=environment(),
         stderr=subprocess.PIPE,
     )  # fmt: skip
     _, said = await process.communicate()
@@ -450,7 +450,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.lending.CONFIRM_SECONDS", 0.3)
+    monkeypatch.setattr("node.video.lease_manager.CONFIRM_SECONDS", 0.3)
     node = await make(attends=False)
     before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
     engine.suspend()

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.leases import Phase
 from node.memory.sensor import members
+from node.video.leases import Phase
 from tests.support.processes import gone, until
 from tests.support.standin import standin
 from tests.support.studio import LONG, Node, flat
@@ -25,7 +25,7 @@ def drivers(node: Node) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for process in psutil.Process().children():
         with suppress(psutil.Error):
-            if "node.video.driver" in process.cmdline() and str(node.folder) in process.cwd():
+            if "node.video.ray.driver" in process.cmdline() and str(node.folder) in process.cwd():
                 found.append(process)
     return found
 

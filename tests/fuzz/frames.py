@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 from structlog.testing import capture_logs
 
-from coordinator.budgets import NodeBudgets
-from coordinator.links import Connection
-from coordinator.ratelimit import RateLimit
-from coordinator.store import MemberRow
+from coordinator.cluster.link_budgets import NodeBudgets
+from coordinator.cluster.link_server import Connection
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.state.database import MemberRow
 from tests.support.application import Application, application
 from tests.support.cluster_port import a_report
 from tests.support.enrolment import HARDWARE

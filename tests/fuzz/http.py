@@ -17,9 +17,9 @@ import h11
 import uvicorn
 from uvicorn.server import ServerState
 
-from coordinator.guard import Guard
-from coordinator.http import Door, Head, HotProtocol
-from router.keys import KeyRing
+from coordinator.http.chat_fast_path import Door, Head, HotProtocol
+from coordinator.http.origin_check import Guard
+from router.admission.api_keys import KeyRing
 from router.settings import RouterSettings
 
 COUNT = 200_000

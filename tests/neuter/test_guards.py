@@ -63,8 +63,8 @@ def test_no_guard_makes_a_change_that_an_operator_makes_in_a_listed_function():
 def test_a_guard_is_right_only_when_its_tests_fail_because_of_the_change():
     shared: dict[str, Any] = {
         "property": "",
-        "at": "wire.verdict.current",
-        "tests": ["tests/unit/wire/test_verdict.py"],
+        "at": "wire.capacity.arithmetic.current",
+        "tests": ["tests/unit/wire/capacity/test_arithmetic.py"],
     }
     elsewhere: dict[str, Any] = shared | {"tests": ["tests/none.py"]}
     guards = [

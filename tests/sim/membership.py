@@ -14,7 +14,7 @@ seconds. The number before a verb is the time. An event that is not allowed prin
 
 from collections.abc import Iterator
 
-from coordinator.membership import (
+from coordinator.cluster.membership import (
     Action,
     Changed,
     CloseLink,

@@ -8,8 +8,8 @@ from statistics import fmean, median
 import pytest
 
 from coordinator.simulation.cluster import Fate, Pool
-from coordinator.simulation.contenders import CLAIRVOYANT, NAMES
-from coordinator.simulation.figures import Figures
+from coordinator.simulation.report import Figures
+from coordinator.simulation.routers import CLAIRVOYANT, NAMES
 from coordinator.simulation.run import compare, play, policies_of, shipped
 from coordinator.simulation.scenario import Scenario, read
 from tests.sim.simulation import STORIES, told

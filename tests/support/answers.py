@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from router.dialects.dialect import Asked, Dialect
-from router.placement import Demand
-from router.problems import Problem
-from router.ticket import Answer, Job
+from router.dialects.shared.interface import Asked, Dialect
+from router.dispatch.request import Answer, Job
+from router.errors import Problem
+from router.placement.place import Demand
 from wire.frames import Channel, Delta, Finished, Timings
 from wire.refusals import Numbers
 

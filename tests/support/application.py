@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.admin import Admin, load_pepper
+from coordinator.alerts.evaluator import Conditions
 from coordinator.api.control import Api, Seen
-from coordinator.api.facts import Facts
-from coordinator.approvals import Approvals
-from coordinator.authority import Authority
-from coordinator.conditions.watch import Conditions
-from coordinator.enrolment import Cluster, Enrolment
-from coordinator.events import Events
-from coordinator.guard import Guard, Private
-from coordinator.load_history import LoadHistory
-from coordinator.loads import Loads
+from coordinator.api.server_info import Facts
+from coordinator.cluster.model_operations import Loads
+from coordinator.cluster.registry import Registry
+from coordinator.http.origin_check import Guard, Private
+from coordinator.joining.enrollment import Cluster, Enrolment
+from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_tokens import Tokens
+from coordinator.joining.rate_limit import RateLimit
 from coordinator.metrics.service import Metrics
-from coordinator.ratelimit import RateLimit
-from coordinator.registry import Registry
-from coordinator.settings import CoordinatorSettings
-from coordinator.store import Store
-from coordinator.tokens import Tokens
+from coordinator.observe.event_log import Events
+from coordinator.observe.load_history import LoadHistory
+from coordinator.state.access_admin import Admin, load_pepper
+from coordinator.state.database import Store
+from coordinator.state.settings import CoordinatorSettings
+from coordinator.tls.cluster_ca import Authority
+from coordinator.ui.browser_sessions import Visitors
+from coordinator.ui.static_files import Page
 from coordinator.video.api import Videos
-from coordinator.video.conductor import Conductor
-from coordinator.video.placing import Both
+from coordinator.video.controller import Conductor
+from coordinator.video.fanout import Both
 from coordinator.video.settings import VideoSettings
-from coordinator.web.page import Page
-from coordinator.web.visitors import Visitors
-from router.app import FrontDoor, openapi_paths
-from router.dispatch import Dispatcher
-from router.keys import KeyRing
-from router.quotas import Quotas
+from router.admission.api_keys import KeyRing
+from router.admission.rate_limits import Quotas
+from router.dispatch.dispatcher import Dispatcher
+from router.http.app import FrontDoor, openapi_paths
 from tests.support.loopback_cluster import PEPPER, LoopbackCluster
 
 

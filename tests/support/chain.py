@@ -178,8 +178,8 @@ class Chain:
                     yield psutil.Process(worker.ppid())
             case _:
                 words = {
-                    "worker": "node/video/worker.py", "launcher": "node.video.ray_child", "raylet": "raylet/raylet",
-                    "engine": "node.engine.child", "driver": "node.video.driver", "gcs_server": "gcs_server",
+                    "worker": "node/video/worker.py", "launcher": "node.video.ray.ray_child", "raylet": "raylet/raylet",
+                    "engine": "node.engine.process.main", "driver": "node.video.ray.driver", "gcs_server": "gcs_server",
                 }[victim]  # fmt: skip
                 for process in node.children():
                     with suppress(psutil.Error):

@@ -17,10 +17,10 @@ import httpx
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from coordinator.ratelimit import RateLimit
-from coordinator.store import MemberRow
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.state.database import MemberRow
 from coordinator.video.settings import VideoSettings
-from node.identity import Identity, authority_context, client_context, create, new_request
+from node.agent.identity import Identity, authority_context, client_context, create, new_request
 from tests.support.application import Application, application
 from tests.support.enrolment import HARDWARE
 from tests.support.loopback_cluster import a_memory, a_model

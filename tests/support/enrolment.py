@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.approvals import Approvals
-from coordinator.authority import Authority
-from coordinator.enrolment import Cluster, Conversation, Enrolment
-from coordinator.ratelimit import RateLimit
-from coordinator.store import MemberRow, Store
-from coordinator.tokens import Tokens
+from coordinator.joining.enrollment import Cluster, Conversation, Enrolment
+from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_tokens import Tokens
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.state.database import MemberRow, Store
+from coordinator.tls.cluster_ca import Authority
 from wire.codec import Splitter, decode, encode
 from wire.frames import Frame
 from wire.identity import NodeId, Peer

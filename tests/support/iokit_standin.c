@@ -1,4 +1,4 @@
-/* A stand-in for the calls of IOKit and CoreFoundation that machine/iokit.py makes, with Apple's signatures as in
+/* A stand-in for the calls of IOKit and CoreFoundation that host/iokit.py makes, with Apple's signatures as in
  * <IOKit/pwr_mgt/IOPMLib.h> and <CoreFoundation/CFRunLoop.h>. The run loop plays one night: it asks whether it may sleep,
  * says that it will, wakes, and then waits until it is stopped. What was answered is told by `answers`. */
 #include <stdint.h>

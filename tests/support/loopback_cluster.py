@@ -1,8 +1,8 @@
 """A cluster in one process: the real dispatcher, and nodes that answer its frames through the same verdict.
 
-Nothing of the router is replaced. A node here holds memory, judges each Generate by `wire.verdict` on its own reading
-as an engine's gate does, and speaks in Admitted, Deltas and Finished. What it says comes at the next turn of the loop,
-as it would from a link; `step_seconds` paces it.
+Nothing of the router is replaced. A node here holds memory, judges each Generate by `wire.capacity.arithmetic` on its
+own reading as an engine's gate does, and speaks in Admitted, Deltas and Finished. What it says comes at the next turn
+of the loop, as it would from a link; `step_seconds` paces it.
 """
 
 import asyncio
@@ -16,20 +16,20 @@ from typing import ClassVar
 import msgspec
 import uvicorn
 
-from coordinator.deadline import DeadlineProtocol
-from coordinator.guard import Guard
-from coordinator.http import Door, protocol
-from router.app import App, FrontDoor, nothing_else
-from router.dispatch import Dispatcher
-from router.keys import KeyRing, new_key
+from coordinator.http.chat_fast_path import Door, protocol
+from coordinator.http.limits import DeadlineProtocol
+from coordinator.http.origin_check import Guard
+from router.admission.api_keys import KeyRing, new_key
+from router.dispatch.dispatcher import Dispatcher
+from router.http.app import App, FrontDoor, nothing_else
+from router.placement.cluster_view import ClusterView, NodeView, view_of
 from router.settings import RouterSettings
-from router.view import ClusterView, NodeView, view_of
+from wire.capacity.arithmetic import Fits, headroom, judge, request_need
 from wire.frames import Admitted, Cancel, Count, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
 from wire.refusals import Code, Refused
 from wire.report import EngineState, Memory, Model
 from wire.units import GIB, MIB
-from wire.verdict import Fits, headroom, judge, request_need
 
 PEPPER = b"pepper of the tests"
 TEXT = ("The ", "pool ", "answers ", "from ", "one ", "Mac.")

@@ -10,7 +10,7 @@ A job runs unless the file `broken` is beside them: then it ends at once with 1.
 import sys
 from pathlib import Path
 
-from coordinator.service.host import Host
+from coordinator.service.service_manager import Host
 
 LAUNCHCTL = """
 import json, os, pathlib, plistlib, stat

@@ -16,9 +16,9 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from coordinator.authority import Authority
-from node.identity import Identity, create, new_request, remember
-from node.machine import machine_id
+from coordinator.tls.cluster_ca import Authority
+from node.agent.identity import Identity, create, new_request, remember
+from node.agent.machine_id import machine_id
 from wire.codec import Splitter, decode
 from wire.frames import TAGS, Frame, Hello, Ping, Report, Welcome
 from wire.identity import NodeId

@@ -8,13 +8,13 @@ from msgspec.structs import replace as changed
 
 from coordinator.metrics.node import NodePicture, worth_showing
 from coordinator.metrics.pool import Links, PoolPicture, Process
-from coordinator.video.counters import VideoCounters, VideoPicture
-from router.metrics import Counters
-from router.view import ClusterView, NodeView, view_of
+from coordinator.video.metrics import VideoCounters, VideoPicture
+from router.dispatch.counters import Counters
+from router.placement.cluster_view import ClusterView, NodeView, view_of
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.frames import Report
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
 from wire.identity import NodeId
-from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
 from wire.report import CacheState, Counts, Enforcement, EngineState, Level, Memory, Model, System
 from wire.units import GIB
 

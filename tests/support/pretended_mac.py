@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.cli.session import Session
-from coordinator.doctor.here import Here, Said
-from machine.power import Power
+from coordinator.client.api_client import Session
+from coordinator.doctor.host_probe import Here, Said
+from host.power import Power
 from wire.units import GIB
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
@@ -57,7 +57,7 @@ def pretended(
 
     def ask(command: tuple[str, ...], _: float) -> Said | None:
         if command[0] == sys.executable:
-            told = DEVICE if "node.engine.device" in command else {**EXAMINED, **examined}
+            told = DEVICE if "node.engine.process.device_info" in command else {**EXAMINED, **examined}
             return Said(0, json.dumps(told))
         text = said.get(" ".join(command))
         return None if text is None else Said(0, text)

@@ -4,8 +4,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from machine import sleeping
-from machine.sleeping import NoNotice
+from host import sleep_watch
+from host.sleep_watch import NoNotice
 from node.run import main
 
 
@@ -19,5 +19,5 @@ class Signals(NoNotice):
 
 
 if __name__ == "__main__":
-    sleeping.open_notice = Signals
+    sleep_watch.open_notice = Signals
     sys.exit(main(sys.argv[1:]))

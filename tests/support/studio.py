@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from node.leases import Phase
-from node.limits import Limiter
+from node.engine_process.supervisor import Patience, Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import Poll
 from node.memory.sensor import open_machine
-from node.poll import Poll
 from node.settings import NodeSettings, resolve
-from node.supervise import Patience, Supervisor
 from node.video import environment
-from node.video.studio import Studio
+from node.video.leases import Phase
+from node.video.wiring import Studio
 from tests.support.processes import ROOT
 from tests.support.processes import environment as clean
 from wire.codec import decode, encode
@@ -146,7 +146,14 @@ class Node:
 
     def attend(self, granted: LeaseGranted) -> None:
         """Attend to a lease as the actor does, in a process of its own."""
-        command = [sys.executable, "-m", "node.video.attendant", granted.folder, granted.lease, str(granted.generation)]
+        command = [
+            sys.executable,
+            "-m",
+            "node.video.worker.worker_parent",
+            granted.folder,
+            granted.lease,
+            str(granted.generation),
+        ]
         with (self.folder / "attendant.log").open("ab") as log:
             process = subprocess.Popen(
                 command, env=clean(OPENAI_API_KEY="sk-not-for-workers"), cwd=ROOT, stdin=subprocess.DEVNULL,

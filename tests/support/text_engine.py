@@ -7,17 +7,18 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from node.engine.cache import Layers, TextModel, new_cache
-from node.engine.footprint import Metal, open_metal
-from node.engine.gate import Gate, Site
-from node.engine.kinds import Work
-from node.engine.recorder import Recorder
-from node.engine.resident import Resident, forward
-from node.engine.text import TextEngine
-from node.engine.tokenizer import Tokenizer
-from node.engine.unread import Unread
-from node.library import Library
+from node.engine.engine import TextEngine
+from node.engine.kv.kv_cache import Layers, TextModel, new_cache
+from node.engine.memory.footprint import Metal, open_metal
+from node.engine.memory.gate import Gate, Site
+from node.engine.models.loaded_model import Resident, forward
+from node.engine.process.crash_recorder import Recorder
+from node.engine.process.interface import Work
+from node.engine.requests.tokenize_admission import Unread
+from node.engine.text.tokenizer import Tokenizer
+from node.models.catalogue import Library
 from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
+from wire.capacity.arithmetic import Fits
 from wire.frames import (
     Admitted,
     Cancel,
@@ -37,7 +38,6 @@ from wire.frames import (
 from wire.refusals import Code, Refused
 from wire.report import Hardware, Memory
 from wire.units import GIB, MIB
-from wire.verdict import Fits
 
 ROOMY = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
 GREEDY = Params(temperature=0.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from node.identity import Identity
+from node.agent.identity import Identity
 from tests.support.cluster_port import Ended, Line, Port, a_report
 from tests.support.loopback_cluster import a_memory
 from wire.frames import AllowVideo, Answer, Ask, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release

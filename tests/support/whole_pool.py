@@ -23,7 +23,7 @@ OPERATIONS = sorted(
     [f"{method.upper()} {path}" for path, item in openapi_paths().items() for method in item]
     + [
         " ".join(row)
-        for file in Path(api.__file__).parent.glob("*.py")
+        for file in Path(api.__file__).parent.rglob("*.py")
         for row in re.findall(r'Route\("([A-Z]+)", "(/\S*)", ', file.read_text())
     ]
 )

@@ -16,16 +16,16 @@ import ziglang
 
 from deploy import apple_layouts
 from deploy.apple_layouts import LAYOUTS, UNDECLARED, calls_of, framework_source, system_source
-from machine import iokit
+from host import iokit
 from node.memory import darwin
 from node.memory.darwin import System
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 SYMBOLS = Path(ziglang.__file__).parent / "lib" / "libc" / "darwin" / "libSystem.tbd"
-ON_LINUX = {"machine/heap.py"}
+ON_LINUX = {"host/heap.py"}
 """Files that use ctypes on Linux alone."""
-OF_PYTHON = {"node/engine/deadline.py"}
+OF_PYTHON = {"node/engine/text/time_limit.py"}
 """Files that use ctypes for Python's own C API, which is the same on each system."""
 FRAMEWORKS = {
     "CoreFoundation/CoreFoundation.h": """
@@ -112,7 +112,7 @@ def test_every_file_that_uses_ctypes_and_every_structure_is_checked():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     uses = re.compile(r"^\s*(import|from) ctypes\b", re.MULTILINE)
     users = {str(path.relative_to(ROOT)) for path in files if uses.search(path.read_text())}
-    assert users == {"node/memory/darwin.py", "machine/iokit.py"} | ON_LINUX | OF_PYTHON
+    assert users == {"node/memory/darwin.py", "host/iokit.py"} | ON_LINUX | OF_PYTHON
     structures = {one for module in (darwin, iokit) for one in vars(module).values()
                   if isinstance(one, type) and issubclass(one, ctypes.Structure)}  # fmt: skip
     assert structures == {layout.ours for layout in LAYOUTS}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from machine.pause import Pause as Kept
-from machine.pause import PauseFile
+from host.pause_file import Pause as Kept
+from host.pause_file import PauseFile
 from tests.support.older import old_coordinator
 from tests.support.processes import Process
 from wire.codec import encode

@@ -1,8 +1,8 @@
 import pytest
 
+from host.settings_loader import SettingsError, describe
 from node.settings import SECTIONS, NodeSettings, node_name, resolve
 from wire.identity import valid_name
-from wire.settings import SettingsError, describe
 
 
 def resolved(**flat: object) -> NodeSettings:

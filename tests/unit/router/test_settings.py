@@ -1,8 +1,8 @@
 import pytest
 
-from router.placement import POLICIES
+from host.settings_loader import SettingsError, describe, resolve
+from router.placement.place import POLICIES
 from router.settings import RouterSettings
-from wire.settings import SettingsError, describe, resolve
 
 
 def test_every_setting_says_what_it_means():

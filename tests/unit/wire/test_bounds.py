@@ -8,7 +8,7 @@ from msgspec import inspect
 
 from wire.codec import WireError, decode, encode
 from wire.frames import TAGS, Finished, Frame, Report
-from wire.measures import NodeMeasures
+from wire.histogram import NodeMeasures
 from wire.report import EngineState, Memory
 
 FREE = {("Fragment", "payload")}

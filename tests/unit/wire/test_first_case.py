@@ -4,15 +4,15 @@ cap of 107.52 GiB, readings as they were taken. It was over the cap by four long
 
 import pytest
 
-from node.engine import preflight
-from node.engine.gate import Gate, Site, Use
-from node.engine.ledger import Ledger
+from node.engine.kv.commitments import Ledger
+from node.engine.memory.gate import Gate, Site, Use
+from node.engine.requests import preflight
 from node.memory.reading import Reading
+from wire.capacity.arithmetic import Fits, default_margin, request_transient
 from wire.frames import Generate, Limits, Message, Params
 from wire.refusals import Code, Refused
 from wire.report import Kv, Memory, Model
 from wire.units import GIB
-from wire.verdict import Fits, default_margin, request_transient
 
 NOW = 100.0
 

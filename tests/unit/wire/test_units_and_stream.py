@@ -6,7 +6,7 @@ import pytest
 
 from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireError, decode, encode, head_of
 from wire.frames import Answer, Cancel, Generate, Message, Params
-from wire.stream import TURN, Outbox
+from wire.link.endpoint import TURN, Outbox
 from wire.units import GIB, parse_size, show_size
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coordinator.cli import cluster
 from coordinator.doctor import bundle
 from coordinator.doctor.bundle import LEFT_OUT, clean, event_of, log_lines, newest, own_events, settings_told, write
-from machine.redaction import HIDDEN
+from host.redaction import HIDDEN
 from tests.support.whole_pool import served
 
 ROOT = Path(__file__).parents[4]
@@ -26,7 +26,7 @@ PASSWORD = "opensesame-canary-5521"
 PEM = "-----BEGIN PRIVATE KEY-----\nwalrus-canary-4410\n-----END PRIVATE KEY-----\n"
 CANARIES = ("zebra-canary", "secret diagnosis", KEY, "Q" * 43, TOKEN, "a" * 52, PASSWORD, "walrus-canary")
 
-EVENT = {"event": "link lost", "logger": "node.agent", "level": "warning", "timestamp": "2026-11-20T10:00:00Z"}
+EVENT = {"event": "link lost", "logger": "node.agent.agent", "level": "warning", "timestamp": "2026-11-20T10:00:00Z"}
 
 
 def unpacked(file: Path) -> dict[str, str]:

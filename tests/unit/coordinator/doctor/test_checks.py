@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.doctor.examination import CHECKS, Check, Examined, examine
 from coordinator.doctor.finding import Finding, exit_code, fail, not_here, ok, warn
 from coordinator.doctor.pool_checks import link_finding
-from machine.power import Power
+from coordinator.doctor.runner import CHECKS, Check, Examined, examine
+from host.power import Power
 from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
 from wire.units import GIB
 

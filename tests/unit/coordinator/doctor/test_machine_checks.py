@@ -12,8 +12,8 @@ import pytest
 
 from coordinator.doctor import machine_checks as checks
 from coordinator.doctor.finding import Finding, Result
-from coordinator.doctor.here import Here, Said
-from machine.power import Power
+from coordinator.doctor.host_probe import Here, Said
+from host.power import Power
 from tests.support.pretended_mac import DEVICE, EXAMINED, FIREWALL, pretended
 from wire.units import GIB, MIB
 
@@ -39,7 +39,7 @@ def with_device(state: Path, platform: str = "darwin", **changes: Any) -> Here:
     here = pretended(state, platform=platform)
 
     def ask(command: tuple[str, ...], seconds: float) -> Said | None:
-        if "node.engine.device" in command:
+        if "node.engine.process.device_info" in command:
             return Said(0, json.dumps({**DEVICE, **changes}))
         return here.ask(command, seconds)
 
@@ -120,8 +120,10 @@ def test_mlx_is_installed_loads_and_has_metal(tmp_path: Path):
 def test_a_machine_whose_modules_do_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
     here = silent(pretended(tmp_path))
     for check, module in (
-        (checks.mlx, "node.engine.device"), (checks.memory, "node.examine"), (checks.wired_limit, "node.examine"),
-    ):  # fmt: skip
+        (checks.mlx, "node.engine.process.device_info"),
+        (checks.memory, "node.inspect.report"),
+        (checks.wired_limit, "node.inspect.report"),
+    ):
         found = check(here)
         assert (found.result, f"python -m {module}" in found.fix) == ("warn", True), found
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.authority import Authority
-from coordinator.cli.session import PIN
+from coordinator.client.errors import PIN
 from coordinator.doctor import pool_checks as checks
 from coordinator.doctor.finding import Finding
-from coordinator.doctor.here import Answer, Here, Said
+from coordinator.doctor.host_probe import Answer, Here, Said
+from coordinator.tls.cluster_ca import Authority
 from tests.support.pretended_mac import pretended
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
@@ -150,7 +150,7 @@ def silent(here: Here) -> Here:
 def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
     joined(tmp_path)
     found = {check: check(silent(pretended(tmp_path))) for check in (checks.coordinator, checks.identity)}
-    examine = "run `python -m node.examine --state STATE`"
+    examine = "run `python -m node.inspect.report --state STATE`"
     assert {seen(one) for one in found.values()} == {("warn", "the node's part did not answer in time", examine)}
     found_settings = seen(checks.settings(silent(pretended(tmp_path))))
     assert found_settings == ("warn", "the node's part did not answer in time", "run `cluster config check`")

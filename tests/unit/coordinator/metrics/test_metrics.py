@@ -19,13 +19,13 @@ from coordinator.metrics.labels import Labels
 from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
 from coordinator.metrics.pool import POOL, PoolPicture
 from coordinator.metrics.service import read_measures
-from router.metrics import MAX_KEY_MODELS, Counters
-from router.metrics import MOST_MODELS as MOST_MODELS_OF_A_POOL
-from router.view import ClusterView
+from router.dispatch.counters import MAX_KEY_MODELS, Counters
+from router.dispatch.counters import MOST_MODELS as MOST_MODELS_OF_A_POOL
+from router.placement.cluster_view import ClusterView
 from tests.support.loopback_cluster import a_model
 from tests.support.pictures import HUGE, MEASURES, lying, node_picture, pool_picture, view
+from wire.histogram import GateMeasures, NodeMeasures, Tally
 from wire.identity import NodeId
-from wire.measures import GateMeasures, NodeMeasures, Tally
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

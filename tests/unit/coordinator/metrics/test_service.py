@@ -12,19 +12,19 @@ import httpx
 import msgspec
 import pytest
 
-from coordinator.conditions.rules import WATCHED
+from coordinator.alerts.rules import WATCHED
 from coordinator.metrics.service import Metrics, Unreachable
-from coordinator.video.counters import VideoPicture
-from router.dispatch import Dispatcher
-from router.keys import KeyRing
+from coordinator.video.metrics import VideoPicture
+from router.admission.api_keys import KeyRing
+from router.dispatch.dispatcher import Dispatcher
 from router.settings import RouterSettings
 from tests.support.cluster_port import Line, Port, a_report, hello, opened
 from tests.support.loopback_cluster import a_memory
 from tests.support.pictures import view
 from wire.certificate import read_certificate
 from wire.frames import Admitted, Answer, Ask, Delta, Deltas, Denied, Finished, Frame, Generate, Refusal, Welcome
+from wire.histogram import GateMeasures, NodeMeasures
 from wire.identity import NodeId
-from wire.measures import GateMeasures, NodeMeasures
 from wire.refusals import Code, Numbers, Refused
 from wire.units import GIB
 

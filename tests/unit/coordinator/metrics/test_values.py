@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 
-from coordinator.conditions.rules import RULES
-from coordinator.membership import State
+from coordinator.alerts.rules import RULES
+from coordinator.cluster.membership import State
 from coordinator.metrics.exposition import render
 from coordinator.metrics.families import Collected, collect
 from coordinator.metrics.node import NODE, NodePicture
 from coordinator.metrics.pool import POOL, Links, PoolPicture, Process
-from coordinator.video.counters import VideoCounters, VideoPicture
-from router.metrics import Counters
-from router.view import ClusterView
+from coordinator.video.metrics import VideoCounters, VideoPicture
+from router.dispatch.counters import Counters
+from router.placement.cluster_view import ClusterView
 from tests.support.pictures import DISTINCT, NOW, WALL, node_picture, pool_picture, view
 from wire.frames import Report
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
 from wire.identity import NodeId
-from wire.measures import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
 from wire.refusals import Code
 from wire.report import EngineState, Memory, Sharing
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from coordinator.cli import cluster
 from coordinator.doctor.service_checks import service
 from coordinator.service import launchd, setup
-from coordinator.service.host import Host, ServiceError
 from coordinator.service.plan import Plan
+from coordinator.service.service_manager import Host, ServiceError
 from coordinator.service.setup import install, uninstall
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.store import StoreError
-from coordinator.video.predictor import SEED, ProfileKey
+from coordinator.state.database import StoreError
+from coordinator.video.state.memory_model import SEED, ProfileKey
 from coordinator.video.store import FILE, VideoStore
 from tests.support.processes import ROOT, environment
-from tests.unit.coordinator.video.test_board import a_job
+from tests.unit.coordinator.video.state.test_job_table import a_job
 
 WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from coordinator.video.store import VideoStore
-from tests.unit.coordinator.video.test_board import a_job
+from tests.unit.coordinator.video.state.test_job_table import a_job
 
 async def write():
     store = VideoStore(Path(sys.argv[1]))

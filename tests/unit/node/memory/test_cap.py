@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from host.settings_loader import SettingsError
 from node.memory.cap import (
     CUSTOM,
     TIERS,
@@ -24,9 +25,8 @@ from node.memory.cap import (
     safe_wired_limit,
     with_device,
 )
-from wire.settings import SettingsError
+from wire.capacity.arithmetic import UNREADABLE, default_margin
 from wire.units import GIB, MIB
-from wire.verdict import UNREADABLE, default_margin
 
 SIZES = st.integers(0, 2**40)
 

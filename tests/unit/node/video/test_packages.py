@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from node.library import Library
+from node.models.catalogue import Library
 from node.settings import ModelSettings
 from node.video import packages
 

@@ -1,0 +1,199 @@
+"""The table of what needs a person. Prometheus' rules and the coordinator's own conditions are both made from it.
+
+Each has an entry of its name in the runbook of docs/operations.md; a test plays a case in which it holds and one in
+which it does not, to Prometheus and to the coordinator.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coordinator.alerts.promql import (
+    Both,
+    Expression,
+    Highest,
+    Labels,
+    Metric,
+    Rise,
+    Sum,
+    Time,
+    Where,
+    walk,
+)
+
+RUNBOOK = "docs/operations.md#"
+PAGE = "http://127.0.0.1:8080"
+"""Where the page of a coordinator with the default settings is."""
+
+
+class Severity(StrEnum):
+    """How soon a person should look."""
+
+    CRITICAL = "critical"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One condition. `seconds` is for how long it must hold; `summary` may name a label in braces; `remedy` is what to
+    do next."""
+
+    name: str
+    severity: Severity
+    holds: Expression
+    seconds: int
+    summary: str
+    remedy: str
+
+    @property
+    def runbook(self) -> str:
+        """Where the manual says more."""
+        return RUNBOOK + self.name.lower()
+
+    def metrics(self) -> set[str]:
+        """Name the metrics that it looks at."""
+        return {part.name for part in walk(self.holds) if isinstance(part, Metric | Rise)}
+
+
+def told(text: str, labels: Labels) -> str:
+    """Put the values of labels into a summary."""
+    for label, value in labels:
+        text = text.replace("{" + label + "}", value)
+    return text
+
+
+def _metric(name: str, **only: str) -> Metric:
+    return Metric("macpool_" + name, tuple(only.items()))
+
+
+def _rise(name: str, seconds: int, *without: str) -> Rise:
+    return Rise(f"macpool_{name}_total", seconds, without)
+
+
+def _left(expires: str, issued: str) -> Expression:
+    """The share of a certificate's life that is left."""
+    return Sum(Sum(_metric(expires), "-", Time()), "/", Sum(_metric(expires), "-", _metric(issued)))
+
+
+_CRITICAL, _WARNING = Severity.CRITICAL, Severity.WARNING
+
+RULES = (
+    Rule("GateInert", _CRITICAL,
+         Both(Where(_rise("engine_forwards", 30), ">", 0), Where(_rise("gate_checks", 30, "site"), "==", 0)), 5,
+         "{node} runs forwards and its gate is not asked: nothing keeps it under its cap",
+         "cordon the node (`cluster node cordon NAME`), then update or restart it; report it as a bug"),
+    Rule("GateUnarmed", _CRITICAL, Both(Where(_metric("gate_armed"), "==", 0), Where(_metric("gate_guard"), "==", 1)),
+         30, "the gate of {node} is not armed, so it refuses everything",
+         "`cluster node show NAME` says what is missing: limits, or a footprint that can be read"),
+    Rule("GuardOff", _CRITICAL, Where(_metric("gate_guard"), "==", 0), 0,
+         "memory.guard is off on {node}: nothing is refused for memory, and the machine may panic",
+         'set memory.guard = "on" and restart the node'),
+    Rule("MarginZero", _WARNING,
+         Both(Where(_metric("node_memory_margin_bytes"), "==", 0), Where(_metric("node_memory_cap_bytes"), ">", 0)), 10,
+         "memory.margin is 0 on {node}: a spike that no reading sees can end the engine",
+         'set memory.margin = "auto" and restart the node'),
+    Rule("OverCap", _CRITICAL,
+         Where(_metric("node_memory_engine_phys_bytes"), ">",
+               Sum(_metric("node_memory_cap_bytes"), "-", _metric("node_memory_lease_bytes"))), 10,
+         "the engine of {node} stands over its cap, and what the enforcer does has not brought it down",
+         "unload a model there (`cluster model unload MODEL --node NAME`); look for what else runs in that process"),
+    Rule("StaleSensor", _CRITICAL, Where(Sum(Time(), "-", _metric("node_memory_reading_timestamp_seconds")), ">", 20),
+         10, "the agent of {node} has not read its memory for 20 s",
+         "the machine hangs or sleeps: look at it, and at its log (`cluster logs NAME`)"),
+    Rule("NodeDown", _CRITICAL, Where(_metric("cluster_node_state", state="lost"), "==", 1), 60,
+         "{node} is lost", "look at its power and network, then at its own log; `cluster node remove` if it is gone"),
+    Rule("CutOff", _CRITICAL, Where(_metric("cluster_self_suspect"), "==", 1), 5,
+         "half of the nodes fell silent at once", "look at the coordinator's own network first"),
+    Rule("ModelConflict", _WARNING, Where(_metric("cluster_model_fingerprints"), ">", 1), 60,
+         "nodes hold different models under the name {model}: requests go to one of them only",
+         "`cluster models` shows which node holds which: download the model again where it differs, or rename its "
+         "folder there"),
+    Rule("BreakerOpen", _WARNING, Where(_metric("router_breaker_open"), "==", 1), 30,
+         "the engine of {node} keeps failing, so it gets nothing", "`cluster logs NAME` says how it died"),
+    Rule("EngineCrashing", _WARNING, Where(_rise("engine_restarts", 600), ">", 2), 0,
+         "the engine of {node} died more than twice in ten minutes", "`cluster logs NAME` says how it died"),
+    Rule("EngineKilled", _WARNING, Where(_rise("node_memory_kills", 600), ">", 0), 0,
+         "the engine of {node} was ended because it stayed over its cap",
+         "choose a safer memory.tier or a larger memory.margin there"),
+    Rule("WiredLeak", _CRITICAL, Where(_metric("engine_leaked_bytes"), ">", 0), 0,
+         "engines of {node} that ended left wired memory behind",
+         "restart this Mac, nothing else brings the memory back; after the second time no engine is started there"),
+    Rule("LeaseLeak", _WARNING,
+         Both(Where(_metric("node_memory_lease_bytes"), ">", 0), Where(_metric("video_worker_phys_bytes"), "==", 0)),
+         600, "{node} has held a lease for ten minutes, and no video process lives on it",
+         "restart the node: its leases end with it"),
+    Rule("ReservationLeak", _CRITICAL, Where(_metric("router_reservation_leaks"), ">", 0), 15,
+         "the router holds reservations of requests that have ended: nodes look fuller than they are",
+         "restart the coordinator, and report it with its log"),
+    Rule("QueueStuck", _CRITICAL,
+         Both(Where(_metric("router_queue_depth"), ">", 0), Where(_rise("router_attempts", 60), "==", 0)), 30,
+         "requests wait, and for a minute none was sent to a node",
+         "`cluster place MODEL` says what each node lacks; unload a model or join a machine"),
+    Rule("NoHeadroomAnywhere", _WARNING, Where(Highest(_metric("cluster_node_headroom_bytes")), "<=", 0), 60,
+         "no node has any headroom", "unload models that nobody uses, close programs on the Macs, or join a machine"),
+    Rule("HighRefusalRatio", _WARNING,
+         Both(Where(_rise("gate_refusals", 300, "reason"), ">", 10),
+              Where(Sum(_rise("gate_refusals", 300, "reason"), "/", _rise("gate_checks", 300, "site")), ">", 0.5)), 60,
+         "the gate of {node} says no more often than yes",
+         "`cluster node show NAME` shows what takes its memory; unload a model, or raise its cap"),
+    Rule("CertExpiry", _CRITICAL,
+         Where(_left("tls_expires_timestamp_seconds", "tls_issued_timestamp_seconds"), "<", 0.2), 0,
+         "the certificate of the {certificate} has less than a fifth of its life left, and was not renewed",
+         "look at the coordinator's log, and at the clock of its machine; replace a certificate of your own"),
+    Rule("NodeCertExpiry", _CRITICAL,
+         Where(_left("cluster_node_certificate_expires_timestamp_seconds",
+                     "cluster_node_certificate_issued_timestamp_seconds"), "<", 0.2), 0,
+         "the certificate of {node} has less than a fifth of its life left, and was not renewed",
+         "restart the node; if that does not help, look at its clock and join it again"),
+    Rule("FilesRunOut", _WARNING,
+         Where(Sum(_metric("process_open_fds"), "/", _metric("process_max_fds")), ">", 0.9), 30,
+         "the coordinator has used nine tenths of the files and connections that it may open",
+         "see who is connected; raise the limit of open files for it"),
+    Rule("CoordinatorDown", _CRITICAL, Where(Metric("up", (("job", "macpool"),)), "==", 0), 30,
+         "Prometheus cannot scrape the coordinator",
+         "is it up, is its address right, and is the token still good (`cluster key list`)?"),
+)  # fmt: skip
+OUTSIDE = frozenset({"CoordinatorDown"})
+"""Rules that only somebody else can watch."""
+WATCHED = tuple(rule for rule in RULES if rule.name not in OUTSIDE)
+
+
+def windows() -> Mapping[str, frozenset[float]]:
+    """Give for each counter the windows over which its rise is asked."""
+    found: dict[str, set[float]] = {}
+    for rule in WATCHED:
+        for part in walk(rule.holds):
+            if isinstance(part, Rise):
+                found.setdefault(part.name, set()).add(part.seconds)
+    return {name: frozenset(seconds) for name, seconds in found.items()}
+
+
+def runbook_url(base: str, name: str) -> str:
+    """Return where the page at `base` (no path) shows the runbook's entry of a condition."""
+    return f"{base}/#/runbook/{name}"
+
+
+def rules_file(base: str = PAGE) -> str:
+    """Write the rules for Prometheus, with links to the page at `base` (no path)."""
+    lines = [
+        "# Written by `make docs` from coordinator/alerts/rules.py. Do not edit.", "groups:", "  - name: macpool",
+        "    rules:",
+    ]  # fmt: skip
+    for rule in RULES:
+        lines += [f"      - alert: {rule.name}", f"        expr: {_text(rule.holds.promql())}"]
+        lines += [f"        for: {rule.seconds}s"] if rule.seconds else []
+        lines += [f"        labels: {{severity: {rule.severity}}}", "        annotations:"]
+        lines += [f"          summary: {_text(_templated(rule.summary))}"]
+        lines += [
+            f"          description: {_text(rule.remedy)}",
+            f"          runbook_url: {_text(runbook_url(base, rule.name))}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _templated(summary: str) -> str:
+    return summary.replace("{", "{{ $labels.").replace("}", " }}")
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"

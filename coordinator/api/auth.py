@@ -1,0 +1,64 @@
+"""Who asks: the key that opens a route, and the note in the audit log of what an administrator did with it."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, cast
+
+from fastapi import Request
+
+from coordinator.api.body import Body
+from coordinator.api.errors import ProblemError
+from coordinator.state.access_admin import LOCAL
+from coordinator.state.database import Store
+from coordinator.ui.browser_sessions import PAGE
+from router.admission.api_keys import KeyRing, credential
+from router.errors import NO_KEY, WRONG_KEY, missing_scope
+
+ACTOR: ContextVar[str] = ContextVar("actor", default="")
+"""The key of the request that is being answered, as the audit log names it."""
+KEY: ContextVar[str] = ContextVar("key", default="")
+"""The id of that key."""
+ADDRESS: ContextVar[str] = ContextVar("address", default="")
+"""The address from which that request came."""
+
+
+def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
+    """Give the check that lets only keys of a scope pass, and remembers whose key it was."""
+
+    async def check(request: Request) -> None:
+        presented = credential(request.scope["headers"])
+        if presented is None:
+            raise ProblemError(NO_KEY)
+        key = ring.check(presented)
+        if key is None:
+            raise ProblemError(WRONG_KEY)
+        if not key.allows(scope):
+            raise ProblemError(missing_scope(scope))
+        ACTOR.set(key.name if key.name in (LOCAL, PAGE) else key.id)
+        KEY.set(key.id)
+        ADDRESS.set(request.client.host if request.client else "")
+
+    return check
+
+
+def noted(store: Store, act: Callable[..., Any]) -> Callable[..., Any]:
+    """Have an act written into the audit log, once it is done."""
+
+    @wraps(act)
+    async def audited(**given: Any) -> Any:
+        answer = await act(**given)
+        store.note(time.time(), ACTOR.get(), act.__name__, _subject(given, answer), ADDRESS.get())
+        return answer
+
+    return audited
+
+
+def _subject(given: Mapping[str, Any], answer: Any) -> str:
+    """Say to whom or what something was done: what the path names, else what the body names or the answer calls it."""
+    named = [value for value in given.values() if isinstance(value, str)]
+    body = next((value for value in given.values() if isinstance(value, Body)), None)
+    told = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    named += [str(value) for field in ("model", "node", "name") if (value := getattr(body, field, None))]
+    return " ".join([*named, *([str(told["id"])] if "id" in told and told["id"] not in named else [])])[:300]

@@ -1,0 +1,70 @@
+"""Errors of the control plane, in the same shape as those of the routes that generate."""
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+
+from coordinator.state.database import StoreError
+from router.errors import Problem, invalid, not_found, wrong_method
+
+
+class ProblemError(Exception):
+    """Carries a Problem out of a route."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def respond(problem: Problem, request: Request) -> Response:
+    """Give a problem as an HTTP answer."""
+    headers = {name.decode(): value.decode() for name, value in problem.headers()}
+    body = problem.body(request.headers.get("x-request-id", "")[:64])
+    return Response(body, problem.status, headers, "application/json")
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Have the application answer so whatever goes wrong in it."""
+    app.add_exception_handler(ProblemError, _on_problem)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(StoreError, _on_store)
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProblemError)  # noqa: S101  registered for this type
+    return respond(error.problem, request)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101  registered for this type
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"][1:])
+    return respond(invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
+
+
+async def _on_store(request: Request, error: Exception) -> Response:
+    """Answer a change that is not on the disk."""
+    return respond(Problem(503, "state_not_written", str(error)), request)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101  registered for this type
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return respond(not_found(request.url.path, f"{request.url.scheme}://{request.url.netloc}"), request)
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return respond(wrong_method(request.method, ", ".join(_methods(request))), request)
+    if error.status_code == HTTPStatus.BAD_REQUEST:
+        return respond(invalid(str(error.detail)), request)
+    return respond(Problem(error.status_code, "http_error", str(error.detail)), request)
+
+
+def _methods(request: Request) -> list[str]:
+    """Give the methods of all routes at a path; the framework names those of the first alone."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return sorted(method for route in routes if route.matches(request.scope)[0] is not Match.NONE
+                  for method in route.methods or ())  # fmt: skip

@@ -1,0 +1,80 @@
+"""What the page shows, in sections that change by themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.routes.joining import JoinRoutes
+from coordinator.api.routes.models import ModelRoutes
+from coordinator.api.routes.nodes import NodeRoutes
+from coordinator.api.routes.pool import PoolRoutes
+from coordinator.api.routes.requests import WallClock, phase_of, summary
+from router.admission.api_keys import KeyRing
+from router.dispatch.decision_log import Story
+from router.dispatch.request import Ticket
+
+STORIES_SHOWN = 50
+"""Requests that the page shows, under way and ended."""
+SILENT = 3.0
+"""Seconds after which the page says how long a node is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Where each section comes from."""
+
+    pool: PoolRoutes
+    nodes: NodeRoutes
+    models: ModelRoutes
+    joins: JoinRoutes
+    traffic: Traffic
+    ring: KeyRing
+    clock: WallClock
+
+    def __call__(self) -> dict[str, object]:
+        """Give every section as it is now."""
+        names = self.ring.names()
+        stories = self.traffic.history.newest(STORIES_SHOWN)
+        return {
+            "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
+            "nodes": [_steady(row) for row in self.nodes.rows()],
+            "models": self.models.rows(),
+            "requests": [_under_way(ticket, self.clock, names) for ticket in self.traffic.under_way()[:STORIES_SHOWN]],
+            "ended": [_ended(story, self.clock, names) for story in stories],
+            "joins": self.joins.rows(),
+            "conditions": self.pool.active(),
+            "load": self.pool.load(1),
+        }
+
+
+def _steady(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a node's row what changes with every look and means nothing: silence counts from three seconds."""
+    heard = row["heard_seconds"]
+    return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
+
+
+def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a request that has ended, without its steps: the page asks for them."""
+    return {
+        "request_id": story.request_id,
+        "key": names.get(story.key, f"{story.key} (ended)"),
+        "model": story.model,
+        "outcome": story.outcome,
+        "message": story.message,
+        "seconds": round(story.seconds, 3),
+        "prompt_tokens": story.prompt_tokens,
+        "cached_tokens": story.cached_tokens,
+        "completion_tokens": story.completion_tokens,
+        **summary(story, clock),
+    }
+
+
+def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a request that has not ended; not a word of its prompt."""
+    return {
+        "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
+        "node": ticket.node_name, "phase": phase_of(ticket), "prompt_tokens": ticket.read[0],
+        "cached_tokens": ticket.read[1], "completion_tokens": ticket.wrote, "attempts": ticket.attempts,
+        "stream": ticket.job.stream, "at": clock.unix(ticket.arrived),
+    }  # fmt: skip

@@ -1,0 +1,35 @@
+"""Logs as answers: text as it comes, for as long as somebody reads it."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Query
+from fastapi.responses import Response, StreamingResponse
+
+from coordinator.api.errors import ProblemError
+from router.errors import Problem
+
+LONGEST_LOG = 2**30
+FOLLOW_SECONDS = 1.0
+"""Between two looks at a log that is followed."""
+LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)]
+"""How much of the end of a log is wanted."""
+
+
+async def log_text(pieces: AsyncIterator[bytes]) -> Response:
+    """Answer with text as it comes; a failure before the first of it is told as one."""
+    try:
+        first = await anext(pieces, b"")
+    except (LookupError, TimeoutError) as error:
+        raise ProblemError(Problem(503, "node_unreachable", str(error) or "the node did not answer")) from None
+    except OSError as error:
+        raise ProblemError(Problem(503, "no_log", f"the log cannot be read: {error.strerror}")) from None
+
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node went: so ends its log
+            async for piece in pieces:
+                yield piece
+
+    return StreamingResponse(body(), media_type="text/plain; charset=utf-8")

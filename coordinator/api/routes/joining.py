@@ -1,0 +1,93 @@
+"""Routes of joining: the tokens that let machines in, and those that wait for a person."""
+
+import asyncio
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from coordinator.api.body import PLAIN, Body
+from coordinator.api.errors import ProblemError
+from coordinator.api.qr import squares
+from coordinator.api.route import Route
+from coordinator.joining.join_approvals import Approvals, Decided, Locked, WrongCode
+from coordinator.joining.join_tokens import join_line
+from coordinator.state.access_admin import Admin
+from router.errors import Problem
+
+
+class NewToken(Body):
+    """A join token to make."""
+
+    ttl_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 3600.0
+    uses: Annotated[int, Field(ge=1, le=1000)] = 1
+    name: Annotated[str, Field(max_length=100, pattern=PLAIN)] = ""
+
+
+class JoinRoutes:
+    """What `cluster token` and `approve` ask for. `url` is where nodes connect."""
+
+    def __init__(self, admin: Admin, approvals: Approvals, url: str) -> None:
+        self._admin = admin
+        self._approvals = approvals
+        self._url = url
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/tokens", "admin", self.list_tokens),
+            Route("POST", "/api/v1/tokens", "admin", self.create_token),
+            Route("DELETE", "/api/v1/tokens/{token}", "admin", self.revoke_token),
+            Route("GET", "/api/v1/joins", "admin", self.joins),
+            Route("POST", "/api/v1/joins/{code}", "admin", self.approve, (429,)),
+            Route("DELETE", "/api/v1/joins/{code}", "admin", self.reject, (429,)),
+        )
+
+    async def list_tokens(self) -> dict[str, Any]:
+        """List join tokens without their secrets."""
+        return self._admin.list_tokens()
+
+    async def create_token(self, body: NewToken) -> dict[str, Any]:
+        """Make a join token. The answer is the only time its secret is shown."""
+        answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
+        await self._admin.store.flush()
+        join = join_line(self._url, answer["token"])
+        return {**answer, "join": join, "qr": squares(join)}
+
+    async def revoke_token(self, token: str) -> dict[str, Any]:
+        """Make a join token useless at once."""
+        if not self._admin.revoke_token(token):
+            raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))
+        await self._admin.store.flush()
+        return {"schema": 1, "id": token}
+
+    async def joins(self) -> dict[str, Any]:
+        """List the machines that wait for a person to approve their code. The codes are not in the answer."""
+        return {"schema": 1, "joins": self.rows()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Describe the machines that wait, the oldest first."""
+        waiting = self._approvals.list(asyncio.get_running_loop().time())
+        return [
+            {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
+        ]
+
+    async def approve(self, code: str) -> dict[str, Any]:
+        """Let the machine in that shows this code."""
+        return _decided(self._approvals.approve(code, asyncio.get_running_loop().time()))
+
+    async def reject(self, code: str) -> dict[str, Any]:
+        """Turn the machine away that shows this code."""
+        return _decided(self._approvals.reject(code, asyncio.get_running_loop().time()))
+
+
+def _decided(decided: Decided | WrongCode | Locked) -> dict[str, Any]:
+    if isinstance(decided, Decided):
+        return {"schema": 1, "name": decided.waiting.name, "decision": decided.decision.value}
+    if isinstance(decided, Locked):
+        raise ProblemError(
+            Problem(
+                429, "too_many_wrong_codes", "too many wrong codes: nothing is decided for a while",
+                retry_after=decided.seconds,
+            )
+        )  # fmt: skip
+    raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))

@@ -1,0 +1,157 @@
+"""Routes of API keys: who may use the pool, within which limits, and what each has used."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Query
+from pydantic import Field
+
+from coordinator.api.auth import KEY
+from coordinator.api.body import PLAIN, Body
+from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.errors import ProblemError
+from coordinator.api.route import Route
+from coordinator.state.access_admin import LOCAL, Admin, NameTakenError
+from coordinator.ui.browser_sessions import PAGE
+from router.admission.api_keys import KeyRing
+from router.admission.rate_limits import NO_LIMITS, KeyLimits
+from router.errors import NO_KEY, Problem, invalid
+
+LONGEST_LIFE = 10 * 365 * 86400.0
+"""Seconds that a key may live at most; one without an end lives until it is revoked."""
+Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
+"""A day, or empty for all that is kept."""
+Life = Annotated[float, Field(gt=0, le=LONGEST_LIFE)]
+
+
+class NewKey(Body):  # ruff does not see that it is a model, whose defaults are copied
+    """An API key to make."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
+    scopes: Annotated[list[Literal["infer", "metrics", "admin"]], Field(min_length=1, max_length=3)] = ["infer"]  # noqa: RUF012
+    ttl_seconds: Life | None = None
+    limits: dict[str, Any] = {}  # noqa: RUF012
+
+
+class Limits(Body):
+    """A key's new limits, in place of all that it had."""
+
+    limits: dict[str, Any]
+
+
+class NewName(Body):
+    """A key's new name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
+
+
+class Expiry(Body):
+    """Seconds from now until a key expires; null: never."""
+
+    ttl_seconds: Life | None
+
+
+class KeyRoutes:
+    """What `cluster key` asks for."""
+
+    def __init__(self, admin: Admin, ring: KeyRing, traffic: Traffic) -> None:
+        self._admin = admin
+        self._ring = ring
+        self._traffic = traffic
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/keys", "admin", self.list_keys),
+            Route("POST", "/api/v1/keys", "admin", self.create_key),
+            Route("GET", "/api/v1/keys/usage", "admin", self.keys_usage),
+            Route("PUT", "/api/v1/keys/{key}/limits", "admin", self.limit_key),
+            Route("PUT", "/api/v1/keys/{key}/name", "admin", self.rename_key, (409,)),
+            Route("PUT", "/api/v1/keys/{key}/expiry", "admin", self.expire_key),
+            Route("POST", "/api/v1/keys/{key}/rotate", "admin", self.rotate_key),
+            Route("DELETE", "/api/v1/keys/{key}", "admin", self.revoke_key),
+            Route("GET", "/api/v1/key", "infer", self.own_key),
+            Route("GET", "/api/v1/usage", "infer", self.own_usage),
+        )
+
+    async def list_keys(self) -> dict[str, Any]:
+        """List API keys without their secrets."""
+        return self._admin.list_keys()
+
+    async def create_key(self, body: NewKey) -> dict[str, Any]:
+        """Make an API key. The answer is the only time that it is shown."""
+        self._check_name(body.name)
+        answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _limits(body.limits))
+        await self._admin.store.flush()
+        return answer
+
+    async def limit_key(self, key: str, body: Limits) -> dict[str, Any]:
+        """Give a key other limits, at once: models, labels of nodes, rates, requests at once and in line, priority."""
+        return await self._changed(key, self._admin.limit_key(key, _limits(body.limits)))
+
+    async def rename_key(self, key: str, body: NewName) -> dict[str, Any]:
+        """Rename a key. Its secret, limits and usage stay; names of keys are unique."""
+        self._check_name(body.name, apart_from=key)
+        return await self._changed(key, self._admin.rename_key(key, body.name))
+
+    def _check_name(self, name: str, apart_from: str = "") -> None:
+        if name in (LOCAL, PAGE):
+            raise ProblemError(invalid(f"name: {name!r} stands for the owner of this machine in the audit log", "name"))
+        try:
+            self._admin.check_name(name, apart_from)
+        except NameTakenError as error:
+            raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
+
+    async def expire_key(self, key: str, body: Expiry) -> dict[str, Any]:
+        """Set when a key expires, counted from now."""
+        return await self._changed(key, self._admin.expire_key(key, body.ttl_seconds))
+
+    async def rotate_key(self, key: str) -> dict[str, Any]:
+        """Replace the secret of a key. The answer shows the new one once; the old one is refused at once."""
+        text = self._admin.rotate_key(key)
+        return {**await self._changed(key, text), "key": text}
+
+    async def revoke_key(self, key: str) -> dict[str, Any]:
+        """Make an API key useless at once."""
+        return await self._changed(key, self._admin.revoke_key(key))
+
+    async def _changed(self, key: str, known: object) -> dict[str, Any]:
+        if not known:
+            raise ProblemError(Problem(404, "key_not_found", f"there is no key {key[:40]!r}"))
+        await self._admin.store.flush()
+        return {"schema": 1, "id": key}
+
+    async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> dict[str, Any]:
+        """Sum up the requests and tokens of every key by model, since a day (UTC, `2026-01-31`) or since the first;
+        with `daily` each day apart."""
+        return self._used(key, since, daily=daily)
+
+    async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
+        """Sum up the requests and tokens of the key that asks; with `daily` each day apart."""
+        return self._used(KEY.get(), since, daily=daily)
+
+    async def own_key(self) -> dict[str, Any]:
+        """Return the key that asks, without its secret: name, scopes, end and limits."""
+        key = self._ring.of(KEY.get())
+        if key is None:
+            raise ProblemError(NO_KEY)
+        return {
+            "schema": 1,
+            "id": key.id,
+            "name": key.name,
+            "scopes": sorted(key.scopes),
+            "expires": key.expires,
+            "limits": msgspec.to_builtins(key.limits or NO_LIMITS),
+        }
+
+    def _used(self, key: str | None, since: str, *, daily: bool) -> dict[str, Any]:
+        self._admin.count(self._traffic.usage)  # up to now
+        return self._admin.usage(key, since, daily=daily)
+
+
+def _limits(given: Mapping[str, Any]) -> KeyLimits:
+    try:
+        return msgspec.convert(given, KeyLimits)
+    except msgspec.ValidationError as error:
+        raise ProblemError(invalid(f"limits: {error}", "limits")) from None

@@ -1,0 +1,55 @@
+"""Routes of what happened: the coordinator's own log, its events, and who administered what."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import Response, StreamingResponse
+
+from coordinator.api.errors import ProblemError
+from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
+from coordinator.api.route import EVENT_STREAM, EVENTS, TEXT, Route
+from coordinator.observe import log_reader
+from coordinator.observe.event_log import KEPT, Events
+from coordinator.state.access_admin import Admin
+from coordinator.state.database import AUDIT_KEPT
+from router.errors import Problem
+
+
+class JournalRoutes:
+    """What `cluster logs`, `events` and `audit` ask for."""
+
+    def __init__(self, log_file: Path, events: Events, admin: Admin) -> None:
+        self._log_file = log_file
+        self._events = events
+        self._admin = admin
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/logs", "admin", self.own_logs, (503,), TEXT),
+            Route("GET", "/api/v1/events", "admin", self.events, (503,), EVENT_STREAM),
+            Route("GET", "/api/v1/audit", "admin", self.audit),
+        )
+
+    async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
+        """Give the newest part of the coordinator's own log as text; with `follow` also what is added."""
+        return await log_text(log_reader.read(self._log_file, size, every=FOLLOW_SECONDS if follow else None))
+
+    async def events(
+        self, request: Request, last: Annotated[int, Query(ge=0, le=KEPT)] = 50, follow: bool = False
+    ) -> Response:
+        """Tell the newest events of the coordinator as server-sent events; with `follow` also those that come.
+
+        After a break `Last-Event-ID` asks for those that were missed."""
+        if self._events.full:
+            raise ProblemError(Problem(503, "too_many_readers", "as many read the events as may: try again later",
+                                       retry_after=10.0))  # fmt: skip
+        missed = request.headers.get("last-event-id", "")
+        number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
+        told = self._events.read(number, last, follow=follow)
+        return StreamingResponse(told, media_type=EVENTS, headers={"cache-control": "no-cache"})
+
+    async def audit(self, last: Annotated[int, Query(ge=1, le=AUDIT_KEPT)] = 100) -> dict[str, Any]:
+        """List the newest joins, keys and administrative acts, oldest first; times in Unix seconds."""
+        return self._admin.acts(last)

@@ -1,0 +1,108 @@
+"""Routes of models: where they are, and orders to load, unload and measure them."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from coordinator.api.auth import KEY
+from coordinator.api.body import Body
+from coordinator.api.errors import ProblemError
+from coordinator.api.route import Route
+from coordinator.api.routes.nodes import find_node
+from coordinator.cluster.model_operations import Done, Loads
+from coordinator.cluster.registry import Registry
+from coordinator.observe.node_rows import measured, speeds, standing
+from router.admission.api_keys import KeyRing
+from router.admission.key_scope import visible
+from router.admission.rate_limits import KeyLimits
+from router.dispatch.request import Failure
+from router.errors import Problem, failed, invalid
+from router.errors import from_refused as problem_of
+from router.placement.cluster_view import NodeView
+from wire.identity import valid_model
+from wire.refusals import Refused
+
+_ORDERED = (404, 409, 429, 500, 502, 503, 504)
+"""What an order to a node may come back with."""
+
+
+class OneModel(Body):
+    """A model to load, unload or measure, and where; without a node the pool decides."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)]
+    node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
+
+
+class ModelRoutes:
+    """What `cluster models`, `load`, `unload` and `profile` ask for."""
+
+    def __init__(self, registry: Registry, loads: Loads, ring: KeyRing) -> None:
+        self._registry = registry
+        self._loads = loads
+        self._ring = ring
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/models", "infer", self.models),
+            Route("POST", "/api/v1/models/load", "admin", self.load, _ORDERED),
+            Route("POST", "/api/v1/models/unload", "admin", self.unload, _ORDERED),
+            Route("POST", "/api/v1/models/profile", "admin", self.profile, _ORDERED),
+        )
+
+    def rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
+        """Describe every model that a key with these limits may use, by name. `fingerprint` is the one that new
+        requests go to; `conflict`: nodes hold different models under the name."""
+        found: dict[str, dict[str, Any]] = {}
+        view = visible(self._registry.view(), limits)
+        served = view.models()
+        for node in view.nodes:
+            for model in node.models.values():
+                shown, identity = served[model.name], view.identity(model.name)
+                row = found.setdefault(model.name, {
+                    "name": model.name, "nodes": [], "weights": shown.weights, "context": shown.context,
+                    "fingerprint": identity.fingerprint, "conflict": identity.conflict,
+                })  # fmt: skip
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
+                place["fingerprint"] = model.fingerprint
+                row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
+        return [found[name] for name in sorted(found)]
+
+    async def models(self) -> dict[str, Any]:
+        """List the models that the key may use, and their state on each node; sizes in bytes."""
+        return {"schema": 1, "models": self.rows(self._ring.limits(KEY.get()))}
+
+    async def load(self, body: OneModel) -> dict[str, Any]:
+        """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""
+        answer = await self._loads.load(_model(body), self._node(body))
+        if not isinstance(answer, Done):
+            raise ProblemError(_problem(answer))
+        return {"schema": 1, "model": body.model, "node": answer.row()}
+
+    async def unload(self, body: OneModel) -> dict[str, Any]:
+        """Give back the memory of a model on a node, or on every node that has it loaded."""
+        return _told(body, *await self._loads.unload(_model(body), self._node(body)))
+
+    async def profile(self, body: OneModel) -> dict[str, Any]:
+        """Measure anew what a model takes, on a node or wherever it is loaded; answers when it is measured."""
+        return _told(body, *await self._loads.profile(_model(body), self._node(body)))
+
+    def _node(self, body: OneModel) -> NodeView | None:
+        return None if body.node is None else self._registry.view().node(find_node(self._registry, body.node))
+
+
+def _model(body: OneModel) -> str:
+    if not valid_model(body.model):
+        raise ProblemError(invalid("model: this cannot be the name of a model", "model"))
+    return body.model
+
+
+def _told(body: OneModel, done: list[Done], wrong: Refused | Failure | None) -> dict[str, Any]:
+    """Say on which nodes an order was done; the problem where one of them did not do it."""
+    if wrong is not None:
+        raise ProblemError(_problem(wrong))
+    return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
+
+
+def _problem(answer: Refused | Failure) -> Problem:
+    return problem_of(answer) if isinstance(answer, Refused) else failed(answer.code, answer.message)

@@ -1,0 +1,184 @@
+"""Routes of nodes: what is known of them, and whether they are given work."""
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi.responses import Response
+from pydantic import Field
+
+from coordinator.api.body import Body
+from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.errors import ProblemError
+from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
+from coordinator.api.route import TEXT, Route
+from coordinator.cluster.registry import Registry
+from coordinator.state.database import Store
+from router.errors import Problem
+from wire.identity import NodeId
+
+LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
+LONGEST_PAUSE = 365 * 86400.0
+"""Seconds that a node is paused at most; one without an end is until it is resumed."""
+
+
+class Labels(Body):
+    """A node's new labels, in place of all that it had."""
+
+    labels: Annotated[list[Annotated[str, Field(pattern=LABEL)]], Field(max_length=16)]
+
+
+class Drain(Body):
+    """How long to wait until a node has no requests."""
+
+    wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
+
+
+class PauseBody(Body):
+    """For how long a node takes nothing new; without an end it does not before it is resumed."""
+
+    seconds: Annotated[float | None, Field(gt=0, le=LONGEST_PAUSE)] = None
+
+
+def find_node(registry: Registry, node: str) -> NodeId:
+    """Give the id of a node by its id or name, or raise the 404."""
+    found = registry.find(node)
+    if found is None:
+        raise ProblemError(Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`"))
+    return found
+
+
+class NodeRoutes:
+    """What `cluster nodes`, `pause` and `resume` ask for."""
+
+    def __init__(self, registry: Registry, traffic: Traffic, store: Store) -> None:
+        self._registry = registry
+        self._traffic = traffic
+        self._store = store
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/nodes", "metrics", self.nodes),
+            Route("GET", "/api/v1/nodes/{node}", "metrics", self.node),
+            Route("GET", "/api/v1/nodes/{node}/logs", "admin", self.logs, (503,), TEXT),
+            Route("POST", "/api/v1/nodes/{node}/cordon", "admin", self.cordon),
+            Route("POST", "/api/v1/nodes/{node}/uncordon", "admin", self.uncordon),
+            Route("POST", "/api/v1/nodes/{node}/allow-video", "admin", self.allow_video),
+            Route("POST", "/api/v1/nodes/{node}/deny-video", "admin", self.deny_video),
+            Route("POST", "/api/v1/nodes/{node}/drain", "admin", self.drain),
+            Route("POST", "/api/v1/nodes/{node}/pause", "admin", self.pause, (503,)),
+            Route("POST", "/api/v1/nodes/{node}/resume", "admin", self.resume, (503,)),
+            Route("PUT", "/api/v1/nodes/{node}/labels", "admin", self.label),
+            Route("DELETE", "/api/v1/nodes/{node}", "admin", self.remove),
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Describe every member."""
+        return [self._row(node) for node in self._registry.pool.members]
+
+    def _row(self, node: NodeId) -> dict[str, Any]:
+        return self._registry.describe(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
+
+    def _breaker(self, node: NodeId) -> dict[str, Any]:
+        """Tell whether a node gets requests, as far as its engine's faults go; `until` in Unix seconds."""
+        now = self._traffic.now()
+        found = self._traffic.breakers.standing(node, now)
+        if found is None:
+            return {"state": "closed", "why": "", "until": None, "opened": 0}
+        until = round(time.time() + found.until - now)
+        return {"state": found.state, "why": found.why, "until": until, "opened": found.opened}
+
+    def _find(self, node: str) -> NodeId:
+        return find_node(self._registry, node)
+
+    async def nodes(self) -> dict[str, Any]:
+        """List the nodes with their memory arithmetic; sizes in bytes."""
+        return {"schema": 1, "nodes": self.rows()}
+
+    async def node(self, node: str) -> dict[str, Any]:
+        """Give everything that is known of one node."""
+        return {"schema": 1, "node": self._row(self._find(node))}
+
+    async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
+        """Give the newest part of a node's log as text, fetched over its link; with `follow` also what is added."""
+        links, found = self._registry.links, self._find(node)
+        pieces = links.follow(found, "logs", size, FOLLOW_SECONDS) if follow else links.ask(found, "logs", size)
+        return await log_text(pieces)
+
+    # -- whether it is given work -----------------------------------------------------------------
+
+    async def cordon(self, node: str) -> dict[str, Any]:
+        """Send no new requests to a node; running ones end."""
+        return await self._set_cordon(node, on=True)
+
+    async def uncordon(self, node: str) -> dict[str, Any]:
+        """Send requests to a node again."""
+        return await self._set_cordon(node, on=False)
+
+    async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
+        found = self._find(node)
+        self._registry.cordon(found, on=on)
+        await self._store.flush()
+        return {"schema": 1, "node": found, "cordoned": on}
+
+    async def allow_video(self, node: str) -> dict[str, Any]:
+        """Allow a node to make videos."""
+        return await self._set_video(node, on=True)
+
+    async def deny_video(self, node: str) -> dict[str, Any]:
+        """Stop placing videos on a node; one that it makes now is finished."""
+        return await self._set_video(node, on=False)
+
+    async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
+        found = self._find(node)
+        self._registry.allow_video(found, on=on)
+        await self._store.flush()
+        return {"schema": 1, "node": found, "video_allowed": on}
+
+    async def drain(self, node: str, body: Drain) -> dict[str, Any]:
+        """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.
+
+        It stays cordoned until it is uncordoned."""
+        found = self._find(node)
+        self._registry.cordon(found, on=True)
+        await self._store.flush()
+        left = await self._traffic.emptied(found, body.wait_seconds)
+        return {"schema": 1, "node": found, "cordoned": True, "left": left}
+
+    async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
+        """Have a node take nothing new and give its memory back to its owner; what runs there goes on elsewhere.
+
+        The node keeps the pause itself: it holds while the coordinator is away, and ends by itself."""
+        return await self._pause(node, body.seconds)
+
+    async def resume(self, node: str) -> dict[str, Any]:
+        """End a node's pause; its own rule (`node.share`) may still keep it from taking work."""
+        return await self._pause(node, 0.0)
+
+    async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:
+        found = self._find(node)
+        try:
+            sharing = await self._registry.pause(found, seconds, "an administrator of the pool")
+        except LookupError as error:
+            raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
+        if sharing is None:
+            raise ProblemError(Problem(503, "node_unreachable", f"{node} has not said that it did so: look at its log"))
+        left = self._traffic.in_flight(found)
+        return {"schema": 1, "node": found, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
+
+    # -- what it is called, and whether it belongs ------------------------------------------------
+
+    async def label(self, node: str, body: Labels) -> dict[str, Any]:
+        """Give a node labels, to which keys can be bound."""
+        found = self._find(node)
+        self._registry.label(found, tuple(dict.fromkeys(body.labels)))
+        await self._store.flush()
+        return {"schema": 1, "node": found, "labels": body.labels}
+
+    async def remove(self, node: str) -> dict[str, Any]:
+        """Revoke a node's certificate at once and take it out of the pool."""
+        found = self._find(node)
+        self._registry.remove(found)
+        await self._store.flush()
+        return {"schema": 1, "node": found}

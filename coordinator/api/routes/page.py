@@ -1,0 +1,87 @@
+"""Routes of the web page: who may open it, and what it is told while it is open."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import Field
+
+from coordinator.api.auth import KEY
+from coordinator.api.body import Body
+from coordinator.api.errors import ProblemError
+from coordinator.api.route import EVENT_STREAM, EVENTS, OPEN, Route
+from coordinator.state.database import Store
+from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE, Visitors
+from coordinator.ui.live_stream import Live
+from router.admission.api_keys import KeyRing, credential
+from router.errors import Problem
+
+
+class Visit(Body):
+    """The code of a link that `cluster open` gave."""
+
+    code: Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class PageRoutes:
+    """What `cluster open` and the page ask for. `base_url` is where clients connect, with its `/v1`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        visitors: Visitors,
+        ring: KeyRing,
+        store: Store,
+        sections: Callable[[], Mapping[str, object]],
+    ) -> None:
+        self._url = base_url.removesuffix("/v1")
+        self._visitors = visitors
+        self._ring = ring
+        self._store = store
+        self._live = Live(sections)
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("POST", "/api/v1/page/links", "admin", self.invite),
+            Route("POST", "/api/v1/page/visits", OPEN, self.enter, (401,)),
+            Route("DELETE", "/api/v1/page/visit", "admin", self.leave, (404,)),
+            Route("GET", "/api/v1/live", "metrics", self.live, (503,), EVENT_STREAM),
+        )
+
+    async def invite(self) -> dict[str, Any]:
+        """Make a link that opens the page once, within two minutes, as an administrator."""
+        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.invite()}", "seconds": CODE_SECONDS}
+
+    async def enter(self, body: Visit) -> dict[str, Any]:
+        """Change the code of such a link for a key, which the page keeps."""
+        entered = self._visitors.enter(body.code)
+        if entered is None:
+            raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
+        self._store.note(time.time(), PAGE, "entered", "")
+        return {"schema": 1, "key": entered[0], "expires": entered[1]}
+
+    async def leave(self) -> dict[str, Any]:
+        """End the visit whose key this is."""
+        if not self._visitors.leave(KEY.get()):
+            raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
+        return {"schema": 1}
+
+    async def live(self, request: Request, follow: bool = False) -> Response:
+        """Give what the page shows as server-sent events, a section each; with `follow` again whenever one changes.
+
+        At most twice a second, and for as long as the key is good."""
+        if self._live.full:
+            raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
+        presented = credential(request.scope["headers"]) or b""
+
+        def welcome() -> bool:
+            key = self._ring.check(presented)
+            return key is not None and key.allows("metrics")
+
+        return StreamingResponse(
+            self._live.stream(welcome, follow=follow), media_type=EVENTS,
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )  # fmt: skip

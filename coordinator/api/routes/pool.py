@@ -1,0 +1,101 @@
+"""Routes of the pool as a whole: how it is, what needs a person, and what it was started with."""
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Query
+from fastapi.responses import Response
+
+from coordinator.alerts.evaluator import Conditions
+from coordinator.alerts.rules import WATCHED
+from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.errors import ProblemError
+from coordinator.api.route import OPEN, Content, Route
+from coordinator.api.server_info import Facts
+from coordinator.cluster.registry import Registry
+from coordinator.observe.load_history import POINTS, LoadHistory
+from router.errors import Problem
+from wire.identity import PROTOCOL
+
+CERTIFICATE = "application/x-pem-file"
+
+
+class PoolRoutes:
+    """What `cluster status` shows."""
+
+    def __init__(
+        self, facts: Facts, registry: Registry, traffic: Traffic, conditions: Conditions, load: LoadHistory
+    ) -> None:
+        self._facts = facts
+        self._registry = registry
+        self._traffic = traffic
+        self._conditions = conditions
+        self._load = load
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/status", "metrics", self.status),
+            Route("GET", "/api/v1/version", "infer", self.version),
+            Route("GET", "/api/v1/conditions", "metrics", self.conditions),
+            Route("GET", "/api/v1/history", "metrics", self.history),
+            Route("GET", "/api/v1/settings", "admin", self.settings),
+            Route("GET", "/api/v1/ca.pem", OPEN, self.ca, (404,), Content.text(CERTIFICATE)),
+        )
+
+    async def status(self) -> dict[str, Any]:
+        """Say how the pool is and what needs a person."""
+        return self.row()
+
+    def row(self) -> dict[str, Any]:
+        """Say how the pool is at this moment."""
+        facts = self._facts
+        return {
+            "schema": 1,
+            "cluster": {"id": facts.cluster, "name": facts.name},
+            "version": facts.version,
+            "protocol": PROTOCOL,
+            "epoch": facts.epoch,
+            "uptime_seconds": round(time.monotonic() - facts.started, 3),
+            "base_url": facts.base_url,
+            "cluster_url": facts.cluster_url,
+            "nodes": self._registry.states(),
+            "models": sorted(self._registry.view().served()),
+            "in_flight": sum(self._traffic.in_flight(node) for node in self._registry.pool.members),
+            "queued": self._traffic.waiting(),
+            "self_suspect": self._registry.pool.self_suspect,
+            "warnings": self._registry.warnings(),
+            "dangers": self._registry.dangers(),
+            "conditions": self.active(),
+        }
+
+    def active(self) -> list[dict[str, Any]]:
+        """List the conditions that hold now."""
+        return [one.row() for one in self._conditions.active()]
+
+    async def version(self) -> dict[str, Any]:
+        """Give version and protocol of the coordinator, and its clock (Unix seconds)."""
+        return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL, "time": time.time()}
+
+    async def conditions(self) -> dict[str, Any]:
+        """List what needs a person now, as alerts do: since when (Unix seconds), what it means and what to do."""
+        return {"schema": 1, "conditions": self.active(), "watched": [rule.name for rule in WATCHED]}
+
+    async def history(self, points: Annotated[int, Query(ge=1, le=POINTS)] = POINTS) -> Response:
+        """Return the load of the last hour, of the pool and of each Mac: a point every 10 seconds, null for a gap."""
+        return Response(msgspec.json.encode({"schema": 1, **self.load(points)}), media_type="application/json")
+
+    def load(self, points: int) -> dict[str, Any]:
+        """Return the newest points of the load."""
+        return self._load.to_row(points)
+
+    async def settings(self) -> dict[str, Any]:
+        """List the coordinator's settings: value, where it comes from, what it means."""
+        return {"schema": 1, "settings": list(self._facts.settings)}
+
+    async def ca(self) -> Response:
+        """Give the certificate of the authority behind this endpoint (PEM), which is no secret."""
+        if not self._facts.ca_pem:
+            raise ProblemError(Problem(404, "no_authority", "this endpoint has no authority of its own"))
+        return Response(self._facts.ca_pem, media_type=CERTIFICATE)

@@ -1,0 +1,47 @@
+"""Routes for Prometheus, who scrapes nodes through the coordinator: their own doors stay shut."""
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from coordinator.api.errors import ProblemError
+from coordinator.api.route import LIST, TEXT, Route
+from coordinator.api.routes.nodes import find_node
+from coordinator.cluster.registry import Registry
+from coordinator.metrics.service import Metrics, Unreachable
+from router.errors import Problem
+
+
+class PrometheusRoutes:
+    """The only routes of the control plane that stand outside /api/v1."""
+
+    def __init__(self, metrics: Metrics, registry: Registry) -> None:
+        self._metrics = metrics
+        self._registry = registry
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/metrics", "metrics", self.metrics, content=TEXT),
+            Route("GET", "/prometheus/sd", "metrics", self.targets, content=LIST),
+            Route("GET", "/prometheus/nodes/{node}", "metrics", self.node_metrics, (503,), TEXT),
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """Give the coordinator's metrics to Prometheus."""
+        text, kind = await self._metrics.pool(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
+
+    async def node_metrics(self, node: str, request: Request) -> Response:
+        """Give a node's metrics to Prometheus, who knows it by the name that service discovery gives it."""
+        found, accepted = find_node(self._registry, node), request.headers.get("accept", "")
+        try:
+            text, kind = await self._metrics.node(found, accepted)
+        except Unreachable as error:
+            raise ProblemError(Problem(503, "node_unreachable", str(error))) from None
+        return Response(text, headers={"content-type": kind})
+
+    async def targets(self, request: Request) -> Response:
+        """List the nodes for Prometheus' service discovery, each behind this very address."""
+        found = self._metrics.targets(request.headers["host"], request.url.scheme)
+        return Response(msgspec.json.encode(found), media_type="application/json")

@@ -1,0 +1,177 @@
+"""Routes of requests: where one would go, and what became of those that were."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Query
+from fastapi.responses import Response, StreamingResponse
+from pydantic import Field
+
+from coordinator.api.body import Body
+from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.errors import ProblemError
+from coordinator.api.route import Content, Route
+from router.admission.api_keys import KeyRing
+from router.dispatch.decision_log import STORIES_KEPT, Story
+from router.dispatch.request import Ticket
+from router.errors import Problem
+from router.errors import from_refused as problem_of
+from router.placement.place import Demand, Placement, explain
+
+LINES = "application/jsonl"
+MIN_DECODE_SECONDS = 0.05
+"""Decode time below which tokens per second say nothing."""
+MAX_DRIFT_SECONDS = 1.0
+"""Difference between the wall clock and the clock of requests from which their offset is taken again."""
+
+
+class DryRun(Body):
+    """A request to place without sending it."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
+    max_tokens: Annotated[int | None, Field(ge=1, le=10**9)] = None
+
+
+class RequestRoutes:
+    """What `cluster place`, `explain` and `replay` ask for."""
+
+    def __init__(self, traffic: Traffic, ring: KeyRing) -> None:
+        self._traffic = traffic
+        self._ring = ring
+        self._clock = WallClock(traffic.now)
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("POST", "/api/v1/place", "metrics", self.place),
+            Route("GET", "/api/v1/requests", "metrics", self.requests),
+            Route("GET", "/api/v1/requests/{request_id}", "metrics", self.request),
+            Route("GET", "/api/v1/decisions", "admin", self.decisions, content=Content.text(LINES)),
+        )
+
+    async def place(self, body: DryRun) -> dict[str, Any]:
+        """Show where a request would go now: every node's arithmetic and why not. Nothing is sent or reserved."""
+        demand = Demand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
+        result = self._traffic.preview(demand)
+        answer: dict[str, Any] = {
+            "schema": 1,
+            "node": None,
+            "name": None,
+            "refused": None,
+            "candidates": explain(result.candidates, result.chosen.node if isinstance(result, Placement) else None),
+        }
+        if isinstance(result, Placement):
+            return {**answer, "node": result.chosen.node, "name": result.chosen.name}
+        problem = problem_of(result.refused)
+        return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
+
+    async def requests(self, last: Annotated[int, Query(ge=1, le=STORIES_KEPT)] = 50) -> dict[str, Any]:
+        """List the newest requests that have ended, refused ones too, oldest first, with the times of each step."""
+        return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
+
+    def _rows(self, stories: Iterable[Story]) -> list[dict[str, Any]]:
+        names = self._ring.names()
+        return [
+            {**story_row(story, self._clock), "key_name": names.get(story.key, f"{story.key} (ended)")}
+            for story in stories
+        ]
+
+    async def request(self, request_id: str) -> dict[str, Any]:
+        """Return everything that is kept of a request: the phase while it is under way, steps, end, and each decision
+        with every node's arithmetic."""
+        history = self._traffic.history
+        stories, decisions = history.told(request_id), history.decided_on(request_id)
+        tickets = [ticket for ticket in self._traffic.under_way() if ticket.job.request_id == request_id]
+        if not stories and not decisions and not tickets:
+            raise ProblemError(Problem(404, "request_not_found", f"nothing is kept of a request {request_id[:100]!r}: "
+                               f"the newest {STORIES_KEPT} are"))  # fmt: skip
+        return {
+            "schema": 1,
+            "under_way": [_under_way(ticket, self._traffic.now()) for ticket in tickets],
+            "requests": self._rows(stories),
+            "decisions": [
+                {
+                    "seconds_ago": round(self._traffic.now() - one.at, 3),
+                    "demand": msgspec.to_builtins(one.demand),
+                    "chosen": one.chosen,
+                    "refused": None if one.refused is None else one.refused.message,
+                    "nodes": one.nodes,
+                    "candidates": one.rows(),
+                }
+                for one in decisions
+            ],
+        }
+
+    async def decisions(self) -> Response:
+        """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
+        return StreamingResponse(self._traffic.history.lines(), media_type=LINES)
+
+
+class WallClock:
+    """Turns the monotonic seconds of requests into Unix seconds that stay the same from one call to the next."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._offset = 0.0
+
+    def unix(self, at: float) -> float:
+        """Return Unix seconds of a monotonic moment."""
+        offset = time.time() - self._now()
+        if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
+            self._offset = offset
+        return round(at + self._offset, 3)
+
+
+def story_row(story: Story, clock: WallClock) -> dict[str, Any]:
+    """Return a request that has ended, with its steps by name."""
+    row: dict[str, Any] = msgspec.to_builtins(story)
+    return {
+        **row,
+        **summary(story, clock),
+        "steps": _steps(story.steps),
+        "timings": None if story.timings is None else msgspec.structs.asdict(story.timings),
+    }
+
+
+def summary(story: Story, clock: WallClock) -> dict[str, Any]:
+    """Return when a request arrived (Unix seconds), its last node, seconds to its first token, and the tokens per
+    second that it was generated with after that; None where there was none."""
+    first = next((at for at, what, _ in story.steps if what == "first token"), None)
+    nodes = [node for _, _, node in story.steps if node]
+    decoding = 0.0 if first is None else story.seconds - first
+    if story.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
+        decoding = max(decoding, story.timings.decode)
+    tokens = story.completion_tokens - 1
+    rate = round(tokens / decoding, 1) if tokens > 0 and decoding >= MIN_DECODE_SECONDS else None
+    return {
+        "at": clock.unix(story.arrived),
+        "node": nodes[-1] if nodes else "",
+        "ttft_seconds": None if first is None else round(first, 3),
+        "tokens_per_second": rate,
+    }
+
+
+def phase_of(ticket: Ticket) -> str:
+    """Return what a request that has not ended waits for: the queue, a model swap, its prompt, its answer."""
+    if ticket.node is None:
+        return ticket.swap or "queued"
+    return "prefill" if ticket.first_at is None else "decode"
+
+
+def _under_way(ticket: Ticket, now: float) -> dict[str, Any]:
+    """Describe a request that has not ended, `now` in monotonic seconds."""
+    return {
+        "request_id": ticket.job.request_id,
+        "key": ticket.job.key,
+        "model": ticket.job.demand.model,
+        "phase": phase_of(ticket),
+        "seconds": now - ticket.arrived,
+        "steps": _steps(ticket.steps),
+    }
+
+
+def _steps(steps: Iterable[tuple[float, str, str]]) -> list[dict[str, Any]]:
+    return [{"at": at, "what": what, "node": node} for at, what, node in steps]

@@ -1,0 +1,41 @@
+"""Routes of videos that are no job's: the models that make them, and the memory that nodes lend to them."""
+
+from typing import Any
+
+from coordinator.api.auth import KEY
+from coordinator.api.route import Route
+from coordinator.cluster.registry import Registry
+from coordinator.video.controller import Conductor
+from coordinator.video.rows import lease_row, package_rows, profile_rows
+from router.admission.api_keys import KeyRing
+from router.admission.key_scope import visible
+from router.admission.rate_limits import NO_LIMITS
+
+
+class VideoRoutes:
+    """What `cluster video leases` and `video calibrate` ask for."""
+
+    def __init__(self, registry: Registry, conductor: Conductor, ring: KeyRing) -> None:
+        self._registry = registry
+        self._conductor = conductor
+        self._ring = ring
+
+    def routes(self) -> tuple[Route, ...]:
+        """Give the routes."""
+        return (
+            Route("GET", "/api/v1/videos/models", "infer", self.video_models),
+            Route("GET", "/api/v1/leases", "metrics", self.leases),
+        )
+
+    async def video_models(self) -> dict[str, Any]:
+        """List the models that make videos and that the key may use, where they are, and the memory that they take."""
+        conductor, limits = self._conductor, self._ring.limits(KEY.get()) or NO_LIMITS
+        models = package_rows(visible(self._registry.view(), limits), conductor.profiles)
+        profiles = {key: profile for key, profile in conductor.profiles.items() if limits.allows(key.package)}
+        return {"schema": 1, "lease": conductor.settings.lease_bytes, "models": models,
+                "profiles": profile_rows(profiles)}  # fmt: skip
+
+    async def leases(self) -> dict[str, Any]:
+        """List the memory that nodes have lent to videos, oldest first; sizes in bytes."""
+        view, conductor = self._registry.view(), self._conductor
+        return {"schema": 1, "leases": [lease_row(hold, conductor.board, view) for hold in conductor.holds()]}

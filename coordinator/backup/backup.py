@@ -1,0 +1,207 @@
+"""Makes a backup: all that a cluster is, while its coordinator runs or not.
+
+The databases are copied by SQLite itself, so what is written meanwhile is in the copy whole or not at all. The CA's
+key, the pepper and the digests of keys go along: whoever has the file and can read it has the cluster. The node of this
+machine does not: its identity belongs to the machine.
+"""
+
+import hashlib
+import os
+import sqlite3
+import stat
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import BinaryIO
+
+from coordinator.backup import encryption
+from coordinator.backup.archive import (
+    DATABASE,
+    FAMILY,
+    FORMAT,
+    MAGIC,
+    NAMES,
+    PIECE,
+    VIDEOS,
+    Manifest,
+    Member,
+    digest_of,
+    head_of,
+)
+from coordinator.backup.atomic_swap import unsettled
+from coordinator.backup.encryption import Sealer
+from coordinator.tls.cluster_ca import Authority, AuthorityError
+from host.private_files import private_folder
+from host.settings_loader import from_tree
+
+
+class BackupError(Exception):
+    """No backup could be made; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A backup that was made: where, its bytes on the disk, and what is in it."""
+
+    file: Path
+    size: int
+    manifest: Manifest
+    encrypted: bool
+
+
+def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> Made:
+    """Write the cluster in a state folder into one private file, in place of an older backup of that name.
+
+    BackupError when there is no cluster, when it cannot be read or written, or when `file` is something else."""
+    if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
+        raise BackupError(f"there is no cluster in {state}: a backup is made where its coordinator is")
+    if unsettled(state):
+        raise BackupError(f"a restore was broken off in {state}: `cluster up` there finishes it, then back up")
+    _check_target(file)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".backup-", dir=state) as folder:
+            members, manifest = _gather(state, private_folder(Path(folder)), artifacts=artifacts)
+            size = _write(file, members, manifest, passphrase)
+    except (OSError, sqlite3.Error, AuthorityError) as error:
+        raise BackupError(f"no backup was made: {error}") from None
+    return Made(file, size, manifest, passphrase is not None)
+
+
+def _check_target(file: Path) -> None:
+    """Replace nothing but a backup."""
+    try:
+        seen = file.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BackupError(f"{file} cannot be written: {error.strerror}") from None
+    begins = b""
+    if stat.S_ISREG(seen.st_mode):
+        with file.open("rb") as there:
+            begins = there.read(len(FAMILY))
+    if not begins.startswith((FAMILY, encryption.FAMILY)):
+        raise BackupError(f"{file} is there and is no backup: it is not replaced; choose another name")
+
+
+def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], Manifest]:
+    """Copy the databases, and describe all that belongs to the backup, in its order."""
+    schemas = {name: _copy(state / name, folder / name) for name in (DATABASE, VIDEOS) if (state / name).exists()}
+    named = [(name, folder / name) for name in schemas]
+    named += [(name, state / name) for name in ("config.toml", "pepper") if (state / name).exists()]
+    named += [(f"authority/{one.name}", one) for one in sorted((state / "authority").glob("*.pem"))]
+    named += list(_artifacts(state)) if artifacts else []
+    for name, path in named:
+        if NAMES.fullmatch(name) is None or path.is_symlink() or not path.is_file():
+            raise BackupError(f"{path} is not a file of ours: move it away, then back up")
+    members = [Member(name, *_measure(path)) for name, path in named]
+    cluster, name, epoch, generation = _meta(folder / DATABASE)
+    if Authority(state / "authority", time.time).cluster != cluster:
+        raise BackupError(f"{state / 'authority'} belongs to another cluster than {DATABASE}: restore a backup")
+    manifest = Manifest(
+        format=FORMAT, macpool=installed("macpool"), made=time.time(), cluster=cluster, name=name, epoch=epoch,
+        generation=generation, schemas=schemas, members=tuple(members), artifacts=artifacts,
+        outside=_outside(state / "config.toml"),
+    )  # fmt: skip
+    return [path for _, path in named], manifest
+
+
+def _copy(database: Path, copy: Path) -> int:
+    """Copy a database that may be in use; give its schema."""
+    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with (
+        closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=10)) as source,
+        closing(sqlite3.connect(copy)) as target,
+    ):
+        source.backup(target)
+        target.execute("PRAGMA journal_mode = DELETE")
+        return target.execute("PRAGMA user_version").fetchone()[0]
+
+
+def _meta(database: Path) -> tuple[str, str, int, int]:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.row_factory = sqlite3.Row
+        row = connection.execute("SELECT * FROM meta").fetchone()
+        generation = row["generation"] if "generation" in row.keys() else 0  # noqa: SIM118  a Row is no mapping
+        return row["cluster"], row["name"], row["epoch"], generation
+
+
+def _artifacts(state: Path) -> Iterator[tuple[str, Path]]:
+    for folder in sorted((state / "videos").glob("video_*")):
+        for one in sorted(folder.iterdir()):
+            if one.suffix != ".part":
+                yield f"videos/{folder.name}/{one.name}", one
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        return digest_of(file)
+
+
+def _outside(config: Path) -> tuple[str, ...]:
+    """Name the files that the settings point to."""
+    try:
+        flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
+    except (OSError, tomllib.TOMLDecodeError):
+        return ()
+    return tuple(str(flat[key]) for key in ("http.certificate", "http.key") if flat.get(key))
+
+
+def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: bytes | None) -> int:
+    """Write the file beside its place, put it on the disk, then in place; give its size."""
+    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            writer = _Writer(out, passphrase)
+            writer.write(head_of(manifest))
+            for path, member in zip(members, manifest.members, strict=True):
+                with path.open("rb") as source:
+                    _pour(source, writer, member)
+            writer.finish()
+            out.flush()
+            os.fsync(out.fileno())
+        size = beside.stat().st_size
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync(file.parent)
+    return size
+
+
+class _Writer:
+    """A plain file or a sealed one."""
+
+    def __init__(self, out: BinaryIO, passphrase: bytes | None) -> None:
+        self._sealer = Sealer(out, passphrase) if passphrase is not None else None
+        self.write = out.write if self._sealer is None else self._sealer.write
+        if self._sealer is None:
+            out.write(MAGIC)
+
+    def finish(self) -> None:
+        if self._sealer is not None:
+            self._sealer.finish()
+
+
+def _pour(source: BinaryIO, writer: _Writer, member: Member) -> None:
+    """Write a member; BackupError when it is not what was described any more."""
+    digest, size = hashlib.sha256(), 0
+    while piece := source.read(PIECE):
+        writer.write(piece)
+        digest.update(piece)
+        size += len(piece)
+    if (size, digest.hexdigest()) != (member.size, member.sha256):
+        raise BackupError(f"{member.name} changed while it was read: back up again")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

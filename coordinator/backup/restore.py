@@ -1,0 +1,269 @@
+"""Restores a backup into a state folder: reads it once, believes nothing, and changes nothing before all of it is well.
+
+    read and check into STATE/restoring ─► examine: databases open, CA and database name one cluster ─► count the
+    generation ─► commit (`swap`), which is the one step at which the new state begins to count
+
+The generation is what makes a restored cluster the newer of two: it is at least the Unix time of the restore, nodes
+remember the highest they have seen, and a coordinator of a lower one stops (`fence`).
+"""
+
+import itertools
+import os
+import sqlite3
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from coordinator.backup import encryption
+from coordinator.backup.archive import (
+    DATABASE,
+    FAMILY,
+    MAGIC,
+    VIDEOS,
+    ArchiveError,
+    Manifest,
+    Source,
+    contents,
+    ended,
+    read_manifest,
+)
+from coordinator.backup.atomic_swap import Plan, abandon, commit, settle, staging
+from coordinator.backup.encryption import Opener, SealError
+from coordinator.backup.generation_fence import MARK
+from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
+from coordinator.tls.cluster_ca import AuthorityError, cluster_in
+from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
+from host.private_files import private_folder
+
+SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
+_BEGIN = max(len(MAGIC), len(encryption.MAGIC))
+_BESIDES = ("", "-wal", "-shm")
+STARTS = 1000
+"""Epochs that a restore leaves to the starts of the other coordinator since the backup: numbers of requests hold the
+epoch, and nodes take a lower number for one that they have counted already."""
+CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
+
+
+class RestoreError(Exception):
+    """Nothing was restored and nothing was changed; the text says why and what to do."""
+
+
+class PassphraseNeeded(RestoreError):
+    """The backup is encrypted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The cluster that a folder holds: its id (empty: it cannot be read) and epoch."""
+
+    cluster: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a restored state holds."""
+
+    members: int
+    keys: int
+    tokens: int
+    jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was done. `aside` is where the former state is, `config` where the backup's settings are (empty: none)."""
+
+    manifest: Manifest
+    counts: Counts
+    generation: int
+    aside: Path | None
+    config: str
+
+
+def look(file: Path, passphrase: bytes | None = None) -> Manifest:
+    """Read a whole backup without changing anything; RestoreError when it could not be restored."""
+    try:
+        with file.open("rb") as opened:
+            source = _opened(file, opened, passphrase)
+            manifest = _fitting(read_manifest(source))
+            for member in manifest.members:
+                for _ in contents(source, member):
+                    pass
+            ended(source)
+    except OSError as error:
+        raise RestoreError(f"{file} cannot be read: {error.strerror}") from None
+    except (ArchiveError, SealError) as error:
+        raise RestoreError(f"{file}: {error}") from None
+    return manifest
+
+
+def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = None, replace: bool = False) -> Restored:
+    """Restore a backup into a state folder; `now` in Unix seconds. `replace`: also where a cluster is.
+
+    RestoreError when the backup is not whole, newer than we are, or the folder holds a cluster; StateLockedError when a
+    coordinator runs there."""
+    try:
+        lock = StateLock(private_folder(state))
+    except OSError as error:
+        raise RestoreError(f"{state} cannot be written: {error.strerror}") from None
+    try:
+        settle(state)
+        with file.open("rb") as opened:
+            return _restore(_opened(file, opened, passphrase), state, now, replace=replace)
+    except OSError as error:
+        raise RestoreError(f"{error.filename or file}: {error.strerror}") from None
+    except (ArchiveError, SealError) as error:
+        raise RestoreError(f"{file}: {error}") from None
+    except (StoreError, AuthorityError, sqlite3.Error) as error:
+        raise RestoreError(f"what {file} holds cannot be used: {error}") from None
+    finally:
+        abandon(state)
+        lock.release()
+
+
+def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> Source:
+    begins = opened.read(_BEGIN)
+    if begins.startswith(MAGIC):
+        opened.seek(len(MAGIC))
+        return opened
+    if begins.startswith(encryption.MAGIC):
+        if passphrase is None:
+            raise PassphraseNeeded(f"{file} is encrypted: give its passphrase, or --passphrase-file FILE")
+        opened.seek(len(encryption.MAGIC))
+        return _Sealed(opened, passphrase)
+    if begins.startswith((FAMILY, encryption.FAMILY)):
+        raise RestoreError(f"{file} was made by a newer macpool: update macpool")
+    raise RestoreError(f"{file} is no backup of macpool, or was cut off at its begin")
+
+
+class _Sealed:
+    """What is inside of a sealed file, behind its MAGIC."""
+
+    def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
+        self._opener = Opener(file, passphrase)
+
+    def read(self, size: int, /) -> bytes:
+        return self._opener.read(size)
+
+
+def _fitting(manifest: Manifest) -> Manifest:
+    """Refuse what a newer macpool wrote into its databases."""
+    for name, schema in manifest.schemas.items():
+        known = len(SCHEMAS.get(name, ()))
+        if schema > known:
+            raise ArchiveError(
+                f"its {name} was written by a newer macpool (schema {schema}, we know {known}; it was made by "
+                f"{manifest.macpool}): update macpool"
+            )
+    return manifest
+
+
+def present(state: Path) -> Present | None:
+    """Say which cluster a folder holds; None for none."""
+    database, authority = state / DATABASE, state / "authority" / "authority.pem"
+    if not database.exists() and not authority.exists():
+        return None
+    try:
+        cluster = cluster_in(authority)
+    except AuthorityError:
+        cluster = ""
+    try:
+        with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+            (epoch,) = connection.execute("SELECT epoch FROM meta").fetchone()
+    except sqlite3.Error:
+        epoch = 0
+    return Present(cluster, epoch)
+
+
+def _restore(source: Source, state: Path, now: float, *, replace: bool) -> Restored:
+    manifest = _fitting(read_manifest(source))
+    there = present(state)
+    if there is not None and not replace:
+        raise RestoreError(_occupied(state, manifest, there))
+    staged = staging(state)
+    for member in manifest.members:
+        _stage(staged, member.name, contents(source, member))
+    ended(source)
+    if cluster_in(staged / "authority" / "authority.pem") != manifest.cluster:
+        raise ArchiveError("its authority is that of another cluster: it is not used")
+    generation = max(manifest.generation + 1, int(now))
+    counts = _examine(staged, manifest, generation)
+    plan, config = _plan(state, staged, manifest, there, now)
+    commit(state, plan)
+    aside = state / plan.aside
+    return Restored(manifest, counts, generation, aside if aside.exists() else None, config)
+
+
+def _occupied(state: Path, manifest: Manifest, there: Present) -> str:
+    if there.cluster and there.cluster != manifest.cluster:
+        return (
+            f"{state} holds another cluster ({there.cluster}), the backup is of {manifest.name} ({manifest.cluster}): "
+            "choose another --state, or say --replace; what is there would be kept beside it"
+        )
+    return (
+        f"{state} holds this cluster already, after {there.epoch} starts; the backup was made after {manifest.epoch}. "
+        "What was done since would be undone: keys and nodes that were revoked since would be good again. Say "
+        "--replace if that is meant; what is there would be kept beside it"
+    )
+
+
+def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
+    """Write one file below `staged`, private and on the disk."""
+    path = staged / name
+    for folder in reversed(path.relative_to(staged).parents):
+        private_folder(staged / folder)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as out:
+        for piece in pieces:
+            out.write(piece)
+        out.flush()
+        os.fsync(descriptor)
+
+
+def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
+    """Open the databases as the coordinator will, bring them to our schema, and count the generation."""
+    with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
+        (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
+        if cluster != manifest.cluster:
+            raise ArchiveError(f"its {DATABASE} is of another cluster than its authority: it is not used")
+        connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, STARTS))
+        members, keys, tokens = (
+            connection.execute(f"SELECT COUNT(*) FROM {what}").fetchone()[0]  # noqa: S608  our own words
+            for what in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")
+        )
+    jobs = 0
+    if (staged / VIDEOS).exists():
+        with closing(open_database(staged / VIDEOS, VIDEO_MIGRATIONS)) as connection:
+            (jobs,) = connection.execute("SELECT COUNT(*) FROM jobs").fetchone()
+    return Counts(members, keys, tokens, jobs)
+
+
+def _plan(state: Path, staged: Path, manifest: Manifest, there: Present | None, now: float) -> tuple[Plan, str]:
+    """Say what is moved where, and under which name the backup's settings will be."""
+    install = [name for name in (DATABASE, VIDEOS, "pepper", "authority") if (staged / name).exists()]
+    remove = [name + besides for name in (DATABASE, VIDEOS) for besides in _BESIDES if name + besides not in install]
+    if (staged / "videos").exists():
+        install.append("videos")
+    elif there is None or there.cluster != manifest.cluster:
+        remove.append("videos")
+    config = ""
+    if (staged / CONFIG).exists():
+        config = CONFIG_ASIDE if _other_settings(state / CONFIG, staged / CONFIG) else CONFIG
+        (staged / CONFIG).rename(staged / config)
+        install.append(config)
+    aside = f"replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    return Plan(tuple(install), (*remove, MARK), _unused(state, aside)), config
+
+
+def _other_settings(present: Path, restored: Path) -> bool:
+    return present.exists() and present.read_bytes() != restored.read_bytes()
+
+
+def _unused(state: Path, name: str) -> str:
+    """Give a name that is not taken, for a folder in the state folder."""
+    tries = (f"{name}-{number}" if number else name for number in itertools.count())
+    return next(one for one in tries if not (state / one).exists())

@@ -1,0 +1,1 @@
+"""Commands of `cluster`, one module for each group."""

@@ -1,0 +1,180 @@
+"""`cluster backup` and `cluster restore`: on the coordinator's machine, through no API, for the file is the cluster."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.cli.commands.tokens_and_keys import moment
+from coordinator.client.api_client import default_state
+from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, Problem
+from wire.units import show_size
+
+if TYPE_CHECKING:
+    from coordinator.backup.restore import Restored
+
+STATE = click.option(
+    "--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the coordinator."
+)
+PASSPHRASE = click.option(
+    "--passphrase-file", type=click.Path(path_type=Path), help="File whose first line is the passphrase; - reads stdin."
+)
+OUTPUT = click.option(
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format."
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--artifacts", is_flag=True, help="Include the finished videos.")
+@click.option("--encrypt", is_flag=True, help="Encrypt it with a passphrase; the command asks for it.")
+@PASSPHRASE
+@STATE
+@OUTPUT
+def backup(
+    file: Path, artifacts: bool, encrypt: bool, passphrase_file: Path | None, state: Path | None, output: str
+) -> None:
+    """Write the whole cluster into FILE: its authority, members, keys' digests, settings, video jobs.
+
+    The coordinator may run meanwhile. FILE (0600) is written whole or not at all, in place of an older backup. Whoever
+    can read it has the cluster: encrypt it, or keep it like a key.
+    """
+    from coordinator.backup.backup import BackupError, back_up
+
+    passphrase = _new_passphrase(passphrase_file) if encrypt or passphrase_file else None
+    folder = state or default_state()
+    try:
+        made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
+    except BackupError as error:
+        raise Problem(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
+    told = {"schema": 1, "file": str(made.file), "bytes": made.size, "encrypted": made.encrypted,
+            **_described(made.manifest)}  # fmt: skip
+    if output == "json":
+        _print_json(told)
+        return
+    click.echo(
+        f"{made.file}: cluster {told['name']} ({told['cluster']}), {told['files']} files, {show_size(made.size)}"
+    )
+    if not artifacts and (folder / "videos").exists():
+        click.echo("finished videos are not in it: --artifacts takes them along")
+    for path in made.manifest.outside:
+        click.echo(f"{path} is named by the settings and not in it: keep it, too")
+    if not made.encrypted:
+        click.secho("it is not encrypted and holds the cluster's key: whoever reads it has the cluster", fg="yellow",
+                    err=True)  # fmt: skip
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Verify the backup and print its contents; change nothing.")
+@click.option("--replace", is_flag=True, help="Replace the existing cluster; its files are renamed and kept.")
+@PASSPHRASE
+@STATE
+@OUTPUT
+def restore(
+    file: Path, check: bool, replace: bool, passphrase_file: Path | None, state: Path | None, output: str
+) -> None:
+    """Put the cluster of a backup FILE into the state folder of this machine, which then is its coordinator's.
+
+    All of it or nothing, and only what is whole. Its nodes follow it by themselves; a coordinator that they have left
+    ends when it meets one of them again.
+    """
+    from coordinator.backup.restore import RestoreError
+    from coordinator.backup.restore import look as look_at
+    from coordinator.backup.restore import restore as put_in_place
+    from coordinator.state.database import StateLockedError
+
+    folder = state or default_state()
+    passphrase = _passphrase(file, passphrase_file)
+    try:
+        if check:
+            _print_checked(file, _described(look_at(file, passphrase)), output)
+            return
+        done = put_in_place(file, folder, time.time(), passphrase=passphrase, replace=replace)
+    except RestoreError as error:
+        raise Problem(REFUSED, str(error)) from None
+    except StateLockedError as error:
+        raise Problem(REFUSED, str(error)) from None
+    if output == "json":
+        counts = {name: getattr(done.counts, name) for name in ("members", "keys", "tokens", "jobs")}
+        _print_json({"schema": 1, "state": str(folder), "generation": done.generation, **counts,
+                     "aside": str(done.aside or ""), "config": done.config, **_described(done.manifest)})  # fmt: skip
+        return
+    _print_restored(folder, done)
+
+
+def _print_restored(folder: Path, done: "Restored") -> None:
+    manifest, counts = done.manifest, done.counts
+    click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {moment(manifest.made)}, is in {folder}:")
+    click.echo(f"{counts.members} members, {counts.keys} keys, {counts.tokens} join tokens, {counts.jobs} video jobs")
+    if done.config == "config.toml.restored":
+        click.echo(f"settings: this machine's config.toml stays; the backup's is beside it as {done.config}")
+    if done.aside is not None:
+        click.echo(f"what was there is in {done.aside}: remove it when it is not needed any more")
+    for path in manifest.outside:
+        click.echo(f"the settings name {path}, which is not in the backup: copy it here")
+    click.echo("next: stop the coordinator of the other machine, if it runs, and start this one: `cluster up`")
+    click.echo("      its nodes find it by the addresses they know and by Bonjour, and trust it as before")
+
+
+def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
+    if output == "json":
+        _print_json({"schema": 1, "file": str(file), "whole": True, **told})
+        return
+    click.echo(f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {moment(told['made'])} by macpool "
+               f"{told['macpool']}, {told['files']} files")  # fmt: skip
+
+
+def _described(manifest: Any) -> dict[str, Any]:
+    return {
+        "cluster": manifest.cluster, "name": manifest.name, "made": manifest.made, "macpool": manifest.macpool,
+        "epoch": manifest.epoch, "files": len(manifest.members), "artifacts": manifest.artifacts,
+    }  # fmt: skip
+
+
+def _print_json(told: dict[str, Any]) -> None:
+    import json
+
+    click.echo(json.dumps(told))
+
+
+def _new_passphrase(file: Path | None) -> bytes:
+    """Read the passphrase from its file, or ask for it twice."""
+    return _read(file) if file is not None else _asked(twice=True)
+
+
+def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
+    """Give the passphrase of a backup that needs one."""
+    from coordinator.backup import encryption
+
+    try:
+        with file.open("rb") as opened:
+            needed = opened.read(len(encryption.MAGIC)) == encryption.MAGIC
+    except OSError as error:
+        raise Problem(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
+    if not needed:
+        return None
+    return _read(passphrase_file) if passphrase_file is not None else _asked(twice=False)
+
+
+def _asked(*, twice: bool) -> bytes:
+    if not sys.stdin.isatty():
+        raise Problem(2, "a passphrase is asked for on a terminal only: name a file with --passphrase-file")
+    found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
+    return _usable(str(found).encode())
+
+
+def _read(file: Path) -> bytes:
+    try:
+        line = sys.stdin.buffer.readline() if str(file) == "-" else file.open("rb").readline()
+    except OSError as error:
+        raise Problem(DENIED, f"{file} cannot be read: {error.strerror}") from None
+    return _usable(line.rstrip(b"\r\n"))
+
+
+def _usable(passphrase: bytes) -> bytes:
+    if not passphrase:
+        raise Problem(DENIED, "the passphrase is empty")
+    return passphrase

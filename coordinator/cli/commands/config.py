@@ -1,0 +1,97 @@
+"""`cluster config`: show the settings with their origins, or check a settings file."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cli.group import Group
+from coordinator.client.api_client import Session, default_state, table
+from coordinator.client.config_inspect import Settings, in_force, look, node_settings
+from coordinator.client.errors import NOT_FOUND, UNREACHABLE, Problem
+
+
+@click.group(cls=Group)
+def config() -> None:
+    """Show the settings with their origins, or check a settings file."""
+
+
+@config.command()
+@click.argument("prefix", required=False, default="")
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="As a start would be given it.")
+@click.option("--changed", is_flag=True, help="Show only settings that differ from the default.")
+@click.option("--running", is_flag=True, help="What the coordinator and the node that run here use, with their flags.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, running: bool, output: str) -> None:
+    """Show every setting that a start would use now.
+
+    Each has its value and where that comes from; PREFIX narrows them down. Origins are default, the file, environment
+    and --set. Addresses that could hold a secret are shown without it.
+    Exit code 2 when a setting is wrong: a start would be refused; 3 with --running when nothing runs here.
+    """
+    folder = state or default_state()
+    if running and pairs:
+        raise click.UsageError("--running and --set exclude each other: what runs was given its flags at its start")
+    found = _in_force(folder) if running else look(folder, folder / "config.toml", os.environ, pairs)
+    rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
+    if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
+        raise Problem(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
+    if output == "json":
+        wrong = [asdict(one) for one in found.wrong]
+        click.echo(json.dumps({"schema": 1, "settings": rows, "wrong": wrong}, default=str))
+    else:
+        table(("KEY", "VALUE", "ORIGIN"), [(row["key"], _value(row["value"]), row["origin"]) for row in rows])
+    _refuse(found.wrong)
+
+
+@config.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+def check(file: Path | None, state: Path | None, output: str) -> None:
+    """Check a settings FILE.
+
+    The default is STATE/config.toml together with the settings of the environment. Each error is printed with its line,
+    its key and the expected value. Exit code 0: valid; 2: not valid; 5: there is no such file.
+    """
+    folder = state or default_state()
+    place = file or folder / "config.toml"
+    if not place.is_file():
+        if file is not None:
+            raise Problem(NOT_FOUND, f"there is no file {place}")
+        if output == "text":
+            click.echo(f"there is no {place}: every setting has its default")
+    found = look(folder, place, os.environ if file is None else {}, ())
+    if output == "json":
+        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(one) for one in found.wrong]}))
+    _refuse(found.wrong)
+    if output == "text":
+        changed = sum(row["origin"] != "default" for row in found.rows)
+        click.echo(f"{place}: nothing is wrong, {changed} settings are not the default")
+
+
+def _refuse(wrong: Sequence[Any]) -> None:
+    if wrong:
+        raise Problem(2, "\n".join(one.told() for one in wrong))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return json.dumps(value)
+    return str(value) if value != "" else '""'
+
+
+def _in_force(folder: Path) -> Settings:
+    found = in_force(Session(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ()))
+    if not found.who:
+        raise Problem(
+            UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or leave out --running"
+        )
+    return Settings(found.rows, ())

@@ -1,0 +1,113 @@
+"""`cluster doctor`: every check at once, what is wrong and the next step, and a bundle for a report."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.client.api_client import Session, options
+from coordinator.client.errors import Problem
+
+if TYPE_CHECKING:
+    from coordinator.doctor.host_probe import Here
+    from coordinator.doctor.runner import Examined
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "not here": "bright_black"}
+LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
+@click.option("--strict", is_flag=True, help="Exit code 1 when there are warnings.")
+@click.option("--all", "everything", is_flag=True, help="Print also the checks that do not apply to this machine.")
+@click.option("--bundle", type=click.Path(path_type=Path, dir_okay=False), help="Write a redacted tar.gz for a report.")
+@click.option("--seconds", type=click.FloatRange(1, 600), default=4.5, show_default=True, help="Longest time for all.")
+@click.option("--list", "only_list", is_flag=True, help="List the checks and run none.")
+@options
+def doctor(
+    session: Session,
+    as_json: bool,
+    strict: bool,
+    everything: bool,
+    bundle: Path | None,
+    seconds: float,
+    only_list: bool,
+) -> None:
+    """Look for what is wrong with this machine and its place in the pool, and say what to do about it.
+
+    It needs no coordinator, changes nothing and takes less than five seconds (a machine that is very busy needs
+    more: --seconds). Every check has a lasting id, and says ok, warn, fail, or why the question has no answer here.
+    Exit codes: 0 nothing failed, 1 warnings (with --strict), 6 something failed, 9 the coordinator is not the one that
+    was joined, 10 macOS blocks the local network.
+
+    The bundle holds versions, settings, findings, conditions, the nodes' reports and the events of the logs; no key, no
+    token, and nothing that anybody wrote to a model.
+    """
+    from coordinator.doctor.finding import exit_code
+    from coordinator.doctor.host_probe import Here
+    from coordinator.doctor.runner import CHECKS, examine
+
+    if only_list:
+        for one in CHECKS:
+            click.echo(f"{one.id:<14} {one.title}")
+        return
+    here: Here = Here(session, seconds=seconds)
+    found: list[Examined] = []
+    as_json = as_json or session.json
+    for one in examine(here):
+        found.append(one)
+        if not as_json and (everything or one.finding.result != "not here"):
+            _print(one)
+    written = _bundle(here, bundle, found) if bundle is not None else None
+    code = exit_code(((one.check.id, one.finding) for one in found), strict=strict)
+    counts = {result: sum(one.finding.result == result for one in found) for result in COLOURS}
+    if as_json:
+        checks = [one.row() for one in found]
+        click.echo(json.dumps({"schema": 1, "checks": checks, "counts": counts, "exit": code, "bundle": written}))
+    else:
+        more = "" if everything else " (--all prints them)"
+        click.echo(f"{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok, {counts['not here']} that "
+                   f"have no answer here{more}")  # fmt: skip
+    if written and not as_json:
+        click.echo(f"the bundle is in {written}: look through it before you send it")
+    sys.exit(code)
+
+
+def _print(one: "Examined") -> None:
+    found = one.finding
+    click.echo(click.style(f"{found.result:<8}", fg=COLOURS[found.result]) + f" {one.check.id:<14} {found.text}")
+    if found.fix:
+        click.echo(f"{'':23} → {found.fix}")
+
+
+def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
+    import platform
+    from importlib.metadata import version
+
+    from coordinator.client.config_inspect import in_force, look
+    from coordinator.doctor.bundle import settings_told, write
+
+    settings: dict[str, Any] = {}
+    told = here.examined() or {}
+    try:
+        settings = settings_told(look(here.state, here.state / "config.toml", here.environ, (), told).rows)
+    except Problem as error:
+        settings = {"problem": error.message}
+    now = in_force(here.session, told)
+    contents = {
+        "findings.json": [one.row() for one in found],
+        "versions.json": {"macpool": version("macpool"), "python": platform.python_version(), "system":
+                          platform.platform(), "machine": platform.machine(), "hardware": told.get("hardware"),
+                          "device": here.device(), "coordinator": here.version().value},
+        "settings.json": settings,
+        "running.json": {"who": now.who, "settings": settings_told(now.rows)},
+        "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
+        "nodes.json": here.nodes().value if here.session.running else None,
+    }  # fmt: skip
+    try:
+        write(file, contents, [here.state / "logs" / name for name in LOGS], Path.home())
+    except OSError as error:
+        raise Problem(1, f"{file} cannot be written: {error.strerror}") from None
+    return str(file)

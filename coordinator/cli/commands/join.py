@@ -1,0 +1,131 @@
+"""`cluster join` and `cluster leave`: both become the node's own process, which this package never imports."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn, TextIO
+from urllib.parse import urlsplit
+
+import click
+
+from coordinator.cli.group import confirm, yes_option
+from coordinator.client.api_client import default_state
+from coordinator.client.errors import NOT_FOUND, TIMED_OUT, Problem
+
+LEAVE_SECONDS = 60.0
+CLUSTER_PORT = 8081
+"""Where `cluster up` listens for machines, unless told otherwise (`--cluster-listen`)."""
+
+
+@click.command()
+@click.argument("url", required=False)
+@click.option("--token-file", type=click.File(), help="File with the join token; `-` reads it from standard input.")
+@click.option("--token", hidden=True)
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
+@click.option("--name", help="Name of this machine in the pool.")
+@click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models; may be repeated.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
+def join(
+    url: str | None,
+    token_file: TextIO | None,
+    token: str | None,
+    state: Path | None,
+    name: str | None,
+    models: tuple[Path, ...],
+    pairs: tuple[str, ...],
+    output: str,
+) -> None:
+    """Join this machine to the cluster at URL and run its node until Ctrl-C.
+
+    Without URL, the coordinator is found by Bonjour. Without a token, this machine shows a six-digit code to approve on
+    the coordinator. A machine that has joined before needs neither.
+    """
+    if token is not None:
+        raise click.UsageError(
+            "--token would show the token to everybody who lists the processes of this machine; write "
+            "`echo TOKEN | cluster join URL --token-file -`, or name a file that holds it"
+        )
+    if url and url.partition("://")[0] in ("http", "https"):
+        host = urlsplit(url).hostname or "HOST"
+        raise click.UsageError(
+            f"{url} is the endpoint of programs; machines join at the cluster port: write `cluster join "
+            f"macpool://{host}:{CLUSTER_PORT} --token-file FILE`. `cluster token create` on the coordinator prints the "
+            "whole line, with a token"
+        )
+    secret = token_file.readline() if token_file else ""
+    arguments = ["--state", str(state or default_state()), "--output", output]
+    if url:
+        arguments += ["--url", url]
+    for model in models:
+        arguments += ["--models", str(model)]
+    for pair in (*pairs, *([f"node.name={name}"] if name else [])):
+        arguments += ["--set", pair]
+    _become_node(arguments, secret)
+
+
+def _become_node(arguments: list[str], secret: str) -> NoReturn:
+    """Replace this process, so that signals and exit codes are the node's own. The token goes through a pipe."""
+    if secret:
+        read, write = os.pipe()
+        os.write(write, secret.encode())
+        os.close(write)
+        os.set_inheritable(read, True)
+        arguments = [*arguments, "--token-fd", str(read)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "node.run", *arguments])  # noqa: S606  no shell is wanted
+
+
+@click.command()
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
+@click.option("--force", is_flag=True, help="Leave also when the coordinator is not reached.")
+@yes_option
+def leave(state: Path | None, force: bool, yes: bool) -> None:
+    """Leave the cluster: end running requests, revoke this machine's certificate and delete it."""
+    folder = state or default_state()
+    if not (folder / "node" / "identity" / "identity.json").exists():
+        raise Problem(NOT_FOUND, f"there is no node in {folder}")
+    confirm("Take this machine out of its cluster? It needs a new token or code to join again.", yes=yes)
+    process = _running(folder / "node" / "lock")
+    if process is None:
+        _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
+    os.kill(process, signal.SIGUSR1)
+    if not _wait(folder / "node" / "lock", LEAVE_SECONDS):
+        raise Problem(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_SECONDS:.0f} s")
+    click.echo("left the cluster")
+
+
+def _running(lock: Path) -> int | None:
+    """Give the process that holds the node's lock."""
+    import fcntl
+
+    try:
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return int(file.read())
+    except FileNotFoundError:
+        return None
+    return None
+
+
+def _wait(lock: Path, seconds: float) -> bool:
+    """Wait until nobody holds the lock: an alarm ends the blocking wait."""
+    import fcntl
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except TimeoutError:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return True

@@ -1,0 +1,93 @@
+"""`cluster login`: the URL, key and authority of a coordinator elsewhere, kept for later commands."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from coordinator.cli.commands.trust_ca import confirmed_authority
+from coordinator.client.api_client import LOGIN, Reached, Session, base_url, default_state, send
+from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, Problem
+
+
+@click.command()
+@click.argument("url")
+@click.option("--key-file", envvar="MACPOOL_KEY_FILE", type=click.Path(path_type=Path),
+              help="File with an API key; `-` reads it from standard input; asked for without it.")  # fmt: skip
+@click.option("--fingerprint", help="Of the authority, from the output of `cluster up`; asked about without it.")
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder to keep it in.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path | None, output: str) -> None:
+    """Keep URL, key and authority of the coordinator at URL for later commands, in STATE/login.json (mode 0600).
+
+    Later commands without --url use it, unless a coordinator runs in the state folder. A key of the scope `admin`
+    allows every command, `metrics` those that only read, `infer` allows `chat`. The key is never an argument.
+    """
+    folder, base = state or default_state(), base_url(url)
+    if (folder / "run.json").exists():
+        raise Problem(REFUSED, f"a coordinator runs in {folder}, and the commands use that one: `cluster login` is for "
+                      "other machines, or for another --state")  # fmt: skip
+    reached = Reached(base, _key(key_file), _authority(base, fingerprint))
+    _check(reached)
+    _keep(folder, reached)
+    answer = {"schema": 1, "url": base, "file": str(folder / LOGIN)}
+    Session(folder, None, None, output).show(answer, lambda _: click.echo(
+        f"logged in to {base}; `cluster status` asks it, `cluster logout` forgets it"))  # fmt: skip
+
+
+@click.command()
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
+def logout(state: Path | None) -> None:
+    """Forget the coordinator that `cluster login` kept. The key itself stays valid: `cluster key revoke` ends it."""
+    file = (state or default_state()) / LOGIN
+    if not file.exists():
+        click.echo("not logged in")
+        return
+    file.unlink()
+    click.echo("logged out")
+
+
+def _authority(base: str, fingerprint: str | None) -> str:
+    """Return the authority (PEM) of an endpoint with one of its own, which was confirmed; else empty."""
+    if base.startswith("https://"):
+        return confirmed_authority(base, fingerprint)
+    if fingerprint is not None:
+        raise click.UsageError(f"{base} is no HTTPS endpoint: it has no authority with a fingerprint")
+    return ""
+
+
+def _key(file: Path | None) -> str:
+    if file is None and sys.stdin.isatty():
+        text = str(click.prompt("API key", hide_input=True, err=True))
+    elif file is None:
+        raise click.UsageError("there is no terminal to ask for the key: name a file with --key-file, `-` for a pipe")
+    else:
+        try:
+            text = sys.stdin.readline() if str(file) == "-" else file.read_text()
+        except OSError as error:
+            raise Problem(DENIED, f"{file} cannot be read: {error.strerror}") from None
+    key = text.strip()
+    if not key.startswith("mp_") or not key.isascii() or any(letter.isspace() for letter in key):
+        raise Problem(DENIED, "that is no API key: a key begins with mp_; `cluster key create NAME` makes one")
+    return key
+
+
+def _check(reached: Reached) -> None:
+    """Ask the coordinator whether it knows the key. Problem when it does not, or does not answer."""
+    status = send(reached, "GET", "/v1/models", timeout=10.0).status
+    if status == 401:
+        raise Problem(DENIED, f"{reached.url} refuses this key: is it revoked, expired, or of another pool?")
+    if status not in (200, 403):  # 403: the key is known, its scope is another
+        raise Problem(UNREACHABLE, f"{reached.url} answers with status {status}: is it the endpoint of a coordinator?")
+
+
+def _keep(folder: Path, reached: Reached) -> None:
+    """Write the login where `Session.kept_login` reads it."""
+    from host.private_files import private_folder, write_private
+
+    kept = {"url": reached.url, "key": reached.key, "ca": reached.authority}
+    try:
+        write_private(private_folder(folder) / LOGIN, json.dumps(kept).encode())
+    except OSError as error:
+        raise Problem(1, f"{folder / LOGIN} cannot be written: {error.strerror}") from None

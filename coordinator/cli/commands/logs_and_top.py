@@ -1,0 +1,245 @@
+"""Looking on: logs, events, the pool as it is now, and what Prometheus needs to look on by itself."""
+
+import codecs
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote, urlsplit
+
+import click
+
+from coordinator.cli.memory_breakdown import ago, guard_of
+from coordinator.cli.node_table import bar, headroom_of, memory_of, models_of, state_of
+from coordinator.client.api_client import Session, options, raise_for
+from coordinator.client.errors import Problem
+from coordinator.client.terminal_text import harmless, raw_output
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+FOR_EVER = 86400.0
+"""Seconds without a word after which a follower gives up."""
+BAR, NARROW_BAR = 24, 8
+"""Letters of a node's bar on a wide screen, and on one of 80 letters."""
+WIDE_SCREEN = 132
+"""Letters from which the live view has all its columns."""
+
+
+def print_log(session: Session, response: HTTPResponse) -> None:
+    """Print a log as it comes: with `-o json` as it is, else its JSON lines as lines for a person."""
+    if response.status >= 400:
+        raise_for(response.status, response.read())
+    decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
+    while piece := response.read1(65536):
+        text = decoder.decode(piece)
+        if session.json:
+            click.echo(text, nl=False)
+            continue
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            click.echo(log_line(line))
+    if rest:
+        click.echo(log_line(rest))
+
+
+def log_line(line: str) -> str:
+    """Return a line of a log for a person; what is no JSON stays as it is."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return line
+    return _line(cast("dict[str, Any]", event)) if isinstance(event, dict) else line
+
+
+@click.command()
+@click.argument("node", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option(
+    "--bytes",
+    "size",
+    type=click.IntRange(1, 2**30),
+    default=65536,
+    show_default=True,
+    help="Most bytes of the log's end.",
+)
+@options
+def logs(session: Session, node: str | None, follow: bool, size: int) -> None:
+    """Print the newest whole lines of a NODE's log, fetched over its link; without NODE, of the coordinator's own.
+
+    `-o json` prints the lines as they are in the file.
+    """
+    query = f"bytes={size}" + ("&follow=true" if follow else "")
+    path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
+    print_log(session, session.request("GET", path, timeout=FOR_EVER if follow else 30.0))
+
+
+@click.command()
+@click.option("-f", "--follow", is_flag=True, help="Print new events as they come.")
+@click.option("--last", type=click.IntRange(0, 500), default=50, show_default=True, help="How many of the newest.")
+@options
+def events(session: Session, follow: bool, last: int) -> None:
+    """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
+    path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
+    response = session.request("GET", path, timeout=FOR_EVER if follow else 30.0)
+    if response.status >= 400:
+        raise_for(response.status, response.read())
+    for event in _events(response):
+        click.echo(json.dumps(event) if session.json else _line(event))
+
+
+def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+
+
+def _line(event: dict[str, Any]) -> str:
+    """Write an event for a person, safe to print."""
+    known = ("timestamp", "level", "logger", "event")
+    when, level, _, what = (str(event.get(name, "")) for name in known)
+    rest = "  ".join(f"{name}={value}" for name, value in event.items() if name not in known)
+    return harmless(f"{_local(when)}  {level:<8} {what}  {rest}".replace("\n", " ").rstrip())
+
+
+def _local(when: str) -> str:
+    """Return a time stamp in local time, to the second."""
+    try:
+        return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return when[:19].replace("T", " ")
+
+
+# -- the pool as it is now ------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Print one picture.")
+@click.option(
+    "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between two pictures."
+)
+@options
+def top(session: Session, once: bool, every: float) -> None:
+    """Show the pool live: a memory bar for each node, requests, and conditions."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if session.json:
+        click.echo(json.dumps({**session.call("GET", "/api/v1/status"), **session.call("GET", "/api/v1/nodes")}))
+        return
+    if once or not sys.stdout.isatty():
+        console.print(_picture(session, console.width))
+        return
+    from rich.live import Live
+
+    console.file = raw_output(sys.stdout)
+    pause = threading.Event()
+    with Live(_picture(session, console.width), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            pause.wait(every)
+            live.update(_picture(session, console.width), refresh=True)
+
+
+def _picture(session: Session, width: int) -> "Group":
+    from rich.console import Group
+    from rich.text import Text
+
+    status, nodes = session.call("GET", "/api/v1/status"), session.call("GET", "/api/v1/nodes")["nodes"]
+    states = ", ".join(f"{count} {state}" for state, count in status["nodes"].items() if count) or "no nodes"
+    head = Text(
+        f"{harmless(status['cluster']['name'])}  up {ago(status['uptime_seconds'])}  {states}  "
+        f"{status['in_flight']} in flight  {status['queued']} queued"
+    )
+    found: list[RenderableType] = [head, Text()]
+    found += [Text(harmless(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else
+                   "yellow") for one in status["conditions"]]  # fmt: skip
+    return Group(*found, table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
+
+
+def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
+    """Render the nodes as a table of at most `width` columns."""
+    from rich.table import Table
+    from rich.text import Text
+
+    wide = width >= WIDE_SCREEN
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("NODE", "STATE", "MEMORY", "USED", "HEADROOM", "RUN", "QUEUE"):
+        grid.add_column(column, no_wrap=column != "NODE", overflow="fold",
+                        justify="right" if column in ("HEADROOM", "RUN", "QUEUE") else "left")  # fmt: skip
+    for column in ("GATE", "IN FLIGHT", "MODELS", "HEARD") if wide else ():
+        grid.add_column(column, no_wrap=True)
+    letters = max(NARROW_BAR, min(BAR, width - 80 + NARROW_BAR))
+    for node in nodes:
+        cells = [
+            node["name"], state_of(node), bar(node, letters), memory_of(node),
+            headroom_of(node), str(node["running"]), str(node["waiting"]),
+        ]  # fmt: skip
+        if wide:
+            cells += [guard_of(node), str(node["in_flight"]), models_of(node), ago(node["heard_seconds"])]
+        lost = node["state"] in ("lost", "suspect")
+        grid.add_row(*(Text(harmless(cell), "red" if lost else "") for cell in cells))  # never markup
+    return grid
+
+
+# -- Prometheus -------------------------------------------------------------------------------------
+
+
+@click.command("metrics-config")
+@click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where; STATE/prometheus unless given."
+)
+@click.option("--host", help="Name or address at which Prometheus reaches the coordinator; the endpoint's by default.")
+@click.option("--renew", is_flag=True, help="Make a new token, and revoke the one there is.")
+@options
+def metrics_config(session: Session, folder: Path | None, host: str | None, renew: bool) -> None:
+    """Write what Prometheus needs to scrape this pool, and print its configuration.
+
+    A folder with prometheus.yml, rules.yml, the scrape token (a key of the scope `metrics`, mode 0600), and the
+    authority of the endpoint where that is our own. They name each other without a path: the folder can be moved, or
+    mounted into a container.
+    """
+    from coordinator.alerts.rules import rules_file
+    from coordinator.metrics.prometheus import configuration
+    from host.private_files import private_folder, write_private
+
+    try:
+        place = private_folder((folder or session.state / "prometheus").absolute())
+        token, authority = place / "macpool.token", place / "macpool-ca.pem"
+        ca = session.authority()
+        if ca:
+            authority.write_text(ca)
+        if renew or not token.exists():
+            write_private(token, _scrape_token(session, token).encode())
+        page = session.call("GET", "/api/v1/status")["base_url"].removesuffix("/v1")
+        text = configuration(_at(page, host), token.name, authority.name if ca else "")
+        (place / "prometheus.yml").write_text(text)
+        (place / "rules.yml").write_text(rules_file(page))
+    except OSError as error:
+        raise Problem(1, f"{error.filename} cannot be written: {error.strerror}") from None
+    answer = {"schema": 1, "folder": str(place), "config": str(place / "prometheus.yml"), "token_file": str(token)}
+    session.show(answer, lambda made: click.echo(f"# {made['config']}\n{text}", nl=False))
+
+
+def _at(base: str, host: str | None) -> str:
+    """Return a base URL with another host, if one is given."""
+    where = urlsplit(base)
+    named = f"[{host}]" if host and ":" in host else host
+    return base if named is None else f"{where.scheme}://{named}:{where.port}"
+
+
+def _scrape_token(session: Session, before: Path) -> str:
+    """Create the key with which Prometheus scrapes, and revoke the one that the file `before` holds."""
+    keys = session.call("GET", "/api/v1/keys")["keys"]
+    old = before.read_text().split("_")[1] if before.exists() else ""
+    for key in keys:
+        if key["id"] == old:
+            session.call("DELETE", f"/api/v1/keys/{quote(old, safe='')}")
+    taken = {key["name"].casefold() for key in keys if key["id"] != old}
+    names = ("prometheus" if number == 1 else f"prometheus-{number}" for number in itertools.count(1))
+    name = next(name for name in names if name not in taken)
+    return str(session.call("POST", "/api/v1/keys", {"name": name, "scopes": ["metrics"]})["key"])

@@ -1,0 +1,209 @@
+"""Models: where they are, and what should be in memory."""
+
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from coordinator.cli.group import Group
+from coordinator.client.api_client import Session, options, table, wide_options
+from coordinator.client.errors import NOT_FOUND, Problem
+from coordinator.client.terminal_text import raw_output
+from wire.units import show_size
+
+PATIENCE = 3700.0
+"""Seconds: the coordinator itself gives up a load after an hour, and says so."""
+SPINNER_AFTER = 1.0
+
+
+@click.command()
+@wide_options
+def models(session: Session) -> None:
+    """List the models: where they are loaded, how many nodes have them, and why a node cannot load one.
+
+    `-o wide` names every node with the speeds and sizes that were measured there.
+    """
+    session.show(session.call("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide))
+
+
+@click.group(cls=Group)
+def model() -> None:
+    """List, show, load, unload or measure models."""
+
+
+model.add_command(models, "list")
+
+
+@model.command("show")
+@click.argument("name", metavar="MODEL")
+@options
+def show_model(session: Session, name: str) -> None:
+    """Show one model: the nodes that have it, its sizes and speeds there."""
+    answer = session.call("GET", "/api/v1/models")
+    found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
+    if not found:
+        known = ", ".join(one["name"] for one in answer["models"]) or "none"
+        raise Problem(NOT_FOUND, f"no node has a model {name}; models: {known}")
+    session.show({"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True))
+
+
+def print_models(answer: dict[str, Any], *, wide: bool) -> None:
+    """Print the table of all models."""
+    if wide:
+        rows = [
+            (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
+            for m in answer["models"]
+        ]
+        table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, whole=True)
+    else:
+        rows = [
+            (m["name"], _loaded_on(m), str(_holders(m)), show_size(m["weights"]), str(m["context"]))
+            for m in answer["models"]
+        ]
+        table(("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT"))
+    for model in answer["models"]:
+        if model.get("conflict"):
+            click.echo(_conflict(model))
+        for node in model["nodes"]:
+            if node["cause"]:
+                click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
+            if not wide:
+                continue
+            told = [_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
+            told += [_measured(node["measured"])] if node.get("measured") else []
+            if told:
+                click.echo(f"{model['name']} on {node['name']}: {'; '.join(told)}")
+
+
+def _loaded_on(model: dict[str, Any]) -> str:
+    """Return the nodes that have a model in memory, or load it now."""
+    held = [one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != "left"]
+    return ", ".join(_place(one) for one in held) or "-"
+
+
+def _holders(model: dict[str, Any]) -> int:
+    """Return how many nodes have a model on their disk."""
+    return sum(one["state"] != "left" for one in model["nodes"])
+
+
+def _conflict(model: dict[str, Any]) -> str:
+    """Write which nodes hold which model under one name, and the next step."""
+    holders: dict[str, list[str]] = {}
+    for node in model["nodes"]:
+        if not node["cause"] and node["state"] != "left":
+            holders.setdefault(node["fingerprint"], []).append(node["name"])
+    served = model["fingerprint"]
+    sides = [
+        f"{one[:8] or 'unknown'}{' (served)' if one == served else ''} on {', '.join(sorted(holders[one]))}"
+        for one in sorted(holders, key=lambda one: (one != served, one))
+    ]
+    return (
+        f"{model['name']} is not the same model everywhere: {'; '.join(sides)}. New requests go to the served one "
+        "only: download it again where it differs, or rename its folder there"
+    )
+
+
+def _speeds(node: dict[str, Any]) -> str:
+    """Return how fast a node processes prompts and generates."""
+    return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
+
+
+def _measured(found: dict[str, Any]) -> str:
+    """Write what a model was measured to take."""
+    sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
+    return (
+        f"rows of up to {found['max_context']} tokens, {found['max_batch']} usual ones at once; "
+        f"{sizes['kv_per_token']} a token, {sizes['transient']} for a forward, residual {sizes['residual']}"
+    )
+
+
+def _place(node: dict[str, Any]) -> str:
+    return standing(node["name"], node) + ("" if node["state"] == "ready" else f" {node['state']}")
+
+
+def standing(name: str, row: dict[str, Any]) -> str:
+    """Write a name with how it stands to its model (or its node): nothing more where it is loaded."""
+    reading = f" (loading, {row.get('progress', 0.0):.0%})"
+    words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
+    return name + words[row["model"]]
+
+
+@model.command()
+@click.argument("model")
+@click.option("--node", help="On this node; without it, on the one that can hold it and answers first.")
+@options
+def load(session: Session, model: str, node: str | None) -> None:
+    """Load a model into the memory of a node, and wait until it is there. Ctrl-C ends the wait, not the load."""
+    with waiting(f"loading {model}"):
+        answer = session.call("POST", "/api/v1/models/load", {"model": model, "node": node}, PATIENCE)
+    session.show(answer, _print_load)
+
+
+def _print_load(answer: dict[str, Any]) -> None:
+    node = answer["node"]
+    if node["already"]:
+        click.echo(f"{answer['model']} is loaded on {node['name']} already")
+    else:
+        click.echo(f"{answer['model']} loaded on {node['name']} in {node['seconds']:.1f} s")
+
+
+@model.command()
+@click.argument("model")
+@click.option("--node", help="On this node only; without it, wherever it is loaded.")
+@options
+def unload(session: Session, model: str, node: str | None) -> None:
+    """Unload a model and free its memory. Refused while requests use it. The next request loads it again."""
+    with waiting(f"unloading {model}"):
+        answer = session.call("POST", "/api/v1/models/unload", {"model": model, "node": node}, PATIENCE)
+    session.show(answer, _print_unload)
+
+
+def _print_unload(answer: dict[str, Any]) -> None:
+    for node in answer["nodes"]:
+        click.echo(f"{answer['model']} unloaded on {node['name']} in {node['seconds']:.1f} s")
+
+
+@model.command()
+@click.argument("model")
+@click.option("--node", help="On this node only; without it, wherever it is loaded, or where it would be.")
+@options
+def profile(session: Session, model: str, node: str | None) -> None:
+    """Measure the memory that a model needs on a node, up to the longest prompt that fits, and keep the result.
+
+    It takes up to ten minutes and uses free memory only; requests run more slowly meanwhile. Ctrl-C ends it."""
+    with waiting(f"measuring {model}"):
+        answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, PATIENCE)
+    session.show(answer, _print_profile)
+
+
+def _print_profile(answer: dict[str, Any]) -> None:
+    for node in answer["nodes"]:
+        found = _measured(node["measured"]) if node.get("measured") else "done"
+        click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {found}")
+
+
+@contextmanager
+def waiting(text: str) -> Generator[None]:
+    """Show on a terminal that something lasts, and for how long, once it has lasted a second; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    progress = Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True)
+    progress.add_task(text, total=None)
+    timer = threading.Timer(SPINNER_AFTER, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if progress.live.is_started:
+            progress.stop()

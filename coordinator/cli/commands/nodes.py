@@ -1,0 +1,262 @@
+"""The pool as a person looks at it, and what may be done to one node."""
+
+import re
+from typing import Any, cast
+from urllib.parse import quote
+
+import click
+
+from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.pause import described
+from coordinator.cli.commands.tokens_and_keys import Duration, moment
+from coordinator.cli.group import Group, confirm, yes_option
+from coordinator.cli.memory_breakdown import ALARMING, ago, arithmetic, breaker_of, guard_of
+from coordinator.cli.node_table import NARROW, WIDE, narrow_row, wide_row
+from coordinator.client.api_client import Session, options, table, wide_options
+from coordinator.client.errors import REFUSED, Problem
+from wire.units import show_size
+
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
+FEW = 6
+"""Models that `status` names."""
+
+
+@click.command()
+@options
+def status(session: Session) -> None:
+    """Print the state of the pool and its conditions in a few lines."""
+    session.show(session.call("GET", "/api/v1/status"), print_status)
+
+
+def print_status(answer: dict[str, Any]) -> None:
+    """Print the status of the cluster."""
+    states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
+    click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
+    click.echo(f"endpoint  {answer['base_url']}")
+    click.echo(f"nodes     {states}")
+    click.echo(f"models    {_few(answer['models'])}")
+    click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
+    for one in answer.get("conditions", []):
+        click.secho(
+            f"{one['severity']:<9} {one['name']}: {one['summary']}", fg="red", bold=one["severity"] == "critical"
+        )
+        click.echo(f"          {one['remedy']}")
+    dangers = answer.get("dangers", [])
+    for warning in answer["warnings"]:
+        click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")
+
+
+def _few(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - FEW} more: `cluster models`" if len(names) > FEW else ""
+    return (", ".join(names[:FEW]) or "none") + more
+
+
+@click.command()
+@wide_options
+def nodes(session: Session) -> None:
+    """List the nodes: memory as current of ceiling, models as loaded of known. `-o wide` shows every column."""
+    session.show(session.call("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide))
+
+
+@click.group(cls=Group)
+def node() -> None:
+    """List, show, cordon, drain, label or remove nodes. NODE is a node's name or id."""
+
+
+node.add_command(nodes, "list")
+
+
+def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
+    """Print the table of all nodes."""
+    if wide:
+        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, whole=True)
+    else:
+        columns, rows = NARROW, [narrow_row(one) for one in answer["nodes"]]
+        if all(row[-1] == "-" for row in rows):
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        table(columns, rows, numbers=("HEADROOM", "IN FLIGHT"), fold=("NAME", "STATE", "VIDEO"))
+    for one in answer["nodes"]:
+        if broken := breaker_of(one):
+            click.secho(f"{one['name']}: {broken}", fg="red")
+        if guard_of(one) in ALARMING:
+            click.secho(f"{one['name']}: guard {guard_of(one)}: `cluster node show {one['name']}`", fg="red")
+        if one["state"] == "ready" and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
+            click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
+        if one["state"] == "paused":
+            click.echo(f"{one['name']}: {described(one['sharing'])}")
+
+
+@node.command("show")
+@click.argument("node")
+@options
+def show_node(session: Session, node: str) -> None:
+    """Show everything that is known of one node, its memory as the sum that its gate makes now."""
+    session.show(
+        session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
+    )
+
+
+def print_node(node: dict[str, Any]) -> None:
+    """Print the memory and all facts of one node."""
+    for line in arithmetic(node):
+        click.echo(line)
+    if broken := breaker_of(node):
+        click.secho(f"breaker   {broken}", fg="red")
+    for danger in node["enforcement"]["warnings"]:
+        click.secho(f"warning   {danger}", fg="red")
+    click.echo()
+    _print_tree(node)
+
+
+def _print_tree(value: dict[str, Any], indent: str = "") -> None:
+    for name, found in value.items():
+        item: Any = found
+        items = cast("list[Any]", item) if isinstance(item, list) else [item]
+        trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
+        if not trees:
+            click.echo(f"{indent}{name:<16} {_shown(name, found)}")
+        for tree in trees:
+            click.echo(f"{indent}{name}")
+            _print_tree(tree, indent + "  ")
+
+
+def _shown(name: str, item: object) -> str:
+    sizes = {"cap", "ceiling", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "leases",
+             "weights", "total", "memory", "unacknowledged", "base", "cache", "peak", "available", "worker", "highest",
+             "interval", "canary"}  # fmt: skip
+    if name == "joined" and isinstance(item, float):
+        return moment(item)
+    if name in sizes and (item is None or isinstance(item, int)):
+        return show_size(item)
+    return str(item)
+
+
+@node.command()
+@click.argument("node")
+@options
+def cordon(session: Session, node: str) -> None:
+    """Send no new requests to a node; running ones end."""
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/cordon"), lambda _: click.echo(f"{node} cordoned")
+    )
+
+
+@node.command()
+@click.argument("node")
+@options
+def uncordon(session: Session, node: str) -> None:
+    """Send requests to a node again."""
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/uncordon"),
+        lambda _: click.echo(f"{node} uncordoned"),
+    )
+
+
+@node.command("allow-video")
+@click.argument("node")
+@options
+def allow_video(session: Session, node: str) -> None:
+    """Allow a node to make videos; it then starts Ray where it has a video package."""
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/allow-video"),
+        lambda _: click.echo(f"{node} may make videos"),
+    )
+
+
+@node.command("deny-video")
+@click.argument("node")
+@options
+def deny_video(session: Session, node: str) -> None:
+    """Stop placing videos on a node; one that it makes now is finished."""
+    session.show(
+        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
+        lambda _: click.echo(f"{node} makes no new videos"),
+    )
+
+
+@node.command()
+@click.argument("node")
+@click.option("--wait", type=Duration(), help="Wait until it has no requests, so long at most (30s, 5m).")
+@options
+def drain(session: Session, node: str, wait: float | None) -> None:
+    """Cordon a node and move its running requests to other nodes; clients see a pause at most.
+
+    The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node has room for the remaining
+    requests, and they end where they are.
+    """
+    seconds = wait or 0.0
+    with waiting(f"draining {node}"):
+        answer = session.call(
+            "POST", f"/api/v1/nodes/{quote(node, safe='')}/drain", {"wait_seconds": seconds}, timeout=seconds + 30
+        )
+    session.show(answer, lambda _: None)
+    if answer["left"]:
+        raise Problem(REFUSED, f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
+                      "wait with --wait, or let them end")  # fmt: skip
+    if not session.json:
+        click.echo(f"{node} is empty and cordoned")
+
+
+@node.command()
+@click.argument("node")
+@click.argument("labels", nargs=-1)
+@options
+def label(session: Session, node: str, labels: tuple[str, ...]) -> None:
+    """Set the LABELS of a node, replacing all others. API keys can be limited to labels."""
+    wrong = next((one for one in labels if not LABEL.fullmatch(one)), None)
+    if wrong is not None:
+        raise click.UsageError(f"{wrong!r} is no label: 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large")
+    answer = session.call("PUT", f"/api/v1/nodes/{quote(node, safe='')}/labels", {"labels": list(labels)})
+    session.show(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
+
+
+@node.command()
+@click.argument("node")
+@yes_option
+@options
+def remove(session: Session, node: str, yes: bool) -> None:
+    """Revoke a node's certificate at once and forget the node; a new token or code lets it join again."""
+    path = f"/api/v1/nodes/{quote(node, safe='')}"
+    name = session.call("GET", path)["node"]["name"]
+    confirm(f"Remove {name}? Its requests end, and it needs a new token or code to join again.", yes=yes)
+    session.show(
+        session.call("DELETE", f"/api/v1/nodes/{quote(node, safe='')}"), lambda _: click.echo(f"{node} removed")
+    )
+
+
+@node.command()
+@click.argument("node")
+@click.option(
+    "--bytes",
+    "size",
+    type=click.IntRange(1, 2**30),
+    default=65536,
+    show_default=True,
+    help="Most bytes of the log's end.",
+)
+@options
+def logs(session: Session, node: str, size: int) -> None:
+    """Print the newest whole lines of a node's log, fetched over its link."""
+    from coordinator.cli.commands.logs_and_top import print_log
+
+    print_log(session, session.request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
+
+
+@click.command()
+@click.argument("code", required=False)
+@click.option("--reject", is_flag=True, help="Reject the machine instead.")
+@options
+def approve(session: Session, code: str | None, reject: bool) -> None:
+    """Admit a machine that shows this six-digit code. Without CODE, list the waiting machines."""
+    if code is None:
+        session.show(
+            session.call("GET", "/api/v1/joins"),
+            lambda answer: table(
+                ("NAME", "ADDRESS", "CHIP", "REPLACES"),
+                [(j["name"], j["address"], j["chip"], j["replaces"]) for j in answer["joins"]],
+            ),
+        )
+        return
+    answer = session.call("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
+    session.show(answer, lambda made: click.echo(f"{made['name']} {'turned away' if reject else 'joined'}"))

@@ -1,0 +1,100 @@
+"""`cluster pause` and `cluster resume`: the owner of a Mac has its memory back."""
+
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from coordinator.cli.commands.tokens_and_keys import Duration, moment
+from coordinator.client.api_client import Session, options
+from coordinator.client.errors import NOT_FOUND, Problem
+from host.pause_file import Pause, PauseFile
+
+
+@click.command()
+@click.argument("node", required=False)
+@click.argument("duration", required=False)
+@options
+def pause(session: Session, node: str | None, duration: str | None) -> None:
+    """Stop work on a Mac for DURATION (30m, 2h, 1d) and free its memory.
+
+    \b
+    cluster pause 2h           this Mac, also while its node is stopped
+    cluster pause              this Mac, until `cluster resume`
+    cluster pause studio 2h    another Mac, through the coordinator
+
+    Running requests continue on other Macs, or have `node.share_grace` to end here; then the models are unloaded. The
+    pause stays over restarts.
+    """
+    name, seconds = _read(node, duration)
+    if name is None:
+        _pause_here(session, seconds)
+        return
+    answer = session.call("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
+    session.show(answer, lambda told: click.echo(f"{name} is {described(told['sharing'])}{_left(told)}"))
+
+
+@click.command()
+@click.argument("node", required=False)
+@options
+def resume(session: Session, node: str | None) -> None:
+    """End a Mac's pause: this one's, or another's by name. Its own rule, `node.share`, holds again."""
+    if node is None:
+        there = _file(session.state).remove()
+        text = "this Mac takes work again within a second, unless node.share says otherwise"
+        answer = {"schema": 1, "paused": False, "was_paused": there}
+        session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
+        return
+    answer = session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
+    session.show(answer, lambda told: click.echo(f"{node} is {described(told['sharing'])}"))
+
+
+def described(sharing: dict[str, Any]) -> str:
+    """Say in a few words how a node stands: shared, or paused, why and until when."""
+    if not sharing["paused"]:
+        return "shared" if sharing["when"] in ("", "always") else f"shared ({sharing['when']})"
+    until = f" until {moment(sharing['until'])}" if sharing["until"] else ""
+    return f"paused{until}: {sharing['why']}"
+
+
+def _left(told: dict[str, Any]) -> str:
+    return f"; {told['in_flight']} requests are still there and end or move soon" if told["in_flight"] else ""
+
+
+def _read(node: str | None, duration: str | None) -> tuple[str | None, float | None]:
+    """Tell a name from a duration: `pause 2h` and `pause studio` have one word each."""
+    if duration is not None:
+        return node, Duration().convert(duration, None, click.get_current_context())
+    if node is None:
+        return None, None
+    try:
+        return None, Duration().convert(node, None, None)
+    except click.UsageError:
+        if node[0].isdecimal() and node.isalnum():
+            raise  # a mistyped duration; a Mac with such a name can be paused by giving both name and duration
+        return node, None
+
+
+def _pause_here(session: Session, seconds: float | None) -> None:
+    file = _file(session.state)
+    until = None if seconds is None else time.time() + seconds
+    try:
+        file.write(Pause(until))
+    except OSError as error:
+        raise Problem(1, f"{file.path} cannot be written: {error.strerror}") from None
+    end = "until `cluster resume`" if until is None else f"until {moment(until)}"
+    session.show({"schema": 1, "paused": True, "until": until}, lambda _: click.echo(
+        f"this Mac takes nothing new from the next second on, {end}; what runs here moves or ends, then its memory is "
+        "back"
+    ))  # fmt: skip
+
+
+def _file(state: Path) -> PauseFile:
+    folder = state / "node"
+    if not (folder / "identity" / "identity.json").exists():
+        raise Problem(
+            NOT_FOUND, f"there is no node in {state}: name another (`cluster pause NODE 2h`), or join with this machine"
+        )
+    return PauseFile(folder)

@@ -1,0 +1,249 @@
+"""`cluster service`: this machine's part of the pool as a service that starts with the machine."""
+
+import json
+import os
+import pwd
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.cli.commands.models import waiting
+from coordinator.cli.group import Group
+from coordinator.client.errors import NOT_FOUND, REFUSED, Problem
+
+if TYPE_CHECKING:
+    from coordinator.service.plan import Plan
+    from coordinator.service.service_manager import Host
+
+INSTALLED_NOT_RUNNING = 1
+
+
+@click.group(cls=Group)
+def service() -> None:
+    """Run this machine's part of the pool as a service of the system, from its start on.
+
+    On macOS it is a LaunchDaemon, on Linux a unit of systemd; both run as an ordinary user.
+    """
+
+
+@service.command(context_settings={"ignore_unknown_options": False})
+@click.option("--user", help="User that runs it, by default the one who called sudo. Never root.")
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; that user's own.")
+@click.option("--coordinator", is_flag=True, help="Make a cluster here at the first start, where none is yet.")
+@click.option("--wired-limit-mb", type=click.IntRange(1), help="macOS: set Metal's wired limit at each start.")
+@click.option("--dry-run", is_flag=True, help="Print the files that would be written; change nothing.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def install(
+    ctx: click.Context, user: str | None, state: Path | None, coordinator: bool, wired_limit_mb: int | None,
+    dry_run: bool, output: str, arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Install the service, or repair it. Running it again changes nothing.
+
+    It runs `cluster up` where a cluster was created and `cluster join` where a node has joined, so join once by hand
+    first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`. Exit codes: 4 not root, 6 files
+    of another program are in the way, 7 the service does not stay up (the previous state is restored).
+    """
+    from coordinator.service.service_manager import Host
+    from coordinator.service.setup import install as carry_out
+
+    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    plan = _plan(host, user, state, coordinator, wired_limit_mb or 0, arguments)
+    if dry_run:
+        _preview(host, plan, output)
+        return
+    with _refusals(), waiting("installing the service, and waiting until it stays up"):
+        done, standing = carry_out(host, plan)
+    answer = {"schema": 1, "done": done, "unit": str(host.unit), "user": plan.user, "state": plan.state,
+              "role": plan.role, "pid": standing.pid}  # fmt: skip
+    if output == "json":
+        click.echo(json.dumps(answer))
+        return
+    for one in done or [f"nothing to do: the service runs, process {standing.pid}"]:
+        click.echo(one)
+    click.echo(f"it runs as {plan.user} with the state folder {plan.state}; `cluster service status` looks at it")
+
+
+def _plan(
+    host: "Host", user: str | None, state: Path | None, coordinator: bool, wired: int, arguments: tuple[str, ...]
+) -> "Plan":
+    """Decide who runs what. Problem where that is not sure."""
+    import grp
+
+    from coordinator.service.plan import Plan, refused_arguments
+    from coordinator.service.service_manager import account
+
+    name = user or os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
+    with _refusals():
+        _, gid, home = account(name)
+    folder = (state or Path(home) / _data_folder(host)).absolute()
+    refused = refused_arguments(arguments)
+    if refused is not None:
+        raise Problem(2, refused)
+    role = "coordinator" if coordinator or (folder / "cluster.db").exists() else "node"
+    if role == "node" and not (folder / "node" / "identity" / "identity.json").exists():
+        raise Problem(NOT_FOUND, f"no node has joined from {folder}, and no cluster was made there: join once by hand "
+                      "(`cluster join URL --token-file FILE`, Ctrl-C), or make one with --coordinator")  # fmt: skip
+    _understood(role, arguments)
+    if wired:
+        _safe(host, folder, wired)
+    return Plan(role, sys.executable, name, grp.getgrgid(gid).gr_name, home, str(folder),
+                f"/{host.logs.relative_to(host.root)}", arguments, wired)  # fmt: skip
+
+
+def _data_folder(host: "Host") -> str:
+    """Give the state folder below a home folder, as platformdirs does for the user who asks."""
+    return "Library/Application Support/macpool" if host.mac else ".local/share/macpool"
+
+
+def _understood(role: str, arguments: tuple[str, ...]) -> None:
+    """Let the verb itself read its arguments now: a service that ends at once helps nobody."""
+    from coordinator.cli.commands.join import join
+    from coordinator.cli.commands.up import up
+
+    verb = up if role == "coordinator" else join
+    verb.make_context(verb.name or "", list(arguments), help_option_names=["-h", "--help"])
+
+
+def _safe(host: "Host", folder: Path, wired: int) -> None:
+    from coordinator.client.api_client import Session
+    from coordinator.doctor.host_probe import Here
+    from coordinator.service.plan import clamp_wired_limit
+
+    if not host.mac:
+        raise Problem(2, "--wired-limit-mb is for macOS: other systems have no Metal")
+    told = Here(Session(folder, None, None, "json")).examined()
+    refused = clamp_wired_limit(wired, int(told["memory"]["safe"]) if told else 0)
+    if refused is not None:
+        raise Problem(REFUSED, refused)
+
+
+def _preview(host: "Host", plan: "Plan", output: str) -> None:
+    from coordinator.service.launchd import text, wired_job
+
+    units = {str(host.unit): host.text(plan)}
+    if plan.wired_limit_mb:
+        units[str(host.wired_unit)] = text(wired_job(plan.wired_limit_mb))
+    if output == "json":
+        click.echo(json.dumps({"schema": 1, "units": units, "role": plan.role, "user": plan.user}))
+        return
+    for file, content in units.items():
+        click.echo(f"# {file}\n{content}")
+
+
+@service.command()
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+@click.pass_context
+def uninstall(ctx: click.Context, output: str) -> None:
+    """Stop the service and remove it; cluster, node, models and logs stay, and it says where."""
+    from coordinator.service.service_manager import Host
+    from coordinator.service.setup import existing
+    from coordinator.service.setup import uninstall as take_away
+
+    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    with _refusals(), waiting("stopping the service"):
+        state = _state_of(existing(host, host.unit).program)
+        done = take_away(host)
+    kept = [one for one in (state, str(host.logs) if host.mac else "") if one]
+    if output == "json":
+        click.echo(json.dumps({"schema": 1, "done": done, "kept": kept}))
+        return
+    for one in done or ["no service was installed"]:
+        click.echo(one)
+    for one in kept if done else []:
+        click.echo(f"kept      {one}")
+
+
+def _state_of(program: tuple[str, ...]) -> str:
+    return program[program.index("--state") + 1] if "--state" in program[:-1] else ""
+
+
+@service.command()
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+@click.pass_context
+def status(ctx: click.Context, output: str) -> None:
+    """Print whether the service runs. Exit code 0: running; 1: installed, not running; 5: not installed."""
+    from coordinator.service.service_manager import Host
+    from coordinator.service.setup import existing
+
+    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    with _refusals():
+        found, now = existing(host, host.unit), host.standing()
+    answer: dict[str, Any] = {"schema": 1, "installed": bool(found.text), "loaded": now.loaded, "running": now.running,
+                              "pid": now.pid, "user": found.user, "state": _state_of(found.program),
+                              "unit": str(host.unit), "last_exit": now.last_exit}  # fmt: skip
+    click.echo(json.dumps(answer) if output == "json" else _told(answer))
+    if not now.running:
+        sys.exit(INSTALLED_NOT_RUNNING if found.text or now.loaded else NOT_FOUND)
+
+
+def _told(answer: dict[str, Any]) -> str:
+    if not answer["installed"]:
+        rest = ", though its unit is gone: `cluster service install` repairs that" if answer["loaded"] else ""
+        return f"not installed{rest}"
+    if answer["running"]:
+        state = f"running, process {answer['pid']}"
+    else:
+        state = "loaded, not running" if answer["loaded"] else "not loaded: `cluster service install` repairs that"
+    ended = f"\nlast end  {answer['last_exit']}" if answer["last_exit"] else ""
+    return (
+        f"service   {state}\nunit      {answer['unit']}\nuser      {answer['user']}\nstate     {answer['state']}{ended}"
+    )
+
+
+@service.command()
+@click.pass_context
+def restart(ctx: click.Context) -> None:
+    """End the service as a stop does (requests may end), and start it again."""
+    from coordinator.service.service_manager import Host
+    from coordinator.service.setup import existing, wait
+
+    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    with _refusals(), waiting("restarting the service"):
+        if not existing(host, host.unit).text:
+            raise Problem(NOT_FOUND, "no service is installed: `sudo cluster service install`")
+        host.restart()
+        standing = wait(host, 45.0)
+    click.echo(f"running, process {standing.pid}")
+
+
+@service.command()
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option(
+    "--lines", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many of the newest."
+)
+@click.pass_context
+def logs(ctx: click.Context, follow: bool, lines: int) -> None:
+    """Print the output of the service: starts, stops, warnings. The log is in STATE/logs (`cluster logs`)."""
+    from coordinator.service.plan import UNIT
+    from coordinator.service.service_manager import Host
+
+    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    if host.mac:
+        file = host.logs / "service.log"
+        if not file.exists():
+            raise Problem(NOT_FOUND, f"there is no {file}: is the service installed?")
+        command = [host.tools["tail"], "-n", str(lines), *(["-F"] if follow else []), str(file)]
+    else:
+        command = [host.tools["journalctl"], "--no-pager", "-u", UNIT, "-n", str(lines), *(["-f"] if follow else [])]
+    sys.stdout.flush()
+    try:
+        os.execv(command[0], command)  # noqa: S606  no shell is wanted
+    except OSError as error:
+        raise Problem(1, f"{command[0]}: {error.strerror}") from None
+
+
+class _refusals:  # noqa: N801  used as a with-statement's word
+    """Turns what the service's own rooms refuse into the command's exit codes."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        from coordinator.service.service_manager import ServiceError
+
+        if isinstance(error, ServiceError):
+            raise Problem(error.code, str(error)) from None

@@ -1,0 +1,345 @@
+"""Tokens for machines and keys for programs, with and without a running coordinator; the audit log."""
+
+from collections.abc import Callable
+from datetime import UTC, date, datetime
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import click
+
+from coordinator.cli.group import Group, confirm, yes_option
+from coordinator.client.api_client import Session, options, table
+from coordinator.client.errors import NOT_FOUND, Problem
+
+
+def call(session: Session, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Ask the running coordinator; without one, do the same on its database under its lock."""
+    if session.running:
+        return session.call(method, path, body)
+    from coordinator.cli.offline import call as offline
+
+    return offline(session, method, path, body or {})
+
+
+def moment(seconds: float | None) -> str:
+    """Write a time stamp for a person."""
+    return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def second(seconds: float) -> str:
+    """Write a time stamp for a person, to the second."""
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+class Duration(click.ParamType[float]):
+    """`90s`, `15m`, `1h`, `30d`, as seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read one; a click usage error otherwise."""
+        if isinstance(value, float):
+            return value
+        unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(str(value)[-1:])
+        try:
+            seconds = float(str(value)[:-1]) * (unit or 0)
+        except ValueError:
+            seconds = 0.0
+        if seconds <= 0:
+            self.fail(f"{value!r} is not a duration: write 90s, 15m, 1h or 30d", param, ctx)
+        return seconds
+
+
+class Day(click.ParamType[str]):
+    """A day of the calendar, `2026-01-31`."""
+
+    name = "day"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the day as it was written; a usage error when it is none."""
+        try:
+            return date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            self.fail(f"{value!r} is not a day: write 2026-01-31", param, ctx)
+
+
+LISTS = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
+
+
+def find(session: Session, kind: str, wanted: str) -> dict[str, Any]:
+    """Return the key or token (`kind`) with this id, or else with this name. Problem when there is none or several."""
+    rows: list[dict[str, Any]] = call(session, "GET", LISTS[kind])[f"{kind}s"]
+    found = [row for row in rows if row["id"] == wanted] or [row for row in rows if row["name"] == wanted]
+    if not found:
+        raise Problem(NOT_FOUND, f"there is no {kind} {wanted}: `cluster {kind} list` shows ids and names")
+    if len(found) > 1:
+        ids = ", ".join(row["id"] for row in found)
+        raise Problem(2, f"{len(found)} {kind}s are named {wanted}: name one by its id ({ids})")
+    return found[0]
+
+
+@click.group(cls=Group)
+def token() -> None:
+    """Create, list or revoke the tokens with which machines join."""
+
+
+@token.command("create")
+@click.option("--ttl", type=Duration(), default="1h", show_default=True, help="Lifetime of the token.")
+@click.option(
+    "--uses",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    help="Number of machines that may use it.",
+)
+@click.option("--name", default="", help="A name for the list.")
+@options
+def token_create(session: Session, ttl: float, uses: int, name: str) -> None:
+    """Create a join token. It works once, for one hour, unless --uses or --ttl is given."""
+    answer = call(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
+    session.show(answer, lambda made: click.echo(made.get("join") or made["token"]))
+
+
+@token.command("list")
+@options
+def token_list(session: Session) -> None:
+    """List tokens without their secrets."""
+    session.show(
+        call(session, "GET", "/api/v1/tokens"),
+        lambda answer: table(
+            ("ID", "NAME", "USES LEFT", "EXPIRES"),
+            [(t["id"], t["name"], str(t["uses_left"]), moment(t["expires"])) for t in answer["tokens"]],
+        ),
+    )
+
+
+@token.command("show")
+@click.argument("token_", metavar="TOKEN")
+@options
+def token_show(session: Session, token_: str) -> None:
+    """Show one token, named by its id or name, without its secret."""
+    row = find(session, "token", token_)
+    session.show({"schema": 1, "token": row}, lambda _: _print_token(row))
+
+
+def _print_token(row: dict[str, Any]) -> None:
+    found = {"id": row["id"], "name": row["name"] or "-", "uses left": row["uses_left"],
+             "expires": moment(row["expires"])}  # fmt: skip
+    for name, value in found.items():
+        click.echo(f"{name:<9} {value}")
+
+
+@token.command("revoke")
+@click.argument("token_", metavar="TOKEN")
+@yes_option
+@options
+def token_revoke(session: Session, token_: str, yes: bool) -> None:
+    """Revoke a token by its id or name. No further machine can join with it."""
+    found = find(session, "token", token_)
+    confirm(f"Revoke token {_title(found)}?", yes=yes)
+    answer = call(session, "DELETE", f"/api/v1/tokens/{quote(found['id'], safe='')}")
+    session.show(answer, lambda _: click.echo(f"token {_title(found)} revoked"))
+
+
+def _title(row: dict[str, Any]) -> str:
+    """Return how a key or token is named to a person: by its name and its id."""
+    return f"{row['name']} ({row['id']})" if row["name"] else str(row["id"])
+
+
+@click.group(cls=Group)
+def key() -> None:
+    """Create, list, limit or revoke API keys; show their usage. KEY is a key's name or id."""
+
+
+def limits(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say what a key may take."""
+    for option in reversed((
+        click.option("--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."),
+        click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
+        click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests in a minute."),
+        click.option("--tokens-per-minute", type=click.IntRange(1), help="Most tokens in a minute, prompts included."),
+        click.option("--concurrency", type=click.IntRange(1), help="Most requests at once."),
+        click.option("--waiting", type=click.IntRange(0),
+                     help="Most queued requests; by default a quarter of all, more while no other key waits."),
+        click.option("--priority", type=click.Choice(["low", "normal", "high"]),
+                     help="Its share of queue and decode slots beside other keys: 1, 4 (normal) or 16."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def limits_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Give the limits that were named, as the API takes them."""
+    return {name: value for name, value in given.items() if value not in (None, ())}
+
+
+@key.command("create")
+@click.argument("name")
+@click.option(
+    "--scope", "scopes", multiple=True, type=click.Choice(["infer", "admin", "metrics"]), default=("infer",),
+    show_default=True, help="A permission of the key; may be repeated.",
+)  # fmt: skip
+@click.option("--expires", type=Duration(), help="Lifetime of the key, as 30d. Without it the key does not expire.")
+@limits
+@options
+def key_create(session: Session, name: str, scopes: tuple[str, ...], expires: float | None, **given: Any) -> None:
+    """Create an API key. It is shown once and stored only as a digest."""
+    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": limits_of(given)}
+    session.show(call(session, "POST", "/api/v1/keys", body), lambda made: click.echo(made["key"]))
+
+
+@key.command("list")
+@options
+def key_list(session: Session) -> None:
+    """List keys without their secrets."""
+    session.show(
+        call(session, "GET", "/api/v1/keys"),
+        lambda answer: table(
+            ("ID", "NAME", "SCOPES", "CREATED", "EXPIRES", "LIMITS"),
+            [_row(key) for key in answer["keys"]],
+        ),
+    )
+
+
+@key.command("show")
+@click.argument("key_", metavar="KEY")
+@options
+def key_show(session: Session, key_: str) -> None:
+    """Show one key without its secret."""
+    row = find(session, "key", key_)
+    session.show({"schema": 1, "key": row}, lambda _: _print_key(row))
+
+
+def _print_key(row: dict[str, Any]) -> None:
+    for name, value in zip(("id", "name", "scopes", "created", "expires", "limits"), _row(row), strict=True):
+        click.echo(f"{name:<9} {value}")
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    dates = (moment(key["created"]), moment(key["expires"]))
+    return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _told(key["limits"]))
+
+
+def _told(limits: dict[str, Any]) -> str:
+    return " ".join(f"{name}={_value(value)}" for name, value in limits.items()) or "none"
+
+
+def _value(value: list[str] | tuple[str, ...] | str | int) -> str:
+    return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
+
+
+CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "concurrency", "waiting", "priority")
+
+
+@key.command("limit")
+@click.argument("key_", metavar="KEY")
+@limits
+@click.option("--clear", "cleared", multiple=True, metavar="LIMIT",
+              type=click.Choice([name.replace("_", "-") for name in CLEARABLE] + ["all"]),
+              help="Remove a limit: models, labels, requests-per-minute, tokens-per-minute, concurrency, waiting, "
+              "priority, or all; may be repeated.")  # fmt: skip
+@options
+def key_limit(session: Session, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
+    """Change the named limits of a key, at once; the others stay. Prints the limits before and after."""
+    row, changes = find(session, "key", key_), limits_of(given)
+    names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
+    both = sorted(names & set(changes)) if "all" not in cleared else []
+    if both:
+        raise click.UsageError(f"{both[0].replace('_', '-')} is given and cleared at once: which of the two?")
+    if not names and not changes:
+        raise click.UsageError(f"name a limit to change, or --clear one; {_title(row)} has: {_told(row['limits'])}")
+    kept = {name: value for name, value in row["limits"].items() if name not in names}
+    after = {name: value for name, value in {**kept, **changes}.items() if value not in (None, (), [])}
+    call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/limits", {"limits": after})
+    answer = {"schema": 1, "id": row["id"], "name": row["name"], "before": row["limits"], "after": after}
+    session.show(answer, lambda made: click.echo(
+        f"{_title(row)}\n  before  {_told(made['before'])}\n  after   {_told(made['after'])}"))  # fmt: skip
+
+
+@key.command("rename")
+@click.argument("key_", metavar="KEY")
+@click.argument("name")
+@options
+def key_rename(session: Session, key_: str, name: str) -> None:
+    """Rename a key. Its secret, limits and usage stay."""
+    row = find(session, "key", key_)
+    answer = call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/name", {"name": name})
+    session.show(answer, lambda _: click.echo(f"{_title(row)} is now {name}"))
+
+
+@key.command("expire")
+@click.argument("key_", metavar="KEY")
+@click.argument("after", type=Duration(), required=False)
+@click.option("--never", is_flag=True, help="The key does not expire.")
+@options
+def key_expire(session: Session, key_: str, after: float | None, never: bool) -> None:
+    """Set when a key expires: AFTER (90s, 15m, 1h, 30d) from now, or --never."""
+    if (after is None) != never:
+        raise click.UsageError("write either a time from now, as 30d, or --never")
+    row = find(session, "key", key_)
+    call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/expiry", {"ttl_seconds": after})
+    row = find(session, "key", row["id"])
+    answer = {"schema": 1, "id": row["id"], "expires": row["expires"]}
+    session.show(answer, lambda made: click.echo(f"{_title(row)} expires: {moment(made['expires'])}"))
+
+
+@key.command("rotate")
+@click.argument("key_", metavar="KEY")
+@yes_option
+@options
+def key_rotate(session: Session, key_: str, yes: bool) -> None:
+    """Replace the secret of a key. The new secret is shown once; the old one is refused at once."""
+    row = find(session, "key", key_)
+    confirm(f"Replace the secret of {_title(row)}? Programs that use the old one are refused at once.", yes=yes)
+    answer = call(session, "POST", f"/api/v1/keys/{quote(row['id'], safe='')}/rotate", {})
+    session.show(answer, lambda made: click.echo(made["key"]))
+
+
+@key.command("usage")
+@click.argument("key_", metavar="[KEY]", required=False)
+@click.option("--since", type=Day(), metavar="DAY", help="Only from this day on (UTC, 2026-01-31).")
+@options
+def key_usage(session: Session, key_: str | None, since: str | None) -> None:
+    """Show how many requests and tokens each key used, by model."""
+    id_ = find(session, "key", key_)["id"] if key_ else None
+    query = urlencode({name: value for name, value in (("key", id_), ("since", since)) if value})
+    answer = call(session, "GET", f"/api/v1/keys/usage?{query}")
+    columns = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
+    session.show(
+        answer,
+        lambda found: table(
+            ("KEY", "NAME", "MODEL", *(column.replace("_", " ").upper() for column in columns)),
+            [(u["key"], u["name"], u["model"], *(str(u[column]) for column in columns)) for u in found["usage"]],
+        ),
+    )
+
+
+@click.command()
+@click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="How many.")
+@options
+def audit(session: Session, last: int) -> None:
+    """Print the audit log: time, key, address and action for joins, keys, tokens, nodes and models."""
+    session.show(
+        call(session, "GET", f"/api/v1/audit?last={last}"),
+        lambda answer: table(
+            ("WHEN", "WHO", "FROM", "WHAT", "TO"),
+            [
+                (second(act["at"]), act.get("actor_name") or act["actor"], act.get("address") or "-", act["action"],
+                 act["subject"])
+                for act in answer["acts"]
+            ],
+            fold=("WHO", "TO"),
+        ),
+    )  # fmt: skip
+
+
+@key.command("revoke")
+@click.argument("key_", metavar="KEY")
+@yes_option
+@options
+def key_revoke(session: Session, key_: str, yes: bool) -> None:
+    """Revoke a key at once: requests with it are refused."""
+    found = find(session, "key", key_)
+    confirm(f"Revoke key {_title(found)}? Programs that use it are refused at once.", yes=yes)
+    answer = call(session, "DELETE", f"/api/v1/keys/{quote(found['id'], safe='')}")
+    session.show(answer, lambda _: click.echo(f"key {_title(found)} revoked"))

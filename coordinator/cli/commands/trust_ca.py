@@ -1,0 +1,202 @@
+"""`cluster trust-ca`: let this machine's programs trust the pool's HTTPS endpoint."""
+
+import hashlib
+import http.client
+import ssl
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from coordinator.client.api_client import Session, base_url, options, unreached
+from coordinator.client.errors import NOT_FOUND, PIN, Problem
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
+BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
+"""Where systems keep what they trust, for programs that do not ask them."""
+LONGEST = 16_384
+"""Bytes of an authority's certificate that are read from a stranger."""
+
+
+@click.command("trust-ca")
+@click.argument("endpoint", metavar="[URL]", required=False)
+@click.option("--fingerprint", help="What it must be, from the output of `cluster up`; without it you are asked.")
+@click.option("--print", "only_print", is_flag=True, help="Print the certificate (PEM), trust nothing.")
+@click.option("--remove", is_flag=True, help="Trust it no longer.")
+@options
+def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool) -> None:
+    """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
+
+    It is an authority that can vouch for `.local` names, `localhost`, the names of `http.hosts`, and addresses. Run it
+    on every machine where a client runs. Programs that bring their own list of authorities (Python, Node, Bun) need the
+    variables that `cluster env` prints from then on.
+    """
+    base = base_url(endpoint) if endpoint else session.target()[0]
+    pem = fetch(base)
+    found = check(pem, base, fingerprint)
+    if only_print:
+        session.show({"schema": 1, "fingerprint": found, "pem": pem}, lambda _: click.echo(pem, nl=False))
+        return
+    if fingerprint is None and not remove:
+        confirm_fingerprint(base, found, pem)
+    bundle = keep(session.state, pem, found, base)
+    if remove:
+        bundle.unlink()
+        bundle.with_suffix(".url").unlink()
+    with tempfile.NamedTemporaryFile("w", suffix=".crt") as file:
+        file.write(pem)
+        file.flush()
+        for command in commands(sys.platform, Path(file.name), found, remove=remove):
+            _run(command)
+    answer: dict[str, Any] = {"schema": 1, "fingerprint": found, "trusted": not remove, "bundle": str(bundle)}
+    session.show(answer, _print)
+
+
+def _print(answer: dict[str, Any]) -> None:
+    click.echo("trusted by this machine" if answer["trusted"] else "trusted no longer")
+    if answer["trusted"]:
+        click.echo('variables for programs with a list of authorities of their own: eval "$(cluster env)"')
+
+
+def confirmed_authority(base: str, fingerprint: str | None) -> str:
+    """Return the authority (PEM) behind an HTTPS endpoint, confirmed by its fingerprint or by the user.
+
+    Empty where the endpoint uses a certificate that was given to it: the system's authorities vouch for that one.
+    """
+    try:
+        pem = fetch(base)
+    except Problem as error:
+        if error.exit_code == NOT_FOUND and fingerprint is None:
+            return ""
+        raise
+    found = check(pem, base, fingerprint)
+    if fingerprint is None:
+        confirm_fingerprint(base, found, pem)
+    return pem
+
+
+def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
+    """Ask whether an authority's fingerprint is the one that the coordinator shows. Problem when it is not."""
+    text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can vouch for {_scope(pem)}"
+    click.echo(text, err=True)
+    if not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask whether that is right: compare it with the line of "
+                               "`cluster up`, then add --fingerprint")  # fmt: skip
+    if not click.confirm("Does the coordinator's `cluster up` show the same?", err=True):
+        raise Problem(PIN, "nothing was trusted: another machine may be in between")
+
+
+def fetch(base: str) -> str:
+    """Get the authority's certificate (PEM) from an endpoint that nobody trusts yet. Problem when there is none."""
+    parts = urlsplit(base)
+    if parts.scheme != "https" or not parts.hostname:
+        raise Problem(2, f"{base} is not an HTTPS endpoint: there is nothing to trust")
+    blind = ssl.create_default_context()
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=10.0, context=blind)
+    try:
+        connection.request("GET", "/api/v1/ca.pem")
+        response = connection.getresponse()
+        text = response.read(LONGEST).decode("ascii", "replace")
+    except OSError as error:
+        raise Problem(*unreached(base, error)) from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise Problem(NOT_FOUND, f"{base} uses a certificate that was given to it: it has no authority of its own")
+    return text
+
+
+def check(pem: str, base: str, wanted: str | None) -> str:
+    """Give the fingerprint (SHA-256, hex) of what was fetched. Problem when it is not the wanted one, or when it could
+    vouch for more than a home network."""
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(pem.encode())
+    except ValueError:
+        raise Problem(1, f"{base} sent no certificate") from None
+    found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
+    if wanted is not None and wanted.lower().replace(":", "") != found:
+        raise Problem(PIN, f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
+                      "somebody may be in between")  # fmt: skip
+    if not all(_names(certificate) or [""]):  # an empty name permits all
+        raise Problem(PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it")
+    return found
+
+
+def _names(certificate: "x509.Certificate") -> list[str]:
+    """Return the host names that an authority is constrained to."""
+    from cryptography import x509
+
+    from coordinator.tls.https_ca import constrained_to
+
+    return [general.value for general in constrained_to(certificate) if isinstance(general, x509.DNSName)]
+
+
+def _scope(pem: str) -> str:
+    from cryptography import x509
+
+    return ", ".join(f"{name!r}" for name in _names(x509.load_pem_x509_certificate(pem.encode()))) + " and addresses"
+
+
+def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
+    """Write a bundle of the system's authorities and this one, for programs that take a file, and the endpoint's URL
+    beside it."""
+    bundle = _bundle(state, fingerprint)
+    bundle.parent.mkdir(parents=True, exist_ok=True)
+    system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
+    bundle.write_text(f"{system.rstrip()}\n{pem}" if system else pem)
+    bundle.with_suffix(".url").write_text(base + "\n")
+    return bundle
+
+
+def bundle_of(state: Path, pem: str) -> str | None:
+    """Return the file that `keep` wrote for an authority; None where this machine does not trust it yet."""
+    bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
+    return str(bundle) if bundle.exists() else None
+
+
+def trusted(state: Path, base: str | None) -> tuple[str, str] | None:
+    """Return the URL and the bundle of the endpoint that this machine trusted last, or of the one at `base`; None
+    where it trusts none."""
+    kept = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in kept:
+        url = file.read_text().strip()
+        if file.with_suffix(".pem").exists() and base in (None, url):
+            return url, str(file.with_suffix(".pem"))
+    return None
+
+
+def _bundle(state: Path, fingerprint: str) -> Path:
+    return state / "trusted" / f"{fingerprint[:16]}.pem"
+
+
+def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
+    """Give what makes a system trust the certificate in a file, or no longer."""
+    if platform == "darwin":
+        if remove:
+            return [["security", "remove-trusted-cert", str(file)]]
+        keychain = str(Path("~/Library/Keychains/login.keychain-db").expanduser())
+        return [["security", "add-trusted-cert", "-r", "trustRoot", "-p", "ssl", "-k", keychain, str(file)]]
+    place = str(SYSTEM_STORE / f"macpool-{fingerprint[:16]}.crt")
+    first = ["rm", "-f", place] if remove else ["install", "-m", "644", str(file), place]
+    return [first, ["update-ca-certificates"]]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise Problem(1, f"this system has no {command[0]}: add the certificate of `cluster trust-ca --print` to its "
+                      "authorities by hand") from None  # fmt: skip
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip()
+        raise Problem(1, f"{' '.join(command)} failed ({said}): run it again with sudo")

@@ -1,0 +1,224 @@
+"""`cluster up`: settings and addresses from the command line, then the composition root until a signal."""
+
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.cli.commands.models import waiting
+from coordinator.client.api_client import default_state
+from coordinator.client.errors import REFUSED, Problem
+
+if TYPE_CHECKING:
+    from coordinator.run import Options
+    from coordinator.state.settings import CoordinatorSettings
+    from host.settings_loader import Resolved
+
+STRANGERS = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
+
+
+class Address(click.ParamType[tuple[str, int]]):
+    """`HOST:PORT`, `[V6]:PORT`; port 0 means any."""
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """Read one; a click usage error otherwise."""
+        if isinstance(value, tuple):
+            return value  # pyright: ignore[reportUnknownVariableType]  a default that was converted before
+        host, colon, port = str(value).rpartition(":")
+        if not colon or not port.isdecimal() or int(port) > 65535 or not host.strip("[]"):
+            self.fail(f"{value!r} is not HOST:PORT", param, ctx)
+        return host.strip("[]"), int(port)
+
+
+@click.command()
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
+@click.option("--listen", type=Address(), help="Where clients connect.  [default: 127.0.0.1:8080]")
+@click.option("--lan", is_flag=True, help="Serve the local network: HTTPS, with API keys.")
+@click.option(
+    "--cluster-listen", type=Address(), default="0.0.0.0:8081", show_default=True, help="Where nodes connect (TLS)."
+)
+@click.option(
+    "--local-node/--no-local-node",
+    default=None,
+    help="Run a node on this machine. The default, unless that node has left the cluster.",
+)
+@click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models for the local node.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
+def up(
+    state: Path | None,
+    listen: tuple[str, int] | None,
+    lan: bool,
+    cluster_listen: tuple[str, int],
+    local_node: bool | None,
+    models: tuple[Path, ...],
+    pairs: tuple[str, ...],
+    output: str,
+) -> None:
+    """Start the coordinator, and a node on this machine, until Ctrl-C.
+
+    The first start makes the cluster: its certificate authority, its id and the first API key, which is shown once.
+    """
+    if lan and listen is not None:
+        raise click.UsageError(
+            "--lan and --listen exclude each other: --lan is --listen 0.0.0.0:8080 (name another port so)"
+        )
+    listen = listen or (("0.0.0.0", 8080) if lan else ("127.0.0.1", 8080))  # noqa: S104
+    if local_node is False and models:
+        raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
+
+    from coordinator.run import Options
+    from coordinator.state.config_file import rows_shown
+    from host.settings_loader import explained
+
+    folder = state or default_state()
+    resolved = _resolved(folder, pairs)
+    forwarded = _for_the_node(pairs)
+    if forwarded and local_node is False:
+        raise Problem(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
+    with_node = _wants_node(folder, local_node)
+    if with_node:
+        _check_node(folder, models, pairs)
+    arguments = [item for pair in forwarded for item in ("--set", pair)]
+    arguments += [item for model in models for item in ("--models", str(model))]
+    options = Options(folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value,
+                      rows_shown(explained(resolved)))  # fmt: skip
+
+    spinner = ExitStack()
+
+    def ready(facts: dict[str, Any]) -> None:
+        spinner.close()
+        if output == "json":
+            print(json.dumps(facts), flush=True)
+        else:
+            _welcome(facts, listen)
+            if not with_node and local_node is None:
+                click.echo("this Mac's own node has left the cluster; --local-node lets it join again")
+            if facts["local_node_ready"] is False:
+                click.secho(f"this Mac's own node does not answer yet: `cluster nodes` shows its state, "
+                            f"{folder / 'logs' / 'node.log'} why", fg="yellow")  # fmt: skip
+
+    with spinner:
+        if with_node:
+            spinner.enter_context(waiting("starting this Mac's node"))
+        _run(options, ready)
+    if output == "text":
+        click.echo("stopped", err=True)
+
+
+def _wants_node(folder: Path, given: bool | None) -> bool:
+    """Return whether to start the node of this machine: as given, else unless it has left."""
+    from host.left_marker import forget_left, has_left
+
+    if given:
+        forget_left(folder / "node")
+    return given if given is not None else not has_left(folder / "node")
+
+
+def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
+    """Check the node of this machine before anything is created. Problem when it could not start, or is of another
+    cluster."""
+    from coordinator.client.config_inspect import look
+    from coordinator.cluster.local_node import OtherClusterError, check_node
+
+    for model in models:
+        if not model.expanduser().is_dir():
+            raise Problem(2, f"--models: {model} is not a folder")
+    if not (folder / "cluster.db").exists():
+        try:
+            check_node(folder, "")
+        except OtherClusterError as error:
+            raise Problem(REFUSED, str(error)) from None
+    found = look(folder, folder / "config.toml", os.environ, pairs)
+    if found.wrong:
+        raise Problem(2, "\n".join(one.told() for one in found.wrong))
+    for row in found.rows:
+        for place in row["value"] if row["key"] == "models.folders" else ():
+            if not Path(place).expanduser().is_dir():
+                raise Problem(2, f"models.folders ({row['origin']}): {place} is not a folder")
+
+
+def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSettings]":
+    """Put the settings together: file, then environment, then command line."""
+    from coordinator.state.settings import OTHERS, CoordinatorSettings
+    from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
+
+    try:
+        flags = from_pairs(pairs)
+        layers = [
+            (str(folder / "config.toml"), from_tree(_tree(folder / "config.toml"))),
+            ("environment", from_environment(os.environ)),
+            ("--set", flags),
+        ]
+        return resolve(CoordinatorSettings, layers, OTHERS)
+    except SettingsError as error:
+        raise Problem(2, str(error)) from None
+
+
+def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
+    """Give the settings that belong to the node on this machine."""
+    from coordinator.state.settings import OTHERS
+
+    return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
+
+
+def _run(options: "Options", ready: Callable[[dict[str, Any]], None]) -> None:
+    """Run until a signal; Problem when it cannot start."""
+    import uvloop
+
+    from coordinator.backup.generation_fence import SupersededError
+    from coordinator.cluster.local_node import OtherClusterError
+    from coordinator.run import serve
+    from coordinator.state.database import StoreError
+    from coordinator.tls.cluster_ca import AuthorityError
+    from host.settings_loader import SettingsError
+
+    try:
+        uvloop.run(serve(options, ready))
+    except (SupersededError, OtherClusterError) as error:
+        raise Problem(REFUSED, str(error)) from None
+    except SettingsError as error:
+        raise Problem(2, str(error)) from None
+    except (StoreError, AuthorityError) as error:
+        raise Problem(1, str(error)) from None
+    except OSError as error:
+        raise Problem(1, error.strerror or str(error)) from None
+
+
+def _tree(file: Path) -> dict[str, Any]:
+    from host.settings_loader import SettingsError
+
+    try:
+        return tomllib.loads(file.read_text()) if file.exists() else {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{file}: {error}") from None
+
+
+def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
+    click.echo(f"endpoint  {facts['base_url']}")
+    if listen[0] in STRANGERS:
+        import socket
+
+        scheme, port = facts["base_url"].partition(":")[0], facts["base_url"].rpartition(":")[2].removesuffix("/v1")
+        click.echo(f"          {scheme}://{socket.gethostname().partition('.')[0]}.local:{port}/v1")
+        if not facts["tls"]:
+            click.secho(
+                "          open to the local network without TLS: every request needs an API key, but whoever can "
+                "listen on this network can read it",
+                fg="red",
+            )
+    if facts["trust"]:
+        click.echo(f"trust it  {facts['trust']}  (once on every machine whose programs use it)")
+    if "api_key" in facts:
+        click.echo(f"API key   {facts['api_key']}  (shown only now)")
+    click.echo(f"add a Mac {facts['join']}")
+    click.echo("Ctrl-C stops it")
+    sys.stdout.flush()

@@ -1,0 +1,370 @@
+"""Using the pool: placement, a chat, and the settings of clients."""
+
+import http.client
+import json
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+import click
+
+from coordinator.cli.commands.models import waiting
+from coordinator.client.api_client import Session, base_url, options, raise_for, table
+from coordinator.client.errors import PROTOCOL, REFUSED, Problem
+from wire.units import show_size
+
+RETRY_SECONDS = 1.0
+TOY = "macpool-tiny"
+"""The model that is in the package."""
+TOY_NOTE = (
+    f"({TOY} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
+    "download one into the Hugging Face cache)"
+)
+"""Between two questions whether a node is ready."""
+
+
+@click.command()
+@click.argument("model")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=1000, show_default=True, help="Length of the prompt.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
+@options
+def place(session: Session, model: str, prompt_tokens: int, max_tokens: int | None) -> None:
+    """Show where a request would go now: every node's arithmetic, and why not. Nothing is sent or reserved."""
+    body = {"model": model, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
+    answer = session.call("POST", "/api/v1/place", body)
+    session.show(answer, _print_placement)
+    if answer["node"] is None:
+        raise Problem(REFUSED, answer["refused"]["message"])
+
+
+def _print_placement(answer: dict[str, Any]) -> None:
+    sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
+    table(
+        ("NODE", *[size.upper() for size in sizes], "VERDICT"),
+        [
+            (
+                c["name"],
+                *[show_size(c.get(size)) for size in sizes],
+                c["why_not"] or ("chosen" if c["chosen"] else "fits"),
+            )
+            for c in answer["candidates"]
+        ],
+    )
+    if answer["node"] is not None:
+        click.echo(f"would go to {answer['name']}")
+
+
+@click.command("open")
+@click.option("--print", "only_print", is_flag=True, help="Print the link and start no browser.")
+@options
+def open_page(session: Session, only_print: bool) -> None:
+    """Open the pool's page in a browser, by a link that works once and for two minutes."""
+    answer = session.call("POST", "/api/v1/page/links", {})
+    session.show(answer, lambda made: click.echo(made["url"]))
+    if not only_print and sys.stdout.isatty():
+        click.launch(answer["url"])
+
+
+@click.command()
+@click.argument("request_id", metavar="[ID]", required=False)
+@click.option("--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Without an ID: how many.")
+@click.option("--export", type=click.File("wb"), help="Write all kept decisions into a file, for `cluster replay`.")
+@options
+def explain(session: Session, request_id: str | None, last: int, export: BinaryIO | None) -> None:
+    """Show the way of a request: placement, steps and end. Without ID, list the newest requests."""
+    if export is not None:
+        response = session.request("GET", "/api/v1/decisions", timeout=120)
+        if response.status >= 400:
+            raise_for(response.status, response.read())
+        shutil.copyfileobj(response, export)
+        return
+    if request_id is None:
+        session.show(session.call("GET", f"/api/v1/requests?last={last}"), _print_requests)
+        return
+    session.show(session.call("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_story)
+
+
+def _print_requests(answer: dict[str, Any]) -> None:
+    table(
+        ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
+        [
+            (
+                one["request_id"], one["model"] or "-", one["key"], f"{one['seconds']:.2f}", one["outcome"],
+                str(one["prompt_tokens"] or "-"), str(one["cached_tokens"]), str(one["completion_tokens"]),
+                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"])
+                or one["message"],
+            )
+            for one in answer["requests"]
+        ],
+        alarming=(),
+    )  # fmt: skip
+
+
+def _print_story(answer: dict[str, Any]) -> None:
+    for one in answer.get("under_way", ()):
+        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {one['phase']}, for {one['seconds']:.1f} s")
+        _print_steps(one["steps"])
+    for one in answer["requests"]:
+        took = f"{one['outcome']} after {one['seconds']:.3f} s"
+        click.echo(f"{one['request_id']}  {one['model'] or 'no model was read'}, key {one['key']}: {took}")
+        if one["message"]:
+            click.echo(f"  {one['message']}")
+        if one["ignored"]:
+            click.echo(f"  ignored: {', '.join(one['ignored'])}")
+        _print_steps(one["steps"])
+        if one["timings"] is not None:
+            times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
+            click.echo(f"  on the node: {times}")
+        click.echo(f"  tokens: {one['prompt_tokens']} of prompt ({one['cached_tokens']} cached), "
+                   f"{one['completion_tokens']} of answer")  # fmt: skip
+    for one in answer["decisions"]:
+        click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
+        _print_placement({"candidates": one["candidates"], "node": None})
+
+
+def _print_steps(steps: list[dict[str, Any]]) -> None:
+    for step in steps:
+        click.echo(f"  {step['at']:9.3f} s  {step['what']} {step['node']}".rstrip())
+
+
+@click.command()
+@click.argument("file", type=click.File("rb"))
+@click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Who decides again.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+def replay(file: BinaryIO, policy: str, output: str) -> None:
+    """Repeat the decisions of a FILE (`cluster explain --export FILE`) by another policy and show the differences."""
+    from random import Random
+
+    import msgspec
+
+    from router.dispatch.decision_log import Decision, read_line
+    from router.dispatch.decision_log import replay as again
+    from router.placement.place import POLICIES
+
+    decisions: list[Decision] = []
+    for number, line in enumerate(file, 1):
+        try:
+            decisions.append(read_line(line))
+        except ValueError as error:
+            raise Problem(2, f"{file.name}, line {number}: {error}") from None
+    found = again(decisions, POLICIES[policy], Random(1).random)  # noqa: S311  draws between equals
+    if output == "json":
+        click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(found)}))
+        return
+    click.echo(f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same by {policy}, "
+               f"{len(found.instead)} not; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s by "
+               f"{policy}")  # fmt: skip
+    if found.instead:
+        table(("REQUEST", "TAKEN", "INSTEAD"), found.instead[:50])
+
+
+@click.command()
+@click.argument("prompt", nargs=-1)
+@click.option("--model", help="Which model; the first one served unless given.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
+@click.option("--wait", type=click.FloatRange(0, 3600), default=60.0, show_default=True,
+              help="Longest wait, in seconds, for a node that starts.")  # fmt: skip
+@options
+def chat(session: Session, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
+    """Send a prompt to a model and print the answer; without PROMPT it is read from standard input."""
+    if not prompt and sys.stdin.isatty():
+        raise click.UsageError("write a PROMPT, or pipe one in")
+    text = " ".join(prompt) or sys.stdin.read()
+    if not text.strip():
+        raise click.UsageError("the prompt is empty: write a PROMPT, or pipe one in")
+    with waiting("waiting for a node that serves a model"):
+        response, answering = _answer(session, text, model, max_tokens, time.monotonic() + wait)
+    if session.json:
+        click.echo(json.dumps({"schema": 1, **json.loads(response.read())}))
+        return
+    for piece in _pieces(response):
+        click.echo(piece, nl=False)
+    click.echo()
+    if answering == TOY:
+        click.echo(TOY_NOTE, err=True)
+
+
+def _answer(
+    session: Session, text: str, model: str | None, max_tokens: int | None, until: float
+) -> tuple[http.client.HTTPResponse, str]:
+    """Return the answer to a chat and the name of its model, asking again until a node is ready.
+
+    Problem when no node is ready by `until`."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": not session.json}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    pause = threading.Event()
+    while True:
+        served = [one["id"] for one in session.call("GET", "/v1/models")["data"]]
+        late = time.monotonic() >= until
+        if served or late:
+            if not (model or served):
+                raise Problem(REFUSED, "no node serves a model: `cluster nodes` shows each node's state, "
+                              "`cluster models` which models there are")  # fmt: skip
+            name = model or served[0]
+            response = session.request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
+            if response.status < 400:
+                return response, name
+            raw = response.read()
+            if late or response.status != 503:
+                raise_for(response.status, raw)
+        pause.wait(RETRY_SECONDS)
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise Problem(1, event["error"]["message"])
+        for choice in event["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OLLAMA_API_KEY")
+BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+"""Where OpenSSL, Python and Rust, where Python's `requests`, and where Node, Bun and Electron look for authorities."""
+
+
+@click.command()
+@click.option("--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Whose syntax.")
+@options
+def env(session: Session, shell: str) -> None:
+    """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
+
+    Works on the coordinator's machine, with --url, and wherever `cluster trust-ca` was run. The key is the one of
+    --key-file; without it a line says how to create one. The variables with the file of the pool's authority are
+    printed where this machine trusts it.
+    """
+    base, bundle, untrusted = _endpoint(session)
+    key = session.key_file.read_text().strip() if session.key_file else None
+    found = {
+        "OPENAI_BASE_URL": base + "/v1",
+        "OPENAI_API_BASE": base + "/v1",
+        "ANTHROPIC_BASE_URL": base,
+        "OLLAMA_HOST": base,
+        **dict.fromkeys(KEY_VARIABLES, key),
+        **dict.fromkeys(BUNDLE_VARIABLES, bundle),
+    }
+    if session.json:
+        click.echo(json.dumps({"schema": 1, **found}))
+        return
+    assign = "set -gx {} {}" if shell == "fish" else "export {}={}"
+    for name, value in found.items():
+        if value is not None:
+            click.echo(assign.format(name, shlex.quote(value)))
+    if key is None:
+        click.echo(f"# {', '.join(KEY_VARIABLES)}: the key that `cluster up` printed first, or a new one from "
+                   "`cluster key create NAME`")  # fmt: skip
+    if untrusted:
+        click.echo("# the certificate: `cluster trust-ca` once on each machine; then this names its file, too")
+
+
+def _endpoint(session: Session) -> tuple[str, str | None, bool]:
+    """Return the URL of the endpoint, the file with its authority, and whether it has an authority that this machine
+    does not trust yet. Without a coordinator here and without --url it is the endpoint that was trusted last."""
+    from coordinator.cli.commands.trust_ca import bundle_of, trusted
+
+    known = None
+    if session.url is not None or not session.running:
+        url = base_url(session.url) if session.url is not None else None
+        known = trusted(session.state, url)
+        if known is None and url is not None:
+            return url, None, url.startswith("https:")
+    if known is not None:
+        return *known, False
+    base, authority = session.target()[0], session.authority()
+    bundle = bundle_of(session.state, authority) if authority else None
+    return base, bundle, bool(authority) and bundle is None
+
+
+@click.command()
+@click.option("--cluster", "whole", is_flag=True, help="Print the versions of the coordinator and of every node.")
+@options
+def version(session: Session, whole: bool) -> None:
+    """Print versions; with --cluster what every member runs, its protocol, and what to do.
+
+    Exit code 8 where a member cannot take part because of its protocol."""
+    from importlib.metadata import version as installed
+
+    from wire import identity
+
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "version": installed("macpool"),
+        "protocol": identity.PROTOCOL,
+        "oldest": identity.OLDEST_PROTOCOL,
+    }
+    if whole:
+        asked, nodes = session.call("GET", "/api/v1/version"), session.call("GET", "/api/v1/nodes")["nodes"]
+        answer["coordinator"] = asked["version"]
+        answer["coordinator_protocol"] = asked["protocol"]
+        answer["nodes"] = {node["name"]: node["version"] for node in nodes}
+        answer["members"] = _members(asked["version"], nodes)
+    session.show(answer, _print_version)
+    if any("cannot take part" in one["advice"] for one in answer.get("members", [])):
+        click.get_current_context().exit(PROTOCOL)
+
+
+def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from coordinator.cluster.version_skew import Running, compare
+
+    lines = compare(coordinator, [Running(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes])
+    return [
+        {"name": one.running.name, "state": one.running.state, "version": one.running.version,
+         "protocol": one.running.protocol, "ok": one.ok, "advice": one.advice}
+        for one in lines
+    ]  # fmt: skip
+
+
+def _print_version(answer: dict[str, Any]) -> None:
+    click.echo(f"macpool {answer['version']}, protocol {answer['protocol']} (speaks from {answer['oldest']})")
+    if "coordinator" in answer:
+        rows = [("coordinator", "", answer["coordinator"], str(answer["coordinator_protocol"]), "")]
+        rows += [
+            (one["name"], one["state"], one["version"] or "-", str(one["protocol"] or "-"), one["advice"] or "ok")
+            for one in answer["members"]
+        ]
+        table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "WHAT TO DO"), rows)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script for a shell: `eval "$(cluster completion zsh)"`.
+
+    It completes the name by which the command is called here: `macpool completion zsh` completes `macpool`.
+    """
+    from click.shell_completion import get_completion_class
+
+    from coordinator.cli import cluster
+
+    name = click.get_current_context().find_root().info_name or "cluster"
+
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.UsageError(f"no completion for {shell}")
+    click.echo(kind(cluster, {}, name, f"_{name.upper()}_COMPLETE").source())
+
+
+@click.command("help")
+@click.argument("words", metavar="[COMMAND]...", nargs=-1)
+@click.pass_context
+def help_(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Print the help of a command: `cluster help`, `cluster help key limit`."""
+    root = ctx.find_root()
+    command, found = root.command, root
+    for word in words:
+        if not isinstance(command, click.Group):
+            raise click.UsageError(f"`{found.command_path}` has no commands of its own")
+        name, below, _ = command.resolve_command(found, [word])
+        if below is None:
+            raise click.UsageError(f"there is no `{found.command_path} {word}`")
+        command, found = below, click.Context(below, info_name=name, parent=found)
+    click.echo(command.get_help(found))

@@ -1,0 +1,87 @@
+"""`cluster video`: the whole group, with `install` and `calibrate`."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.videos import calibration, known_models, measured_sizes, only_model, video
+from coordinator.client.api_client import Session, default_state, options, table
+from coordinator.client.errors import Problem
+from host.settings_loader import from_environment, from_tree
+from wire.units import show_size
+
+SETTING = "worker.environments"
+MATRIX = "384x224,640x368,832x480,1280x720"
+
+
+@video.command()
+@click.option("--model", help="Which model; may be left out where the pool has only one for videos.")
+@click.option("--sizes", default=MATRIX, show_default=True, help="Sizes to measure.")
+@click.option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Denoising steps of each clip.")
+@click.option("--frames", type=click.IntRange(1), default=17, show_default=True, help="Frames of each clip.")
+@options
+def calibrate(session: Session, model: str | None, sizes: str, steps: int, frames: int) -> None:
+    """Make a clip of each size and record its peak memory.
+
+    A peak above the prediction moves the prediction up, for this model, engine and quantization. Runs as long as the
+    clips take, and waits for its turn behind other videos.
+    """
+    matrix = measured_sizes(sizes)
+    rows = calibration(session, only_model(session, model), matrix, steps, frames)
+    profiles = known_models(session)["profiles"]
+    session.show({"schema": 1, "clips": rows, "profiles": profiles}, _print)
+
+
+def _print(answer: dict[str, Any]) -> None:
+    table(
+        ("SIZE", "STATE", "PEAK", "SECONDS", "ERROR"),
+        [
+            (one["size"], one["status"], show_size(one["peak"]), str(one["seconds"] or "-"), one["error"][:80])
+            for one in answer["clips"]
+        ],
+        alarming=("failed",),
+    )
+    for one in answer["profiles"]:
+        click.echo(
+            f"{one['package']}, engine {one['engine']}, {one['bits'] or 16} bits: base {show_size(one['base'])}, "
+            f"{show_size(one['slope'])} a token, margin {show_size(one['margin'])}; {one['measured']} jobs measured"
+        )
+
+
+@video.command()
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
+@click.option("--wheelhouse", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="Take all packages from this folder and ask no index.")  # fmt: skip
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
+def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
+    """Make the environment that videos are made in, on this machine: some gigabytes, locked by hash.
+
+    A node that runs here offers video within half a minute, if it has a video package. Nothing is done where the
+    environment is there already.
+    """
+    command = [sys.executable, "-P", "-m", "node.video.environment", "--folder", str(_folder(state or default_state()))]
+    command += ["--wheelhouse", str(wheelhouse)] if wheelhouse else []
+    with waiting("installing the video environment"):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Problem(1, done.stderr.strip().removeprefix("error: ") or f"it ended with {done.returncode}")
+    made = json.loads(done.stdout)
+    click.echo(json.dumps(made) if output == "json" else f"the video engine {made['engine']} is installed")
+
+
+def _folder(state: Path) -> Path:
+    """Say where the node of this state folder keeps environments."""
+    file = state / "config.toml"
+    try:
+        found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise Problem(2, f"{file}: {error}") from None
+    wanted = from_environment(os.environ).get(SETTING, found.get(SETTING))
+    return Path(str(wanted)).expanduser() if wanted else state / "node" / "video" / "environments"

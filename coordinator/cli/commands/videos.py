@@ -1,0 +1,294 @@
+"""`cluster video`: create a video, follow it, fetch it; the memory that is lent to videos."""
+
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import click
+
+from coordinator.cli.commands.tokens_and_keys import Duration, moment
+from coordinator.cli.group import Group
+from coordinator.client.api_client import Session, options, raise_for, table
+from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, Problem
+from coordinator.client.terminal_text import harmless, raw_output
+from wire.units import show_size
+
+LOOK_SECONDS = 1.0
+"""Between two looks at a video that is waited for."""
+PIECE = 1024 * 1024
+PROMPT = "a calm sea under a clear sky"
+
+
+@click.group(cls=Group)
+def video() -> None:
+    """Create, list or fetch videos; prepare machines for them."""
+
+
+@video.command("list")
+@click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="How many.")
+@options
+def list_videos(session: Session, last: int) -> None:
+    """List the newest videos."""
+    session.show({"schema": 1, **session.call("GET", f"/v1/videos?limit={last}")}, _print_list)
+
+
+def _print_list(answer: dict[str, Any]) -> None:
+    rows = [
+        (
+            one["id"], one["status"], f"{one['progress']} %", one["model"], one["size"], f"{one['seconds']} s",
+            moment(one["created_at"]), harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
+        )
+        for one in answer["data"]
+    ]  # fmt: skip
+    table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
+
+
+@video.command()
+@click.argument("video")
+@options
+def show(session: Session, video: str) -> None:
+    """Show everything about a video."""
+    session.show({"schema": 1, **_get(session, video)}, _print_one)
+
+
+def _get(session: Session, video: str) -> dict[str, Any]:
+    return session.call("GET", f"/v1/videos/{quote(video, safe='')}")
+
+
+def _print_one(one: dict[str, Any]) -> None:
+    for name, value in one.items():
+        if name in ("created_at", "completed_at", "expires_at") and value is not None:
+            value = moment(value)
+        elif name == "peak" and value is not None:
+            value = show_size(value)
+        if name not in ("object", "schema", "remixed_from_video_id") and value not in (None, []):
+            click.echo(f"{name:<16} {harmless(str(value))}")
+
+
+@video.command()
+@click.argument("prompt", nargs=-1, required=True)
+@click.option("--model", help="Which model; may be left out where the pool has only one for videos.")
+@click.option("--size", help="WIDTHxHEIGHT in pixels.")
+@click.option("--seconds", type=int, help="Length.")
+@click.option("--frames", type=int, help="Length in frames, instead of seconds.")
+@click.option("--fps", type=int, help="Frames a second.")
+@click.option("--steps", type=int, help="Denoising steps.")
+@click.option("--seed", type=int, help="The same seed makes the same clip.")
+@click.option("--negative-prompt", help="What should not be seen.")
+@click.option("--wait", "waits", is_flag=True, help="Wait until it is made.")
+@click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip there.")
+@options
+def create(session: Session, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
+    """Ask for a video of PROMPT."""
+    body = {name: value for name, value in fields.items() if value is not None}
+    body["model"] = only_model(session, body.get("model"))
+    made = session.call("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
+    for warning in made["warnings"]:
+        click.secho(warning, fg="yellow", err=True)
+    if output_file is not None or waits:
+        made = _wait(session, made["id"], None)
+        _raise_if_failed(made)
+    if output_file is not None:
+        _download(session, made["id"], output_file, "video")
+    session.show({"schema": 1, **made}, lambda one: click.echo(one["id"]))
+
+
+@video.command()
+@click.argument("video")
+@options
+def cancel(session: Session, video: str) -> None:
+    """Cancel a video and free its memory."""
+    answer = session.call("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
+    session.show({"schema": 1, **answer}, lambda one: click.echo(f"{one['id']} {one['status']}"))
+
+
+@video.command()
+@click.argument("video")
+@click.option("--timeout", type=Duration(), help="Wait no longer than this (30s, 2h).")
+@options
+def wait(session: Session, video: str, timeout: float | None) -> None:
+    """Wait until a video is made, with its progress on a terminal.
+
+    Exit code 6 when it fails, 7 when it takes longer.
+    """
+    made = _wait(session, video, timeout)
+    session.show({"schema": 1, **made}, lambda one: click.echo(f"{one['id']} {one['status']}"))
+    _raise_if_failed(made)
+
+
+@video.command()
+@click.argument("video")
+@click.option("--output-file", type=click.Path(path_type=Path), help="Where to; VIDEO.mp4 or .webp unless given.")
+@click.option("--thumbnail", is_flag=True, help="Its picture instead.")
+@options
+def get(session: Session, video: str, output_file: Path | None, thumbnail: bool) -> None:
+    """Write a finished video into a file."""
+    variant = "thumbnail" if thumbnail else "video"
+    file = output_file or Path(f"{Path(video).name}.{'webp' if thumbnail else 'mp4'}")
+    size = _download(session, video, file, variant)
+    session.show({"schema": 1, "id": video, "file": str(file), "bytes": size},
+                 lambda one: click.echo(f"{one['file']}: {show_size(one['bytes'])}"))  # fmt: skip
+
+
+def _download(session: Session, video: str, file: Path, variant: str) -> int:
+    """Write the file beside its place first, so that a broken one never bears its name; give its bytes."""
+    response = session.request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
+    if response.status >= 400:
+        raise_for(response.status, response.read())
+    beside, size, promised = file.with_name(file.name + ".part"), 0, int(response.headers["content-length"])
+    try:
+        with beside.open("wb") as target:
+            while piece := response.read(PIECE):
+                target.write(piece)
+                size += len(piece)
+        if size != promised:
+            raise Problem(1, f"only {size} of {promised} bytes came: try again")
+        beside.replace(file)
+    except OSError as error:
+        raise Problem(1, f"{file} cannot be written: {error.strerror or error}") from None
+    finally:
+        beside.unlink(missing_ok=True)
+    return size
+
+
+def _raise_if_failed(made: dict[str, Any]) -> None:
+    if made["status"] == "failed":
+        raise Problem(REFUSED, f"{made['id']} failed: {made['error']['code']}: {harmless(made['error']['message'])}")
+
+
+def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]:
+    began, told, pause = time.monotonic(), "", threading.Event()
+    with _progress(session) as bar:
+        while (made := _get(session, video))["status"] not in ("completed", "failed"):
+            if timeout is not None and time.monotonic() - began >= timeout:
+                raise Problem(
+                    TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
+                )
+            told = bar.tell(made["progress"], harmless(made["phase"]), told)
+            pause.wait(LOOK_SECONDS)
+    return made
+
+
+class Teller(Protocol):
+    """Where progress is shown."""
+
+    def tell(self, progress: int, phase: str, told: str) -> str:
+        """Show progress (per cent) and phase; `told` was shown last. Give what was shown."""
+        ...
+
+
+class Lines:
+    """A line for every phase: what a file or a pipe gets."""
+
+    def tell(self, progress: int, phase: str, told: str) -> str:
+        """See `Teller`."""
+        if phase != told:
+            click.echo(f"{progress:3d} %  {phase}", err=True)
+        return phase
+
+
+class Silent:
+    """Nothing: the answer is for a program."""
+
+    def tell(self, progress: int, phase: str, told: str) -> str:
+        """See `Teller`."""
+        return phase
+
+
+class Bar:
+    """A bar on a terminal."""
+
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self._task = progress.add_task("queued", total=100)
+
+    def tell(self, progress: int, phase: str, told: str) -> str:
+        """See `Teller`."""
+        self._progress.update(self._task, completed=progress, description=phase[:60])
+        return phase
+
+
+@contextmanager
+def _progress(session: Session) -> Generator[Teller]:
+    if session.json:
+        yield Silent()
+        return
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True) as progress:
+        yield Bar(progress)
+
+
+@video.command("leases")
+@options
+def list_leases(session: Session) -> None:
+    """List the memory that is lent now: by which node, to which video, and what its worker takes of it."""
+    session.show(session.call("GET", "/api/v1/leases"), _print_leases)
+
+
+def _print_leases(answer: dict[str, Any]) -> None:
+    rows = [
+        (
+            one["name"], show_size(one["size"]), one["job"], one["phase"], f"{one['progress']} %",
+            show_size(one["footprint"]), show_size(one["peak"]), moment(one["since"]),
+            "being given back" if one["orphan"] else "",
+        )
+        for one in answer["leases"]
+    ]  # fmt: skip
+    table(("NODE", "LENT", "VIDEO", "PHASE", "DONE", "FOOTPRINT", "PEAK", "SINCE", ""), rows)
+
+
+def measured_sizes(text: str) -> list[str]:
+    """Read the sizes of a matrix: `384x224,832x480`."""
+    sizes = [size.strip() for size in text.split(",") if size.strip()]
+    if not sizes or not all(part.isdecimal() for size in sizes for part in size.split("x", 1)):
+        raise click.UsageError(f"{text!r} is no list of sizes: write 384x224,832x480")
+    return sizes
+
+
+def calibration(session: Session, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
+    """Make one clip of each size, smallest first, and give what each took; the clips are deleted."""
+    rows: list[dict[str, Any]] = []
+    for size in sorted(sizes, key=_pixels):
+        click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
+        body = {"model": model, "prompt": PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
+        made = _wait(session, session.call("POST", "/v1/videos", body)["id"], None)
+        fault = made["error"]["message"] if made["error"] else ""
+        rows.append({"size": made["size"], "status": made["status"], "peak": made["peak"],
+                     "seconds": made["wall_seconds"], "error": fault})  # fmt: skip
+        session.call("DELETE", f"/v1/videos/{made['id']}")
+    return rows
+
+
+def _pixels(size: str) -> int:
+    width, _, height = size.partition("x")
+    return int(width) * int(height or 0)
+
+
+def known_models(session: Session) -> dict[str, Any]:
+    """Give what is known of the models for videos."""
+    answer = session.call("GET", "/api/v1/videos/models")
+    if not answer["models"]:
+        raise Problem(NOT_FOUND, "no node has a model for videos: put one into a folder of models on a Mac, run "
+                      "`cluster video install` there, and allow it with `cluster node allow-video NAME`")  # fmt: skip
+    return answer
+
+
+def only_model(session: Session, model: str | None) -> str:
+    """Return the model that was named, or else the only one for videos. Problem when there is none or several."""
+    if model is not None:
+        return model
+    names = [one["name"] for one in known_models(session)["models"]]
+    if len(names) > 1:
+        raise click.UsageError(f"name a model with --model: {', '.join(names)}")
+    return names[0]

@@ -1,0 +1,1 @@
+"""Client of the control API that the command line and the doctor share."""

@@ -1,0 +1,311 @@
+"""What the verbs share: which coordinator, with which key, and how answers are printed."""
+
+import http.client
+import json
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
+
+import click
+
+from coordinator.client.errors import BLOCKED, DENIED, NOT_FOUND, PIN, REFUSED, TIMED_OUT, UNREACHABLE, Problem
+
+if TYPE_CHECKING:
+    import ssl
+
+MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
+"""What a Mac that is a node reads with its own certificate."""
+LOGIN = "login.json"
+"""File in the state folder (0600) with what `cluster login` keeps."""
+
+
+def default_state() -> Path:
+    """Give the state folder that is used when none is named."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("macpool", appauthor=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A coordinator as this command reaches it. `authority` (PEM) is empty where the system's authorities are meant."""
+
+    url: str
+    """Base URL without a path."""
+    key: str
+    authority: str
+
+
+def base_url(text: str) -> str:
+    """Return the base URL of a coordinator, without path. UsageError when the text is no URL of one."""
+    parts = urlsplit(text if "//" in text else f"https://{text}")
+    if parts.scheme in ("macpool", "cluster"):
+        raise click.UsageError(f"{text} is where nodes connect; the URL of the API is the `endpoint` of `cluster up`")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise click.UsageError(f"{text!r} is no URL of a coordinator: write http://HOST:PORT or https://HOST:PORT")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One coordinator as this command reaches it, and the wanted form of output."""
+
+    state: Path
+    url: str | None
+    key_file: Path | None
+    output: str
+
+    @property
+    def json(self) -> bool:
+        """Whether the answer is for a program."""
+        return self.output == "json"
+
+    @property
+    def wide(self) -> bool:
+        """Whether every column is wanted."""
+        return self.output == "wide"
+
+    @property
+    def running(self) -> bool:
+        """Whether a coordinator can be asked: one was named, one runs in the state folder, or `login` kept one."""
+        return self.url is not None or self._read("run.json") is not None or self.kept_login is not None
+
+    @property
+    def kept_login(self) -> dict[str, Any] | None:
+        """What `cluster login` kept: url, key and authority (PEM) of a coordinator elsewhere."""
+        return self._read(LOGIN)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.state / name).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise Problem(1, f"{self.state / name} cannot be read: {error}") from None
+
+    def reached(self) -> Reached:
+        """Return the coordinator to ask: the one of --url, the one that runs here, or the one of `cluster login`.
+
+        Problem when there is none.
+        """
+        if self.url is not None:
+            return Reached(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
+        run = self._read("run.json")
+        if run is not None:
+            return Reached(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
+        kept = self.kept_login
+        if kept is not None:
+            return Reached(str(kept["url"]), str(kept["key"]), str(kept.get("ca") or ""))
+        raise Problem(UNREACHABLE, self.no_coordinator())
+
+    def no_coordinator(self) -> str:
+        """Return what to say where no coordinator is known here: where it is, or how to start one."""
+        from coordinator.client.member_client import host_of, member_of
+
+        member = member_of(self.state)
+        if member is not None:
+            host = host_of(member)
+            return (
+                f"this Mac is a node, its coordinator runs on {host}: type this command there, or here after `cluster "
+                f"login https://{host}:8080` (the `endpoint` of `cluster up`); `cluster status`, `nodes`, `models` and "
+                "`top` need no login here"
+            )
+        return (
+            f"no coordinator runs in {self.state}: start one with `cluster up`, or use another with "
+            "`cluster login URL`, or with --url and --key-file"
+        )
+
+    def target(self) -> tuple[str, str]:
+        """Return base URL (no path) and key. Problem when neither the state folder nor the options name them."""
+        reached = self.reached()
+        return reached.url, reached.key
+
+    def authority(self) -> str:
+        """Return the authority (PEM) behind the endpoint as this command knows it; empty where the system knows it, or
+        there is no TLS."""
+        return self.reached().authority
+
+    def _known_authority(self, url: str) -> str:
+        kept = self.kept_login
+        return str(kept.get("ca") or "") if kept is not None and kept["url"] == url else ""
+
+    def _key(self) -> str:
+        if self.key_file is None:
+            kept = self.kept_login
+            if kept is not None and self.url is not None and kept["url"] == base_url(self.url):
+                return str(kept["key"])
+            raise Problem(DENIED, "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key; "
+                          "`cluster login URL` keeps both")  # fmt: skip
+        try:
+            return self.key_file.read_text().strip()
+        except OSError as error:
+            raise Problem(DENIED, f"the key file cannot be read: {error}") from None
+
+    def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
+        """Send a request and return the response, whatever its status. Problem when there is no answer."""
+        return send(self.reached(), method, path, body, timeout)
+
+    def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
+        """Send a request and give its JSON. Problem with the server's own words for every error status."""
+        if method == "GET" and path in MEMBER_PATHS and not self.running:
+            from coordinator.client.member_client import member_of, query
+
+            member = member_of(self.state)
+            if member is not None:
+                return query(member, path)
+        response = self.request(method, path, body, timeout)
+        raw = response.read()
+        if response.status >= 400:
+            raise_for(response.status, raw)
+        return json.loads(raw) if raw else {}
+
+    def show(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
+        """Print an answer as JSON or through `text`."""
+        if self.json:
+            click.echo(json.dumps(answer))
+        else:
+            text(answer)
+
+
+def _trust(authority: str) -> "ssl.SSLContext":
+    """Return whom this command trusts: what the system does, and the coordinator's own authority."""
+    import ssl
+
+    context = ssl.create_default_context()
+    if authority:
+        context.load_verify_locations(cadata=authority)
+    return context
+
+
+def send(
+    reached: Reached, method: str, path: str, body: object = None, timeout: float = 30.0
+) -> http.client.HTTPResponse:
+    """Send a request to a coordinator and return the response, whatever its status. Problem when there is no answer."""
+    base, parts = reached.url, urlsplit(reached.url)
+    if parts.scheme == "https":
+        context = _trust(reached.authority)
+        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout, context=context)
+    else:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
+    headers = {"Authorization": f"Bearer {reached.key}"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
+    except TimeoutError:
+        raise Problem(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
+    except OSError as error:
+        raise Problem(*unreached(base, error)) from None
+    except http.client.HTTPException:
+        raise Problem(UNREACHABLE, f"{base} answers, but not as HTTP: is it the `endpoint` of `cluster up`?") from None
+
+
+def unreached(base: str, error: OSError) -> tuple[int, str]:
+    """Give exit code and text for a connection that failed; errno 65 on macOS is privacy, not the network."""
+    if sys.platform == "darwin" and error.errno == 65:
+        return BLOCKED, (
+            f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
+            "it under System Settings > Privacy & Security > Local Network"
+        )
+    if "certificate verify failed" in str(error):
+        return PIN, (
+            f"the certificate of {base} is not trusted by this machine: `cluster trust-ca {base}` shows the authority "
+            "behind it, and trusts it where its fingerprint is that of the coordinator"
+        )
+    return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"
+
+
+def raise_for(status: int, raw: bytes) -> NoReturn:
+    """Turn an error body into a Problem."""
+    try:
+        error = json.loads(raw)["error"]
+        message = str(error["message"]) + _numbers(error.get("memory"))
+    except (ValueError, KeyError, TypeError):
+        message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
+    code = {
+        401: DENIED, 403: DENIED, 404: NOT_FOUND, 409: REFUSED, 429: REFUSED, 503: REFUSED, 504: TIMED_OUT,
+    }.get(status, 1)  # fmt: skip
+    raise Problem(REFUSED if status == 400 and b"memory" in raw else code, message)
+
+
+def _numbers(memory: dict[str, Any] | None) -> str:
+    """Write the arithmetic of a refusal on a line of its own."""
+    if not memory:
+        return ""
+    from wire.units import show_size
+
+    sizes = ("estimate", "headroom", "ceiling", "current", "reserved", "margin", "cap")
+    return "\n(" + ", ".join(f"{size} {show_size(memory[size])}" for size in sizes) + ")"
+
+
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --state, --url, --key-file and -o to a command, whose first argument becomes a Session."""
+    return _with_session(command, ("text", "json"))
+
+
+def wide_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what `options` adds, where -o knows a third form, `wide`."""
+    return _with_session(command, ("text", "wide", "json"))
+
+
+def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Callable[..., None]:
+    def wrapped(state: Path | None, url: str | None, key_file: Path | None, output: str, **rest: object) -> None:
+        command(Session(state or default_state(), url, key_file, output), **rest)
+
+    for option in (
+        click.option("-o", "--output", type=click.Choice(forms), default="text", help="Output format."),
+        click.option(
+            "--key-file", envvar="MACPOOL_KEY_FILE", type=click.Path(path_type=Path), help="File with an API key."
+        ),
+        click.option("--url", envvar="MACPOOL_URL", help="URL of another coordinator, https://HOST:PORT."),
+        click.option(
+            "--state",
+            envvar="MACPOOL_STATE",
+            type=click.Path(path_type=Path),
+            help="State folder. Its owner has admin rights.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return update_wrapper(wrapped, command)
+
+
+SHORT = 10
+"""Letters up to which a column is never folded."""
+UNBOUND = 10_000
+"""Letters of a line for a file or a pipe, which nothing folds."""
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = (), *,
+    numbers: Collection[str] = (), fold: Collection[str] = (), whole: bool = False,
+) -> None:  # fmt: skip
+    """Print a table. On a terminal that is too narrow the columns `fold`, or else all long ones, are folded, so that no
+    cell is cut; elsewhere, and with `whole`, each row is one line. Cells with one of the `alarming` texts are red; the
+    columns `numbers` are flush right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = [tuple(row) for row in rows]
+    bound = sys.stdout.isatty() and not whole
+    console = Console(highlight=False) if bound else Console(highlight=False, width=UNBOUND, height=25)
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        long = max([len(column), *(len(line[number]) for line in lines)]) > SHORT
+        folds = column in fold if fold else long
+        grid.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in numbers else "left")
+    for line in lines:
+        grid.add_row(
+            *(Text(cell, "bold red" if cell in alarming else "") for cell in line)
+        )  # never markup: names come from other machines
+    console.print(grid, soft_wrap=whole)

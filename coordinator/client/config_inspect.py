@@ -1,0 +1,155 @@
+"""Settings of a state folder: those that a start would use, and those of the processes that run.
+
+The module `node.inspect.report` reads the settings of the node in a process of its own, because the coordinator does
+not import the node.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.client.api_client import Session
+from coordinator.client.errors import Problem
+
+CHILD_SECONDS = 20.0
+ASK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting in force as rows (key, value, origin, description), and everything that is wrong."""
+
+    rows: tuple[dict[str, Any], ...]
+    wrong: tuple[Any, ...]
+    """Wrong of coordinator.state.config_file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What the processes of a state folder use now: which of them run ("coordinator", "node"), their settings as rows,
+    and those that their file tells differently by now (host.settings_loader.Drift, as dictionaries)."""
+
+    who: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]
+    drift: tuple[dict[str, Any], ...]
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        """Give the rows of what no file and no default says: flags and environment of the processes."""
+        from host.settings_loader import GIVEN
+
+        return [row for row in self.rows if row["origin"] in GIVEN]
+
+
+def in_force(session: Session, node: Mapping[str, Any]) -> Running:
+    """Return the settings of the running coordinator and of the node (`node.inspect.report`) of this state folder.
+
+    A process that does not answer is treated as not running.
+    """
+    told: dict[str, list[dict[str, Any]]] | None = node.get("running")
+    halves = {} if told is None else {"node": told}
+    ours = _coordinator(session)
+    if ours is not None:
+        halves = {"coordinator": {"settings": ours, "drift": _drift(session.state, ours)}, **halves}
+    rows = tuple(row for half in halves.values() for row in half["settings"])
+    return Running(tuple(halves), rows, tuple(one for half in halves.values() for one in half["drift"]))
+
+
+def _coordinator(session: Session) -> list[dict[str, Any]] | None:
+    from coordinator.state.config_file import rows_shown
+
+    try:
+        if session.url is not None or not session.running:
+            return None
+        rows = session.call("GET", "/api/v1/settings", timeout=ASK_SECONDS)["settings"]
+    except (Problem, OSError, ValueError, KeyError):
+        return None
+    return list(rows_shown(rows))  # once more: an older coordinator shows all
+
+
+def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compare with the file, but for addresses, which are hidden; of a file that is wrong nothing is said here."""
+    from coordinator.state.config_file import ADDRESSES
+    from coordinator.state.settings import OTHERS, CoordinatorSettings
+    from host.settings_loader import drifted, from_tree
+
+    file = state / "config.toml"
+    try:
+        tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
+        return [asdict(one) for one in drifted([row for row in ours if row["key"] not in ADDRESSES],
+                                               CoordinatorSettings, tree, OTHERS)]  # fmt: skip
+    except (OSError, ValueError):
+        return []
+
+
+def look(
+    state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
+) -> Settings:
+    """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
+    from coordinator.state.config_file import Wrong, located, rows_shown, syntax
+    from coordinator.state.settings import OTHERS, CoordinatorSettings
+    from host.settings_loader import (
+        Fault,
+        SettingsError,
+        describe,
+        explained,
+        faults,
+        from_environment,
+        from_pairs,
+        from_tree,
+        resolve,
+    )  # fmt: skip
+
+    try:
+        text = file.read_text() if file.exists() else ""
+        tree = from_tree(tomllib.loads(text))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        defaults = [{"key": one.key, "value": one.default, "origin": "default", "description": one.description}
+                    for one in describe(CoordinatorSettings)]  # fmt: skip
+        return Settings(tuple(defaults), (syntax(str(file), str(error)),))
+    try:
+        layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
+    except SettingsError as error:
+        raise Problem(2, str(error)) from None
+    node = node or node_settings(state, file, environ, pairs)
+    wrong: list[Wrong] = []
+    for origin, flat in layers:
+        found = faults(CoordinatorSettings, flat, OTHERS)
+        found += [Fault(**one) for one in node["faults"] if one["key"] in flat and one["key"].split(".")[0] in OTHERS]
+        wrong += located(origin, found, text if origin == str(file) else "")
+    if node["error"] and not wrong:
+        wrong.append(Wrong(str(file), 0, "", node["error"]))
+    bad = {one.key for one in wrong}
+    right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
+    rows = rows_shown(explained(resolve(CoordinatorSettings, right, OTHERS)))
+    return Settings(rows + tuple(node["settings"]), tuple(wrong))
+
+
+def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the node, as `node.inspect.report` prints them."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "node.inspect.report",
+        "--settings-only",
+        "--state",
+        str(state),
+        "--file",
+        str(file),
+    ]
+    command += [item for pair in pairs for item in ("--set", pair)]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MACPOOL_")}
+    ours = {name: value for name, value in environ.items() if name.startswith("MACPOOL_")}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env={**plain, **ours},
+                              stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+        return json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise Problem(1, f"the node's settings cannot be read: {error}") from None

@@ -1,0 +1,110 @@
+"""Queries from a Mac that is a node: over the cluster port with the node's own certificate, which may only read."""
+
+import base64
+import json
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.client.errors import DENIED, PROTOCOL, UNREACHABLE, Problem
+from wire.certificate import read_certificate
+from wire.codec import Splitter, WireError, decode, encode
+from wire.frames import Answer, Denied, Query
+from wire.identity import PROTOCOL as SPOKEN
+from wire.identity import coordinator_uri
+
+CONNECT_SECONDS = 5.0
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The node of a state folder, as far as a query needs it."""
+
+    folder: Path
+    cluster: str
+    node: str
+    machine: str
+    ca: bytes
+    addresses: tuple[str, ...]
+
+
+def member_of(state: Path) -> Member | None:
+    """Return the node that joined from a state folder; None where there is none, or a cluster was made there."""
+    folder = state / "node" / "identity"
+    if (state / "cluster.db").exists():
+        return None
+    try:
+        kept = json.loads((folder / "identity.json").read_text())
+        addresses = tuple(str(one) for one in kept.get("addresses", ()))
+        return Member(folder, str(kept["cluster"]), str(kept["node"]), str(kept["machine"]),
+                      base64.b64decode(kept["ca"]), addresses)  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def host_of(member: Member) -> str:
+    """Return the host on which the coordinator was found last."""
+    return member.addresses[0].rpartition(":")[0] if member.addresses else "the coordinator's Mac"
+
+
+def query(member: Member, path: str) -> dict[str, Any]:
+    """Return what a path of the API shows. Problem when no address answers, or the coordinator refuses."""
+    failures: list[str] = []
+    for address in member.addresses:
+        try:
+            return json.loads(_ask(member, address, path))
+        except OSError as error:
+            failures.append(f"{address} ({error.strerror or error})")
+    tried = ", ".join(failures) or "no address is known"
+    raise Problem(
+        UNREACHABLE, f"the coordinator of this node cannot be reached: {tried}; is `cluster up` running there?"
+    )
+
+
+def _ask(member: Member, address: str, path: str) -> bytes:
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as plain,
+        _context(member).wrap_socket(plain) as link,
+    ):
+        shown = link.getpeercert(binary_form=True)
+        if not shown or read_certificate(shown).uri != coordinator_uri(member.cluster):
+            raise Problem(DENIED, f"{address} is not the coordinator of this node's cluster")
+        link.sendall(encode(Query(SPOKEN, member.node, member.machine, path)))
+        return _answer(link, address)
+
+
+def _answer(link: ssl.SSLSocket, address: str) -> bytes:
+    splitter, found = Splitter(), bytearray()
+    while data := link.recv(65536):
+        try:
+            frames = [decode(tag, body) for tag, body in splitter.feed(data)]
+        except WireError as error:
+            raise Problem(PROTOCOL, f"{address} answers in another protocol: {error}") from None
+        for frame in frames:
+            if isinstance(frame, Denied):
+                raise Problem(DENIED, frame.message)
+            if isinstance(frame, Answer):
+                found += frame.payload
+                if frame.last or len(found) > MAX_ANSWER_BYTES:
+                    return bytes(found)
+    raise Problem(PROTOCOL, f"the coordinator at {address} answers no queries of nodes: it runs an older macpool; "
+                  "update it, or type the command there")  # fmt: skip
+
+
+def _context(member: Member) -> ssl.SSLContext:
+    """Return the node's own TLS: only the cluster's authority, no host names, because addresses change."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_verify_locations(cadata=member.ca)
+    try:
+        context.load_cert_chain(member.folder / "node.pem")
+    except (OSError, ssl.SSLError) as error:
+        raise Problem(DENIED, f"the certificate of this node cannot be read: {error}") from None
+    return context

@@ -1,0 +1,1 @@
+"""Members of the cluster: membership, registry, link server and orders to nodes."""

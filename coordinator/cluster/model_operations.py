@@ -1,0 +1,134 @@
+"""The verbs behind /api/v1/models/load, /unload and /profile: choose nodes, give the orders, say what came of it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as changed
+
+from coordinator.observe.node_rows import measured
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.node_commands import Kind
+from router.dispatch.request import Failure
+from router.placement.cluster_view import NodeView
+from router.placement.model_load import Choice
+from wire.frames import Finished, Load, Profile, Unload
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+from wire.report import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A node did what was wanted, in so many seconds. `already`: by its report there was nothing to do, so nobody was
+    asked."""
+
+    node: NodeId
+    name: str
+    seconds: float
+    already: bool = False
+    model: Model | None = None
+
+    def row(self) -> dict[str, object]:
+        """Give it as the API shows it."""
+        found: dict[str, object] = {} if self.model is None else {"measured": measured(self.model)}
+        return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **found}
+
+
+_GONE = frozenset({"asleep", "lost", "left"})
+"""What such a node had loaded is its own affair until it is back."""
+Answer = Done | Refused | Failure
+
+
+class Loads:
+    """See the module. `clock` gives monotonic seconds."""
+
+    def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+
+    async def load(self, model: str, node: NodeView | None) -> Answer:
+        """Load a model on this node, or on the one that places it best; a node that refuses is followed by the next."""
+        if node is not None:
+            choice = Choice(node.id, node.name, _loaded(node, model))
+            return self._dispatcher.away(node) or await self._load(choice, model)
+        tried: dict[NodeId, Refused] = {}
+        while True:
+            choice = self._dispatcher.choose_load(model, tried)
+            if isinstance(choice, Refused):
+                return _all_refused(tried) or choice
+            answer = await self._load(choice, model)
+            if not isinstance(answer, Refused):
+                return answer
+            tried[choice.node] = answer
+
+    async def _load(self, choice: Choice, model: str) -> Answer:
+        if choice.loaded:
+            return Done(choice.node, choice.name, 0.0, already=True)
+        return await self._give(Load, choice.node, choice.name, model)
+
+    async def profile(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
+        """Measure a model on this node, or on every one that has it loaded, or on the one that would load it; give
+        what was found, and what went wrong."""
+        holders = [one for one in self._dispatcher.view.nodes if one.state not in _GONE and _loaded(one, model)]
+        nodes = [node] if node is not None else holders
+        if not nodes:
+            choice = self._dispatcher.choose_load(model, {})
+            if isinstance(choice, Refused):
+                return [], choice
+            answers = [await self._give(Profile, choice.node, choice.name, model)]
+        else:
+            answers = await asyncio.gather(*(self._profile(model, one) for one in nodes))
+        return _sorted(answers, "measured")
+
+    async def _profile(self, model: str, node: NodeView) -> Answer:
+        return self._dispatcher.away(replace(node, cordoned=False)) or await self._give(
+            Profile, node.id, node.name, model
+        )
+
+    async def unload(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
+        """Unload a model from this node, or from every one that has it; give where it is gone, and what went wrong.
+
+        A cordoned node is asked, too: to cordon it is how its requests are let end."""
+        view = self._dispatcher.view
+        holders = [one for one in view.nodes if one.state not in _GONE and _loaded(one, model)]
+        nodes = [node] if node is not None else holders
+        if not nodes:
+            return [], Refused(Code.NO_MODEL, f"{model} is loaded on no node")
+        answers = await asyncio.gather(*(self._unload(model, one) for one in nodes))
+        return _sorted(answers, "unloaded")
+
+    async def _unload(self, model: str, node: NodeView) -> Answer:
+        away = self._dispatcher.away(replace(node, cordoned=False))
+        return away or await self._give(Unload, node.id, node.name, model)
+
+    async def _give(self, kind: Kind, node: NodeId, name: str, model: str) -> Answer:
+        begun = self._clock()
+        ended = await self._dispatcher.orders.give(kind, node, name, model)
+        if not isinstance(ended, Finished):
+            return ended
+        return Done(node, name, self._clock() - begun, model=ended.measured)
+
+
+def _loaded(node: NodeView, model: str) -> bool:
+    return model in node.models and node.models[model].loaded
+
+
+def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
+    """Give what the nodes said, with the numbers of the first: it was the best."""
+    if not tried:
+        return None
+    first = next(iter(tried.values()))
+    return changed(first, message="; ".join(refused.message for refused in tried.values()))
+
+
+def _sorted(answers: Sequence[Answer], verb: str) -> tuple[list[Done], Refused | Failure | None]:
+    """Part what was done from what went wrong, which says what was done all the same."""
+    done = [answer for answer in answers if isinstance(answer, Done)]
+    wrong = [answer for answer in answers if not isinstance(answer, Done)]
+    if not wrong:
+        return done, None
+    text = "; ".join(one.message for one in wrong)
+    if done:
+        text += f"; {verb} on {', '.join(one.name for one in done)}"
+    return done, changed(wrong[0], message=text)

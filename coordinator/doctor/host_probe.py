@@ -1,0 +1,174 @@
+"""The machine as the doctor reaches it: tools, sockets, children, files, and the coordinator's own answers.
+
+Everything that a check touches goes through one `Here`, so that the whole doctor runs on a pretended Mac, too: the
+platform, the tools and the dials are given. Nothing here waits longer than a few seconds, and nothing raises for what
+is merely missing.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from coordinator.client.api_client import Session
+from coordinator.client.errors import Problem
+from host.power import Power, read_power
+from host.settings_loader import OUTSIDE
+
+TOOL_SECONDS = 2.5
+SPARE_SECONDS = 0.7
+"""By so much a child ends before the whole examination does."""
+DIAL_SECONDS = 1.5
+ASK_SECONDS = 2.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a tool printed, its exit code, and what it complained of."""
+
+    code: int
+    text: str
+    error: str = ""
+
+
+Ask = Callable[[tuple[str, ...], float], Said | None]
+"""Runs a tool for at most so many seconds; None where there is none, or it did not end."""
+Dial = Callable[[str, int], int]
+"""Connects to a host and port and hangs up: 0, or the errno."""
+
+
+def run_tool(command: tuple[str, ...], seconds: float) -> Said | None:
+    """Run a tool of the system."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds,
+                              stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def run_dial(host: str, port: int) -> int:
+    """Connect by TCP."""
+    try:
+        socket.create_connection((host, port), DIAL_SECONDS).close()
+    except TimeoutError:
+        return -1
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+class Once(Generic[T]):
+    """A value that several threads want and one of them makes."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: list[T] = []
+
+    def __call__(self) -> T:
+        """Give it."""
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+            return self._made[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This machine, or a pretended one."""
+
+    session: Session
+    platform: str = sys.platform
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    ask: Ask = run_tool
+    dial: Dial = run_dial
+    root: Path = Path("/")
+    power: Callable[[], Power] = read_power
+    seconds: float = 4.5
+    """Longest time for everything."""
+    examined: Once[dict[str, Any] | None] = field(init=False)
+    device: Once[dict[str, Any] | None] = field(init=False)
+    version: Once["Answer"] = field(init=False)
+    nodes: Once["Answer"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Prepare what is asked for once."""
+        children = {
+            "examined": ("node.inspect.report", "--state", str(self.state)),
+            "device": ("node.engine.process.device_info",),
+        }
+        for name, command in children.items():
+            object.__setattr__(self, name, Once(partial(self._child, *command)))
+        for name in ("version", "nodes"):
+            object.__setattr__(self, name, Once(partial(self.get, f"/api/v1/{name}")))
+
+    @property
+    def state(self) -> Path:
+        """The state folder."""
+        return self.session.state
+
+    @property
+    def mac(self) -> bool:
+        """Whether this is macOS."""
+        return self.platform == "darwin"
+
+    @property
+    def has_cluster(self) -> bool:
+        """Whether a cluster was made in the state folder."""
+        return (self.state / "cluster.db").exists()
+
+    @property
+    def has_node(self) -> bool:
+        """Whether a node joined from it."""
+        return (self.state / "node" / "identity" / "identity.json").exists()
+
+    def said(self, *command: str) -> str:
+        """Give what a tool printed; empty when it is not there or failed."""
+        found = self.ask(command, TOOL_SECONDS)
+        return found.text if found is not None and found.code == 0 else ""
+
+    def get(self, path: str) -> "Answer":
+        """Ask the coordinator; what it refuses is an answer, too."""
+        try:
+            return Answer(self.session.call("GET", path, timeout=ASK_SECONDS))
+        except (Problem, OSError, ValueError) as error:
+            code = error.exit_code if isinstance(error, Problem) else 1
+            return Answer(None, code, str(getattr(error, "message", error)))
+
+    def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
+        """Run one of our own modules; None when it does not answer in time."""
+        found = self.ask((sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - SPARE_SECONDS))
+        if found is None or found.code != 0:
+            return None
+        try:
+            told: Any = json.loads(found.text.splitlines()[-1])
+        except (ValueError, IndexError):
+            return None
+        return cast("dict[str, Any]", told) if isinstance(told, dict) else None
+
+    def variables(self, *names: str) -> list[str]:
+        """Give those environment names that are set."""
+        return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
+
+    def strays(self) -> list[str]:
+        """Give the MACPOOL_ names in the environment that are settings."""
+        return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The coordinator's answer, or the exit code and sentence of what went wrong."""
+
+    value: dict[str, Any] | None
+    code: int = 0
+    problem: str = ""

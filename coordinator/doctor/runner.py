@@ -1,0 +1,107 @@
+"""Runs every check at the same time, each with a limit, and gives all findings in the order of the table.
+
+A check that hangs is a finding, too: it says so, and the doctor goes on without it. Threads are daemons
+because of it: what waits in the kernel for a dead disk must not keep the command from ending.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.doctor import machine_checks, pool_checks, service_checks
+from coordinator.doctor.finding import Finding, warn
+from coordinator.doctor.host_probe import Here
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question. `id` is stable; `title` says what is looked at."""
+
+    id: str
+    title: str
+    run: Callable[[Here], Finding]
+
+
+CHECKS = (
+    Check("system", "The system's version", machine_checks.system),
+    Check("python", "The interpreter", machine_checks.python),
+    Check("mlx", "MLX and its device", machine_checks.mlx),
+    Check("memory", "RAM, cap and margin", machine_checks.memory),
+    Check("wired-limit", "Metal's wired limit", machine_checks.wired_limit),
+    Check("disk", "Room on the disks", machine_checks.disk),
+    Check("files", "Who may read the secrets", machine_checks.files),
+    Check("open-files", "Files and connections", machine_checks.open_files),
+    Check("settings", "The settings", pool_checks.settings),
+    Check("coordinator", "The coordinator answers", pool_checks.coordinator),
+    Check("local-network", "Local network privacy", pool_checks.local_network),
+    Check("bonjour", "Multicast, on UDP 5353", pool_checks.bonjour),
+    Check("firewall", "The application firewall", machine_checks.firewall),
+    Check("certificates", "Lives of the certificates", pool_checks.certificates),
+    Check("clock", "The clock", pool_checks.clock),
+    Check("protocol", "Versions and protocol", pool_checks.protocol),
+    Check("identity", "The node's identity", pool_checks.identity),
+    Check("service", "The service", service_checks.service),
+    Check("started-from", "Who macOS holds responsible", machine_checks.started_from),
+    Check("sleep", "Sleep settings", machine_checks.sleep),
+    Check("power", "Mains, battery, lid", machine_checks.power),
+    Check("filevault", "FileVault", machine_checks.filevault),
+    Check("panics", "Kernel panics", machine_checks.panics),
+    Check("video", "Ray's ports", pool_checks.video),
+    Check("proxy", "Proxies of the environment", machine_checks.proxy),
+    Check("errors", "Errors in the logs", pool_checks.log_errors),
+)
+"""Every check, in the order in which it is printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A check with what it found, and how long it took."""
+
+    check: Check
+    finding: Finding
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Give it for programs."""
+        one = self.finding
+        return {"id": self.check.id, "title": self.check.title, "result": one.result, "text": one.text, "fix": one.fix,
+                "numbers": dict(one.numbers), "seconds": round(self.seconds, 3)}  # fmt: skip
+
+
+def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
+    """Start every check, and yield them in order, each as soon as it and those before it are done; what has not ended
+    after `here.seconds` is given up."""
+    began = time.monotonic()
+    running = [_Running(check, here) for check in checks]
+    for one in running:
+        yield one.ended(began + here.seconds - time.monotonic())
+
+
+class _Running:
+    """One check in a thread of its own."""
+
+    def __init__(self, check: Check, here: Here) -> None:
+        self._check = check
+        self._here = here
+        self._examined: list[Examined] = []
+        self._began = time.monotonic()
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name=check.id, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            found = self._check.run(self._here)
+        except Exception as error:  # a check that breaks must not hide what the others found
+            found = warn(f"the check itself failed: {type(error).__name__}: {error}",
+                         "this is a fault of macpool: report it with `cluster doctor --bundle`")  # fmt: skip
+        self._examined.append(Examined(self._check, found, time.monotonic() - self._began))
+        self._done.set()
+
+    def ended(self, seconds: float) -> Examined:
+        """Wait for its end, for so long at most; below 0 not at all."""
+        if self._done.wait(seconds):
+            return self._examined[0]
+        late = warn("it did not end in time", "try again; if it stays so, something of the system hangs")
+        return Examined(self._check, late, time.monotonic() - self._began)

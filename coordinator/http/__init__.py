@@ -1,0 +1,1 @@
+"""HTTP server of the coordinator: protocol, limits, origin check and connection slots."""

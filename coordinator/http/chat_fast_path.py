@@ -1,0 +1,356 @@
+"""The HTTP port's protocol: the common request of a chat goes straight from the socket to the dispatcher.
+
+uvicorn serves everything; this subclass only looks first. When a whole `POST /v1/chat/completions` with a good key and
+a good body lies in the buffer, it is answered here, without a task, a scope or a copy of its headers: measured, that is
+half of what a plain request costs. Whatever is unusual (another route, a body in pieces, a wrong key, an impossible
+parameter) is handed on untouched, and the ASGI app gives the answer; so there is one place for every refusal, and this
+one can only say what the app would have said.
+
+Rules
+- Bytes are looked at here only between two requests, while uvicorn's parser is at rest.
+- Exactly one request at a time: what a client sends ahead is held as bytes (`coordinator.http.limits`).
+- A request that leaves by any way closes its ticket.
+"""
+
+import itertools
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, ClassVar, cast
+
+from msgspec.structs import replace
+
+from coordinator.http.limits import DeadlineProtocol
+from coordinator.http.origin_check import Guard
+from router.admission.api_keys import SESSION, KeyRing, credential, session_of
+from router.dialects.openai import chat, chat_response
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request import Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.errors import Header, Problem
+from router.http.exchange import INLINE_BYTES
+from router.http.respond import more_of
+from router.http.sse import Pump, problem_of
+from router.settings import RouterSettings
+from wire.frames import Finished
+from wire.identity import valid_request_id
+
+START = b"POST /v1/chat/completions HTTP/1.1\r\n"
+MOST_HEADS = 512
+"""Heads that are remembered; a client sends the same one again and again."""
+LONGEST_HEAD = 8192
+_WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
+_STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+    b"x-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%s\r\n"
+)
+_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+_ODD = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a request head says, None in `length` when it is not for here."""
+
+    length: int | None = None
+    key: bytes = b""
+    request_id: str = ""
+    session: str = ""
+
+
+class Door:
+    """What all connections share."""
+
+    def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: Guard) -> None:
+        self.dispatcher = dispatcher
+        self.longest = min(settings.body_bytes, INLINE_BYTES)
+        self._ring = ring
+        self._guard = guard
+        self._strict = settings.unknown_fields == "refuse"
+        self._heads: dict[bytes, Head] = {}
+        self._prefix = secrets.token_hex(5)
+        self._count = itertools.count(1)
+
+    def head(self, raw: bytes) -> Head:
+        """Read a head, or remember it."""
+        known = self._heads.get(raw)
+        if known is None:
+            known = self._read(raw)
+            if len(self._heads) >= MOST_HEADS:
+                self._heads.clear()
+            self._heads[raw] = known
+        return known
+
+    def _read(self, raw: bytes) -> Head:
+        headers: list[Header] = []
+        for line in raw.split(b"\r\n")[1:]:
+            name, colon, value = line.partition(b":")
+            if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+                return Head()
+            headers.append((name.lower(), value.strip()))
+        names = [name for name, _ in headers]
+        if len(set(names)) != len(names) or any(
+            name in _ODD or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
+        ):
+            return Head()
+        found = dict(headers)
+        length, key = found.get(b"content-length", b""), credential(headers)
+        if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
+            return Head()
+        told = found.get(b"x-request-id", b"").decode("latin-1")
+        return Head(int(length), key, told if valid_request_id(told) else "",
+                    session_of(found.get(SESSION)))  # fmt: skip
+
+    def knows(self, presented: bytes) -> bool:
+        """Return whether a key is good; nothing is counted."""
+        return self._ring.knows(presented)
+
+    def job(self, head: Head, body: bytes) -> Job | None:
+        """Give the request of a whole body; None when the app must answer."""
+        key = self._ring.check(head.key)
+        if key is None or not key.allows("infer"):
+            return None
+        asked = chat.parse(body, strict=self._strict)
+        # log probabilities are written beside the loop, and calls of custom tools by the app
+        if isinstance(asked, Problem) or asked.params.logprobs or asked.custom:
+            return None
+        request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
+        job = asked.job(key.id, request_id, int(time.time()))
+        return replace(job, session=head.session) if head.session else job
+
+
+class HotProtocol(DeadlineProtocol):
+    """One client connection. `door` is set by `protocol`."""
+
+    door: ClassVar[Door]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._parsing = False
+        self._serving = False
+        self._ticket: Ticket | None = None
+        self._stream: HotStream | None = None
+        self._closing = False
+        self._rests_since = 0.0
+
+    # -- bytes in -------------------------------------------------------------------------------
+
+    def _is_answering(self) -> bool:
+        """Return whether a request is whole and its answer is not, here or in the app."""
+        return self._ticket is not None or super()._is_answering()
+
+    def _feed(self, data: bytes) -> None:
+        """Answer here what can be, hand on the rest."""
+        if self._parsing or self._serving or not data.startswith(START) or not self._take(data):
+            super()._feed(data)
+
+    def _take(self, data: bytes) -> bool:
+        end = data.find(b"\r\n\r\n", len(START) - 2, LONGEST_HEAD)
+        if end < 0:
+            return False
+        head = self.door.head(data[:end])
+        begin = end + 4
+        if head.length is None or len(data) < begin + head.length or head.length > self.door.longest:
+            return False
+        job = self.door.job(head, data[begin : begin + head.length])
+        if job is None:
+            return False
+        self._ahead = data[begin + head.length :]
+        self._start(job)
+        return True
+
+    def on_message_begin(self) -> None:
+        """uvicorn's parser is in a message."""
+        self._parsing = self._serving = True
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        """uvicorn's parser is at rest again; the answer may still be under way."""
+        self._parsing = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """uvicorn answered; look first again unless it has more to answer."""
+        self._serving = bool(self.pipeline)
+        super().on_response_complete()
+
+    def _proves(self) -> bool:
+        """Return whether the head shows a good key."""
+        presented = credential(self.headers)
+        return presented is not None and self.door.knows(presented)
+
+    # -- one request ------------------------------------------------------------------------------
+
+    def _start(self, job: Job) -> None:
+        if self._late is not None:
+            self._disarm()
+        if self.place is not None:
+            self.place.work()
+            if not self.place.proven:
+                self.place.know()
+        self.server_state.total_requests += 1
+        ticket = self._ticket = self.door.dispatcher.submit(job)
+        ticket.sink = self._ready
+        if ticket.outcome is not None or (isinstance(ticket, StreamTicket) and ticket.ready):
+            self._ready()
+
+    def _ready(self) -> None:
+        """Something came for the request: its first delta, a sign of life, or its end."""
+        ticket = cast("Ticket", self._ticket)
+        outcome = ticket.outcome
+        if isinstance(ticket, StreamTicket) and (outcome is None or isinstance(outcome, Finished)):
+            self._open(ticket)
+        elif outcome is not None:
+            self._answer(ticket, outcome)
+
+    def _answer(self, ticket: Ticket, outcome: Outcome) -> None:
+        """Send a whole answer, good or bad, in one write."""
+        if isinstance(outcome, Finished):
+            body = chat_response.completion(ticket.job, cast("WholeTicket", ticket).answer(), outcome)
+            self.transport.write(_WHOLE % (len(body), _about(ticket), body))
+            self._done(200)
+            return
+        problem = problem_of(outcome)
+        if problem is None:
+            self._done(499)
+            return
+        body = problem.body(ticket.job.request_id)
+        own = b"".join(b"%s: %s\r\n" % header for header in problem.headers())
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
+            % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body), own, _about(ticket), body)
+        )
+        self._done(problem.status)
+
+    def _open(self, ticket: StreamTicket) -> None:
+        """Send the head with the first events and let the pump do the rest."""
+        chunks = chat_response.ChatChunks(ticket.job, fingerprint=ticket.fingerprint)
+        stream = self._stream = HotStream(self.transport, _STREAM % _about(ticket), self._streamed)
+        stream.busy = self.flow.write_paused
+        ticket.opened = True
+        Pump(ticket, chunks, stream)
+
+    def _streamed(self, whole: bool) -> None:
+        """The stream ended; one that was given up takes the connection with it."""
+        if not whole:
+            self.transport.abort()
+        self._done(200)
+
+    def _done(self, status: int) -> None:
+        ticket, self._ticket, self._stream = self._ticket, None, None
+        if ticket is None:
+            return
+        ticket.sink = None
+        self.door.dispatcher.close(ticket)
+        self.door.dispatcher.counters.answered(status)
+        if self.transport.is_closing():
+            return
+        if self._closing:
+            self.transport.close()
+            return
+        if self.place is not None:
+            self.place.rest()
+        self._rests_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._rest(self.timeout_keep_alive)
+        if self._ahead:
+            self.loop.call_soon(self._go_on)
+
+    def _rest(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that has been at rest for long. The timer is set once, and judges when it is due: to set
+        and to cancel one for every request costs more than to read its body."""
+        left = self._rests_since + self.timeout_keep_alive - self.loop.time()
+        self.timeout_keep_alive_task = None
+        if self._ticket is None and left <= 0:
+            super().timeout_keep_alive_handler()
+        elif self._ticket is None:
+            self._rest(left)
+
+    # -- the connection -----------------------------------------------------------------------------
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """A client that leaves is told to its node."""
+        if self._ticket is not None:
+            self._done(499 if self._stream is None else 200)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads slowly: deltas wait in the ticket, whose bound ends its stream."""
+        super().pause_writing()
+        if self._stream is not None:
+            self._stream.busy = True
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        if self._stream is not None:
+            self._stream.go_on()
+
+    def shutdown(self) -> None:
+        """uvicorn stops: close when this answer is out."""
+        if self._ticket is not None:
+            self._closing = True
+        else:
+            super().shutdown()
+
+
+class HotStream:
+    """Where events leave as chunks, in the call that brought them, as `router.http.sse.Events`."""
+
+    __slots__ = ("_ended", "_head", "_ready", "_write", "busy")
+
+    def __init__(self, transport: Any, head: bytes, ended: Callable[[bool], None]) -> None:
+        self._write: Callable[[bytes], None] = transport.write
+        self._head = head
+        self._ended = ended
+        self.busy = False
+        self._ready: Callable[[], None] = _nothing
+
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call `then` whenever the transport takes more again."""
+        self._ready = then
+
+    def go_on(self) -> None:
+        """The transport takes more again."""
+        self.busy = False
+        self._ready()
+
+    def push(self, events: bytes, *, last: bool = False) -> bool:
+        """Send whole events; False when the transport wants no more for now."""
+        chunk = b"%s%x\r\n%s\r\n" % (self._head, len(events), events) if events else self._head
+        self._head = b""
+        if last:
+            self._ready = _nothing
+            self._write(chunk + b"0\r\n\r\n")
+            self._ended(True)
+            return True
+        self._write(chunk)
+        return not self.busy
+
+    def abandon(self) -> None:
+        """Give the stream up."""
+        self._ready = _nothing
+        self._ended(False)
+
+
+def _about(ticket: Ticket) -> bytes:
+    node = b"x-macpool-node: %s\r\n" % ticket.node_name.encode("ascii", "replace") if ticket.node_name else b""
+    request_id = ticket.job.request_id.encode()
+    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, ticket.attempts)
+    return about + b"".join(b"%s: %s\r\n" % header for header in more_of(ticket))
+
+
+def _nothing() -> None:
+    return
+
+
+def protocol(door: Door) -> type[HotProtocol]:
+    """Give the protocol class for one front door."""
+    return type("FrontProtocol", (HotProtocol,), {"door": door})

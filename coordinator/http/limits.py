@@ -1,0 +1,294 @@
+"""The HTTP port's patience: uvicorn's protocol with an absolute deadline and a limit for the head of a request, and a
+bound on what a client sends ahead.
+
+uvicorn waits for ever for a head that drips, and lets it grow without end. Here a head has HEAD_SECONDS from its first
+byte (from the connection for the first one), however its bytes are spread, and HEAD_BYTES. Between two requests
+uvicorn's keep-alive rules; nothing here touches a running response. Routes bound their own bodies
+(`router.http.app`, `coordinator.api.body`).
+
+Bytes are parsed in slices, and not while a whole request waits for its answer: what a client sends ahead is held as
+bytes. Without that a connection of 8 MiB becomes 200,000 requests in memory, and an error in what is sent ahead is
+written into the answer that is under way. A connection that is not read does not show that its client has left, so
+it is always read: what is sent ahead beyond AHEAD_BYTES is dropped, and the connection ends with the answer under way.
+"""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, ClassVar, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from coordinator.http import request_heads
+from coordinator.http.connection_slots import MOST_CONNECTIONS, Place
+from coordinator.http.request_heads import MALFORMED
+from router.errors import Problem
+
+HEAD_SECONDS = 10.0
+HEAD_BYTES = 32 * 1024
+AHEAD_BYTES = 64 * 1024
+"""Bytes that a client may send ahead of the answer to its last request; with more its connection ends after it."""
+SLICE_BYTES = 512
+"""Bytes that are parsed at once where a head may begin: at most 18 of the shortest requests."""
+VERSIONS = frozenset({"1.0", "1.1"})
+
+TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
+CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
+
+
+def turned_away(problem: Problem) -> bytes:
+    """Return a whole answer that ends its connection."""
+    body = problem.body("")
+    head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
+    head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+
+
+class DeadlineProtocol(HttpToolsProtocol):
+    """One HTTP connection. `most` may be open at a time, so that files are left for the links of the nodes."""
+
+    most: ClassVar[int] = MOST_CONNECTIONS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parsed = 0
+        self._unparsed = 0
+        self._left = 0
+        self._in_head = self._in_body = self._upgrades = False
+        self._ahead = b""
+        self._overrun = False
+        self._late: asyncio.TimerHandle | None = None
+        self._refusal: Problem | None = None
+        self._running: RequestResponseCycle | None = None
+        self.place: Place | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Start the clock of the first head."""
+        super().connection_made(transport)
+        if self.place is not None:
+            self.place.end = transport.abort
+            self.place.greeted()
+        self._arm()
+        if len(self.connections) > self.most:
+            self._turn_away(CROWDED)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock, and tell every request of this connection that its client has left."""
+        self._disarm()
+        if self.place is not None:
+            self.place.leave()
+        self._ahead = b""
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    # -- bytes in ---------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what belongs to this request, hold what was sent ahead."""
+        if self._ahead or self._overrun or self._is_answering():
+            self._hold(data)
+        else:
+            self._feed(data)
+
+    def _is_answering(self) -> bool:
+        """Return whether a request is whole and its answer is not."""
+        if self.pipeline:
+            return True
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete and not self._in_body
+
+    def _hold(self, data: bytes) -> None:
+        if not self._overrun:
+            self._ahead += data
+        if len(self._ahead) > AHEAD_BYTES:
+            self._ahead, self._overrun = b"", True
+            self.shutdown()
+
+    def _go_on(self) -> None:
+        """Parse what was sent ahead of the answer that is out now."""
+        if self._ahead and not self._is_answering() and not self.transport.is_closing():
+            ahead, self._ahead = self._ahead, b""
+            self._feed(ahead)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse in slices until a request is whole; its known body goes through in one."""
+        self._unset_keepalive_if_required()
+        view, at = memoryview(data), 0
+        while at < len(view) and not self.transport.is_closing():
+            if at and self._is_answering():
+                self._hold(bytes(view[at:]))
+                return
+            piece = view[at : at + (self._left or SLICE_BYTES)]
+            at += len(piece)
+            unparsed = self._parse(piece)
+            if unparsed is None:
+                return
+            at -= unparsed
+
+    def _parse(self, piece: memoryview) -> int | None:
+        """Parse a piece; return how many bytes at its end are not parsed yet, None when the connection ends."""
+        before, in_body, unparsed = self.cycle, self._in_body, 0
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            unparsed = len(piece) - int(upgrade.args[0])
+            if not self._parse_as_it_is():
+                return None
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return None
+        if self.transport.is_closing():
+            return None
+        if in_body and not self._in_body:  # the end of a body, also of one that was refused unread: no part of a head
+            self._disarm()
+            return unparsed
+        if self.cycle is before:
+            return unparsed if self._waits(len(piece)) else None
+        return unparsed
+
+    def _waits(self, size: int) -> bool:
+        """Put a head that is not whole on the clock, and the rest of a body that no one waits for; False when a head
+        is too long. A request that is whole has no clock: its answer may take minutes."""
+        if self._is_answering() or (self._in_body and not self.cycle.response_complete):
+            return True
+        self._arm()
+        if not self._in_body:
+            self._unparsed += size
+            if self._unparsed > HEAD_BYTES:
+                self.send_400_response("")
+                return False
+        return True
+
+    def _parse_as_it_is(self) -> bool:
+        """Parse a head that offers another protocol again without its offer, so that its body is read as its body."""
+        parser, self._upgrades = self.parser, False
+        head = request_heads.without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        try:
+            self.parser.feed_data(head)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.send_400_response("")
+            return False
+        return True
+
+    # -- the parser's calls -------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Begin to count a head."""
+        self._parsed, self._in_head = 0, True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count. Only a path is a target here: a host in the target beside the Host header means another server, and
+        a fragment belongs to the client: a proxy may look at it, and the routes never would."""
+        if not self._parsed and not url.startswith(b"/"):
+            raise httptools.HttpParserError("the target is no path")
+        if b"#" in url:
+            raise httptools.HttpParserError("the target has a fragment")
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count; a trailer is counted and dropped, because it comes after its request was judged by its headers."""
+        self._count(len(name) + len(value) + 4)
+        if not self._in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Judge the head and stop the clock: the head is here. The parser takes versions that nobody speaks."""
+        version = cast("Any", self.parser).get_http_version()
+        if version not in VERSIONS:
+            raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are spoken here")
+        self._refusal = request_heads.judge(version, self.headers)
+        if self._refusal is not None:
+            raise httptools.HttpParserError(self._refusal.code)
+        if self.parser.should_upgrade():
+            self._upgrades = True
+            return
+        if version == "1.0":
+            self.expect_100_continue = False
+        self._disarm()
+        self._in_head, self._in_body, self._unparsed = False, True, 0
+        self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        self._work()
+        super().on_headers_complete()
+        if self.pipeline:  # uvicorn does not read meanwhile, and would not see that the client leaves
+            self.flow.resume_reading()
+
+    def _work(self) -> None:
+        """Keep this connection while its request is answered; a good key gives its address more places."""
+        if self.place is not None:
+            self.place.work()
+            if not self.place.proven and self._proves():
+                self.place.know()
+
+    def _proves(self) -> bool:
+        """Return whether the head shows a good key; a protocol that knows the keys says so."""
+        return False
+
+    def on_body(self, body: bytes) -> None:
+        """Count down what is known to come."""
+        self._left = max(0, self._left - len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that what comes now is another head."""
+        if self._upgrades:
+            return
+        self._in_body, self._left = False, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Start the clock if the next head has begun already, and parse what was sent ahead."""
+        super().on_response_complete()
+        if self.place is not None and not self.pipeline:
+            self.place.rest()
+        if self._in_head:
+            self._arm()
+        if self._ahead:
+            self.loop.call_soon(self._go_on)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Remember which request is being answered: those behind it are whole already."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    # -- answers of our own -------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer in the shape of all other errors, and close. Behind requests that are not answered yet the connection
+        ends with their answers instead: a client would take this one for theirs."""
+        problem, self._refusal = self._refusal or MALFORMED, None
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
+        if self._in_body and self.cycle.response_started:
+            self.transport.abort()
+            return
+        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else problem)
+
+    def _turn_away(self, problem: Problem) -> None:
+        self.transport.write(turned_away(problem))
+        self.transport.close()
+
+    def _count(self, size: int) -> None:
+        self._parsed += size
+        if self._parsed > HEAD_BYTES:
+            raise httptools.HttpParserError("the head is too long")
+
+    def _arm(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self._too_late)
+
+    def _disarm(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _too_late(self) -> None:
+        self._late = None
+        self.transport.abort()

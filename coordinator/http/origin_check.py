@@ -1,0 +1,115 @@
+"""The outermost layer of the HTTP port: only hosts that we answer to, and no browser page of somebody else's.
+
+A page that a user opens can make the browser send requests here (DNS rebinding, cross-site posts). IP literals cannot
+be rebound, so they pass; names must be known. A request that changes something must not come from another site.
+"""
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from router.errors import Problem
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_MARKED = frozenset(name for name, _ in _MARKS)
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+async def answer(send: Send, problem: Problem) -> None:
+    """Send a problem as the whole answer."""
+    body = problem.body("")
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *problem.headers()]
+    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Private:
+    """An ASGI app before one whose answers are for one client and one moment: no cache keeps them, and no browser takes
+    them for anything but what they are."""
+
+    def __init__(self, app: Asgi) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and mark what comes back."""
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in _MARKED]
+                message = {**message, "headers": [*own, *_MARKS]}
+            await send(message)
+
+        await self._app(scope, receive, marked)
+
+
+class Guard:
+    """An ASGI app before the ASGI app. `hosts`: further names, comma separated. Without `local` no name under `.local`
+    is ours by itself: anybody on the network can answer for one, and where no key is needed (`http.anonymous`) a page
+    under such a name could ask models."""
+
+    def __init__(self, app: Asgi, hosts: str = "", *, local: bool = True) -> None:
+        self._app = app
+        self._local = local
+        self._hosts = {"localhost", *(host.strip().lower() for host in hosts.split(",") if host.strip())}
+        self._known: dict[bytes, bool] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or answer 421 or 403."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        problem = self.judge(scope["method"], scope["headers"])
+        if problem is None:
+            await self._app(scope, receive, send)
+            return
+        await answer(send, problem)
+
+    def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
+        """Say why a request is not for us, by its method and its lower-case headers."""
+        hosts: list[bytes] = []
+        origin = site = b""
+        for name, value in headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"origin":
+                origin = value
+            elif name == b"sec-fetch-site":
+                site = value
+        if len(hosts) != 1 or not self._knows(hosts[0]):
+            return Problem(421, "unknown_host", "this host name is not one of ours: use an IP address, localhost, a "
+                           ".local name, or add it to http.hosts")  # fmt: skip
+        if method in SAFE:
+            return None
+        foreign = site not in (b"", b"same-origin", b"none") or (
+            origin != b"" and origin.partition(b"://")[2] != hosts[0]
+        )
+        return Problem(403, "cross_site", "requests from pages of other sites are refused") if foreign else None
+
+    def _knows(self, host: bytes) -> bool:
+        known = self._known.get(host)
+        if known is None:
+            known = self._is_ours(host)
+            if len(self._known) < 256:
+                self._known[host] = known
+        return known
+
+    def _is_ours(self, host: bytes) -> bool:
+        text = host.decode("latin-1").lower()
+        name, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+        if not colon:
+            name = text
+        elif not port.isdecimal():
+            return False
+        if name in self._hosts or (self._local and name.endswith(".local") and name.count(".") == 1):
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True

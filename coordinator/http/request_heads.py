@@ -1,0 +1,60 @@
+"""Which request heads are taken: what two readers could understand differently is refused, beyond what the parser sees.
+
+The parser (llhttp) refuses bad syntax. These rules are about heads that are well formed and still mean two things, or
+something that is not done here. docs/decisions/0023-limits-at-the-edge.md lists them with their reasons.
+"""
+
+import re
+from collections.abc import Sequence
+
+from router.errors import Header, Problem
+
+ONCE = frozenset({
+    b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"host", b"idempotency-key",
+    b"origin", b"sec-fetch-site", b"transfer-encoding", b"x-api-key", b"x-request-id", b"x-session-id",
+})  # fmt: skip
+"""Headers that may stand once."""
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
+CODED = Problem(501, "transfer_coding_unknown", "the only transfer coding here is chunked: use it, or a Content-Length")
+EXPECTS = Problem(417, "expectation_failed", "the only expectation that is met here is 100-continue: leave Expect out")
+ENCODED = Problem(415, "content_encoding_unknown", "request bodies are read as they are: send this one without "
+                  "Content-Encoding")  # fmt: skip
+
+
+def twice(name: bytes) -> Problem:
+    """Return the 400 for a header that stands twice."""
+    return Problem(400, "header_twice", f"the header {name.decode('latin-1')} stands twice: send it once")
+
+
+def judge(version: str, headers: Sequence[Header]) -> Problem | None:
+    """Return why a head (HTTP version, lower-case names) is refused; None when it is taken."""
+    seen: set[bytes] = set()
+    for name, value in headers:
+        if name not in ONCE:
+            continue
+        if name in seen:
+            return twice(name)
+        seen.add(name)
+        if name == b"content-length" and not _LENGTH.fullmatch(value):
+            return MALFORMED
+        if name == b"transfer-encoding" and version == "1.0":
+            return MALFORMED
+        if name == b"transfer-encoding" and value.lower() != b"chunked":
+            return CODED
+        if name == b"expect" and value.lower() != b"100-continue":
+            return EXPECTS
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            return ENCODED
+    return MALFORMED if b"host" not in seen and version != "1.0" else None
+
+
+def without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
+    """Write a head again without its offer to change the protocol, which is not taken here (RFC 9110, 7.8)."""
+    kept = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
+    options = [one.strip() for name, value in headers if name == b"connection" for one in value.split(b",")]
+    options = [one for one in options if one.lower() not in (b"upgrade", b"http2-settings", b"")]
+    if options:
+        kept.append((b"connection", b", ".join(options)))
+    lines = [b"%s %s HTTP/%s" % (method, target, version.encode()), *(b"%s: %s" % header for header in kept)]
+    return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -1,0 +1,1 @@
+"""Joining of nodes: enrollment, join tokens, approvals and the limit of attempts."""

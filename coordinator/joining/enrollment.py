@@ -1,0 +1,312 @@
+"""The coordinator's side of enrolment, without its socket: what a peer without a certificate may say, and hears.
+
+    EnrolStart ──► EnrolAuthority             (first connection, unverified: the node compares the CA with its pin)
+    EnrolStart ──► EnrolAuthority             (second connection, verified with that CA)
+    Enrol      ──► Enrolled | Denied          with a token
+    Enrol      ──► EnrolPending … Enrolled | Denied    without: a person compares the codes (approvals.py)
+
+The peer is a stranger: it may send 16 KiB in all, has 5 seconds, and knocks at a limited rate. Nothing that it says
+of itself is believed before its token or its code is, and then only its key, a valid name and its machine's id.
+
+A machine's id is no secret, so it takes over no member: a request that names the machine of a member is refused unless
+the key of that member signed it, or a person approved the code of a request that is shown to replace it. An
+administrator who removes the member (`cluster node remove`) makes the machine a new one.
+
+A shell feeds bytes, sends the frames that come back, calls `poll` at `deadline` and whenever `wake` fires, `gone` when
+the connection ends, and flushes the store before it sends `Enrolled`: a token that was used stays used.
+"""
+
+import hmac
+import secrets
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import structlog
+
+from coordinator.joining.join_approvals import LIFE, Approvals, Decision, Ticket, Waiting
+from coordinator.joining.join_tokens import MESSAGES, Redemption, Tokens
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.state.database import MemberRow, Store
+from coordinator.tls.cluster_ca import Authority, BadRequestError, public_key_of
+from wire.bonjour_record import plain
+from wire.certificate import read_certificate
+from wire.codec import Splitter, WireError, decode
+from wire.frames import ENROLMENT, TAGS, Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, commitment, short_code, valid_id, valid_name
+from wire.report import Hardware
+from wire.units import KIB
+
+log = structlog.get_logger()
+
+LONGEST = 16 * KIB
+"""Bytes that one connection may send."""
+PATIENCE = 5.0
+"""Seconds that one connection has, waiting for a person not counted."""
+NONCE = 16
+"""Bytes of a nonce, the least for an opening."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What enrolment needs of the cluster. `clock` gives Unix seconds; `enrolled` hears of every new member."""
+
+    name: str
+    authority: Authority
+    tokens: Tokens
+    store: Store
+    approvals: Approvals
+    clock: Callable[[], float]
+    enrolled: Callable[[MemberRow], None]
+    linked_from: Callable[[NodeId], str] = lambda node: ""
+    """Returns the address from which a member is linked now, empty where it is not."""
+
+
+class Enrolment:
+    """The door for strangers."""
+
+    def __init__(self, cluster: Cluster, limit: RateLimit | None = None) -> None:
+        self._cluster = cluster
+        self._limit = limit or RateLimit()
+
+    def converse(self, address: str, now: float) -> "Conversation | Denied":
+        """Begin with a peer at `address` (without port), or say that it knocks too often. `now`: monotonic seconds."""
+        wait = self._limit.wait(address, now)
+        if wait > 0:
+            log.warning("enrolment refused", address=address, why="too often")
+            return Denied("too_often", "this address asks too often: wait a little", retry_after=wait)
+        return Conversation(self._cluster, address, now)
+
+
+class _Stage(Enum):
+    START = auto()
+    ASKED = auto()
+    PENDING = auto()
+
+
+class Conversation:
+    """One connection of one stranger. `now` is monotonic seconds everywhere."""
+
+    def __init__(self, cluster: Cluster, address: str, now: float) -> None:
+        self._cluster = cluster
+        self._address = address
+        self._splitter = Splitter(LONGEST, LONGEST)
+        self._received = 0
+        self._stage = _Stage.START
+        self._nonce = secrets.token_bytes(NONCE)
+        self._commitment = b""
+        self._asked: Enrol | None = None
+        self._ticket: Ticket | None = None
+        self._replaces: NodeId | None = None
+        self.deadline = now + PATIENCE
+        """When `poll` is due."""
+        self.closed = False
+        """Whether to close the connection once the frames of the last call are sent."""
+        self.wake: Callable[[], None] = lambda: None
+        """Set by the shell: called when `poll` has something to say before the deadline."""
+
+    def feed(self, data: bytes, now: float) -> list[Frame]:
+        """Take bytes from the peer and give the frames to send."""
+        self._received += len(data)
+        if self.closed:
+            return []
+        if self._received > LONGEST:
+            return self._deny("too_long", f"enrolment takes at most {LONGEST} bytes")
+        answers: list[Frame] = []
+        try:
+            for tag, body in self._splitter.feed(data):
+                if TAGS.get(tag) not in ENROLMENT:
+                    return answers + self._deny("no_certificate", "only enrolment is possible without a certificate")
+                answers += self.receive(decode(tag, body), now)
+                if self.closed:
+                    break
+        except WireError as error:
+            answers += self._deny("bad_frame", str(error))
+        return answers
+
+    def receive(self, frame: Frame, now: float) -> list[Frame]:
+        """Take one frame from the peer and give the frames to send."""
+        if self.closed:
+            return []
+        if now >= self.deadline:
+            return self.poll(now)
+        match frame:
+            case EnrolStart() if self._stage is _Stage.START:
+                return self._start(frame)
+            case Enrol() if self._stage is _Stage.ASKED:
+                return self._enrol(frame, now)
+            case _:
+                return self._deny("unexpected", f"{type(frame).__name__} does not belong here")
+
+    def poll(self, now: float) -> list[Frame]:
+        """Give what time or a person decided."""
+        decision = self._ticket.decision if self._ticket else None
+        if self.closed:
+            return []
+        if decision is Decision.APPROVED and self._asked:
+            before = self._member_without_proof(self._asked)
+            if before is not None and (before.node != self._replaces or self._is_linked(before)):
+                return self._machine_taken(before)
+            return self._admit(self._asked, "an approved code")
+        if decision is Decision.REJECTED:
+            return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
+        if self._ticket and self._ticket.gave_way:
+            message = "too many machines of this address wait for an approval: try again later, or use a token"
+            return self._deny("approvals_full", message, retry_after=LIFE)
+        if now < self.deadline:
+            return []
+        if self._ticket:
+            return self._deny("approval_expired", f"nobody approved the code within {LIFE:g} seconds: join again")
+        return self._deny("too_slow", f"enrolment takes at most {PATIENCE:g} seconds")
+
+    def gone(self) -> None:
+        """Take back what is pending, because the connection ended."""
+        self.closed = True
+        if self._ticket:
+            self._cluster.approvals.withdraw(self._ticket)
+
+    def _start(self, frame: EnrolStart) -> list[Frame]:
+        if not OLDEST_PROTOCOL <= frame.protocol <= PROTOCOL:
+            older = "node" if frame.protocol < OLDEST_PROTOCOL else "coordinator"
+            message = f"the node speaks protocol {frame.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}"
+            return self._deny("protocol", f"{message}: update macpool on the {older}", final=True)
+        self._commitment = frame.commitment
+        self._stage = _Stage.ASKED
+        authority = self._cluster.authority
+        return [EnrolAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
+
+    def _enrol(self, frame: Enrol, now: float) -> list[Frame]:
+        if not valid_name(frame.name):
+            return self._deny("bad_name", "a name has 1 to 63 letters, digits, spaces, dots, dashes", final=True)
+        if not valid_id(frame.machine):
+            return self._deny("bad_machine", "a machine id has 1 to 64 letters, digits, dashes", final=True)
+        return self._with_token(frame) if frame.token else self._with_code(frame, now)
+
+    def _with_token(self, frame: Enrol) -> list[Frame]:
+        tokens = self._cluster.tokens
+        answer = tokens.check(frame.token, frame.mac, frame.csr)
+        if answer is not Redemption.ACCEPTED:
+            return self._deny(answer, MESSAGES[answer], final=True)
+        try:
+            public_key_of(frame.csr)
+        except BadRequestError as error:
+            return self._deny("bad_request", str(error), final=True)
+        before = self._member_without_proof(frame)
+        if before is not None and (self._is_linked(before) or not tokens.may_replace(frame.token)):
+            return self._machine_taken(before)
+        tokens.redeem(frame.token, frame.mac, frame.csr)
+        return self._admit(frame, "a token")
+
+    def _member_without_proof(self, frame: Enrol) -> MemberRow | None:
+        """Return the member whose machine a request names, unless the key of that member signed the request."""
+        before = _member_on(frame.machine, self._cluster.store.members.values())
+        proven = self._cluster.authority.proves_member(frame.certificate, frame.csr, frame.proof)
+        if before is None or (proven and proven[0] == before.node and not self._cluster.store.denied(*proven)):
+            return None
+        return before
+
+    def _is_linked(self, member: MemberRow) -> bool:
+        """Return whether a node with the id of the machine that asks is linked, so that there are two of them."""
+        return bool(self._cluster.linked_from(member.node))
+
+    def _machine_taken(self, before: MemberRow) -> list[Frame]:
+        cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
+        newest = cluster.store.audit[-1] if cluster.store.audit else None
+        if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
+            cluster.store.note(cluster.clock(), "node", "refused to replace", subject, self._address)
+        address = cluster.linked_from(before.node)
+        if address:
+            return self._deny(
+                "machine_taken",
+                f"the machine id of this Mac is that of {before.name}, which is linked now from {address}: if two "
+                "nodes run on this Mac, stop the other one; if the disk was cloned, give this Mac an id of its own "
+                "with `--set node.machine=NAME`",
+                final=True,
+            )
+        return self._deny(
+            "machine_taken",
+            f"this machine is {before.name} in the pool already, and that member's key did not sign the request: if it "
+            f"lost its identity, an administrator runs `cluster node remove {before.name}` before it joins again, or "
+            "approves its code when it joins without a token",
+            final=True,
+        )
+
+    def _with_code(self, frame: Enrol, now: float) -> list[Frame]:
+        if not self._commitment:
+            return self._deny("token_needed", "neither a token nor a commitment was sent", final=True)
+        opened = commitment(frame.opening, frame.csr)
+        if len(frame.opening) < NONCE or not hmac.compare_digest(opened, self._commitment):
+            return self._deny("commitment_broken", "nonce and request are not those that were committed to", final=True)
+        try:
+            public_key_of(frame.csr)
+        except BadRequestError as error:
+            return self._deny("bad_request", str(error), final=True)
+        code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
+        hardware = plain_hardware(frame.hardware)
+        before = self._member_without_proof(frame)
+        if before is not None and self._is_linked(before):
+            return self._machine_taken(before)
+        self._replaces = before.node if before else None
+        replaces = before.name if before else ""
+        waiting = Waiting(code, frame.name, frame.machine, hardware, self._address, now + LIFE, replaces)
+        ticket = self._cluster.approvals.ask(waiting, now)
+        if not isinstance(ticket, Ticket):
+            message = "too many machines wait for an approval: try again later, or use a token"
+            return self._deny("approvals_full", message, retry_after=ticket)
+        log.info("approval awaited", name=frame.name, address=self._address)
+        ticket.wake = lambda: self.wake()
+        self._asked, self._ticket, self._stage, self.deadline = frame, ticket, _Stage.PENDING, waiting.expires
+        return [EnrolPending(LIFE)]
+
+    def _admit(self, frame: Enrol, by: str) -> list[Frame]:
+        cluster, store = self._cluster, self._cluster.store
+        now = cluster.clock()
+        before = _member_on(frame.machine, store.members.values())
+        taken = [row.name for row in store.members.values() if row.removed is None and row is not before]
+        node = before.node if before else NodeId(str(uuid.uuid4()))
+        name = unique_name(frame.name, taken)
+        certificate = cluster.authority.sign(frame.csr, node, name)
+        how = by if self._member_without_proof(frame) else "its own key"
+        if before:
+            store.deny_serial(before.serial, now, "the machine joined again")
+            subject = f"{before.name} {before.node} from {self._address} by {how}"
+            store.note(now, "node", "replaced", subject, self._address)
+        row = MemberRow(
+            node, name, frame.machine, plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
+            cordoned=before.cordoned if before else False, labels=before.labels if before else (),
+            video=before.video if before else False,
+        )  # fmt: skip
+        store.put_member(row)
+        store.note(now, "node", "joined", f"{name} {node}", self._address)
+        log.info("node enrolled", node=node, name=name, address=self._address, by=by, again=before is not None)
+        cluster.enrolled(row)
+        self.closed = True
+        return [Enrolled(node, certificate, cluster.authority.cluster)]
+
+    def _deny(self, reason: str, message: str, *, final: bool = False, retry_after: float = 0.0) -> list[Frame]:
+        log.warning("enrolment refused", address=self._address, why=reason)
+        self.gone()
+        return [Denied(reason, message, final, retry_after)]
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """Give `name`, or name-2, name-3 … when it is taken (case does not matter), within 63 characters."""
+    used = {other.casefold() for other in taken}
+    candidate, number = name, 1
+    while candidate.casefold() in used:
+        number += 1
+        suffix = f"-{number}"
+        candidate = name[: 63 - len(suffix)] + suffix
+    return candidate
+
+
+def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
+    """A machine that joins again is the same node; after a removal it is a new one, the old id stays denied."""
+    return next((row for row in rows if row.machine == machine and row.removed is None), None)
+
+
+def plain_hardware(told: Hardware) -> Hardware:
+    """Keep what can be printed of a machine's words about itself."""
+    chip, system, python = plain(told.chip), plain(told.system), plain(told.python)
+    return Hardware(chip, max(0, told.memory), max(0, told.cores), system, python)

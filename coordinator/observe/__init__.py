@@ -1,0 +1,1 @@
+"""Events, logs, load history and the rows that show nodes."""

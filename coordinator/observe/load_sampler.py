@@ -1,0 +1,57 @@
+"""Takes a reading of the pool's load every few seconds, for as long as the coordinator runs."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from coordinator.cluster.membership import State
+from coordinator.cluster.registry import Registry
+from coordinator.observe.load_history import INTERVAL_SECONDS, LoadHistory, NodeLoad, Reading
+from router.dispatch.counters import NodeCounts
+from router.dispatch.dispatcher import Dispatcher
+from router.placement.cluster_view import NodeView
+
+log = structlog.get_logger("coordinator.load")
+MEASURED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
+"""States in which a Mac's memory is in use by the pool and its report is of now."""
+
+
+def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> Reading:
+    """Return the load of every member, `at` in Unix seconds."""
+    counters = dispatcher.counters
+    members = {
+        node.id: node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
+        for node in sorted(registry.view().nodes, key=lambda node: node.name)
+        if node.state != State.LEFT
+    }
+    return Reading(at, members, counters.durations, dispatcher.waiting())
+
+
+def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
+    """Return the load of one member. Its memory is None unless its report is of now and the pool uses it."""
+    counts, measured = counts or NodeCounts(), node.state in MEASURED
+    return NodeLoad(
+        prompt_tokens=counts.prompt_tokens,
+        generated_tokens=counts.generated_tokens,
+        first_tokens=counts.first_tokens,
+        first_token_seconds=counts.first_token_seconds,
+        in_flight=in_flight,
+        memory=node.memory.current if measured else None,
+        cap=node.memory.cap if measured else None,
+    )
+
+
+async def sample_load(history: LoadHistory, read: Callable[[float], Reading]) -> None:
+    """Add a reading every INTERVAL_SECONDS. A reading that fails is a gap, and is logged once."""
+    failed = False
+    while True:
+        try:
+            history.take(read(time.time()))
+            failed = False
+        except Exception:
+            if not failed:
+                log.exception("load not read")
+            failed = True
+        await asyncio.sleep(INTERVAL_SECONDS)

@@ -1,0 +1,190 @@
+"""Nodes and their models as the API shows them, and what a person should know of them; sizes in bytes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import asdict
+
+from coordinator.cluster.membership import Member, State
+from coordinator.state.database import MemberRow
+from coordinator.video.rows import video_row
+from router.placement.cluster_view import NodeView
+from wire.capacity.arithmetic import most_bytes
+from wire.report import Enforcement, EngineState, Level, Memory, Model, Sharing
+from wire.units import show_size
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of a node beside its report: whether there was one, what the node runs, its requests by our own
+    count, and seconds since it was heard (None: never)."""
+
+    reported: bool
+    version: str
+    protocol: int
+    in_flight: int
+    heard_seconds: float | None
+
+
+def node_row(view: NodeView, member: Member, row: MemberRow, told: Told) -> dict[str, Any]:
+    """Give a node; None where nothing is known."""
+    return {
+        **_member(member, row, told, view.sharing),
+        **_memory(view.memory, reported=told.reported),
+        **_enforced(view),
+        "in_flight": told.in_flight,
+        "running": view.engine.running,
+        "waiting": view.engine.waiting,
+        "heard_seconds": told.heard_seconds,
+        "joined": row.joined,
+        "engine": _engine(view.engine, reported=told.reported),
+        "models": [_model(model) for model in view.models.values()],
+        "video": video_row(view.video, allowed=view.video_allowed),
+    }
+
+
+def _member(member: Member, row: MemberRow, told: Told, sharing: Sharing) -> dict[str, Any]:
+    return {
+        "id": row.node,
+        "name": row.name,
+        "state": member.state.value,
+        "reason": member.reason,
+        "cordoned": member.cordoned,
+        "sharing": asdict(sharing),
+        "labels": list(row.labels),
+        "chip": row.hardware.chip,
+        "memory": row.hardware.memory,
+        "system": row.hardware.system,
+        "version": told.version,
+        "protocol": told.protocol,
+    }
+
+
+def _memory(memory: Memory, *, reported: bool) -> dict[str, Any]:
+    return {
+        "cap": memory.cap,
+        "ceiling": memory.ceiling,
+        "margin": memory.margin,
+        "phys": memory.phys if reported else None,
+        "active": memory.active,
+        "recent": memory.recent,
+        "current": memory.current if reported else None,
+        "reserved": memory.reserved,
+        "headroom": memory.headroom if reported else None,
+        "reusable": memory.reusable,
+        "leases": memory.leases,
+        "bound_by": memory.bound_by,
+        "gate_armed": memory.armed and memory.guard,
+        "guard": memory.guard,
+        "source": memory.source,
+        "age": memory.age,
+        "base": memory.base,
+        "cache": memory.cache,
+        "peak": memory.peak,
+        "canary": memory.canary,
+    }
+
+
+def _enforced(view: NodeView) -> dict[str, Any]:
+    return {
+        "cap_bound_by": view.enforcement.cap_bound_by,
+        "remedy": view.enforcement.remedy,
+        "tier": view.enforcement.tier,
+        "system_memory": asdict(view.system),
+        "enforcement": enforcement_row(view.enforcement),
+    }
+
+
+def enforcement_row(one: Enforcement) -> dict[str, Any]:
+    """Give what a node's enforcer saw and did."""
+    return {
+        "level": Level(one.level).name.lower(), "phys": one.phys, "highest": one.highest, "interval": one.interval,
+        "polls": one.polls, "over_caps": one.over_caps, "kills": one.kills, "warnings": list(one.warnings),
+    }  # fmt: skip
+
+
+def _engine(engine: EngineState, *, reported: bool) -> dict[str, Any]:
+    return {
+        "kind": engine.kind,
+        "state": engine.state if reported else "",
+        "cause": engine.cause,
+        "restarts": engine.restarts,
+        "rows": engine.rows,
+        "recycles": engine.recycles,
+        "wired": engine.wired,
+        "leaked": engine.leaked,
+        "counts": asdict(engine.counts),
+        "cache": {**asdict(engine.cache), "evicted": [one.hex() for one in engine.cache.evicted]},
+    }
+
+
+def _model(model: Model) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "loaded": model.loaded,
+        **standing(model),
+        "weights": model.weights,
+        "context": model.context,
+        **speeds(model),
+        "measured": measured(model),
+    }
+
+
+def standing(model: Model) -> dict[str, Any]:
+    """Say how a node stands to a model: loaded, loading (and how much is read), known (it loads at the first request),
+    or failed, and why."""
+    if model.loaded:
+        return {"model": "loaded", "cause": "", "progress": 1.0}
+    if model.loading:
+        return {"model": "loading", "cause": "", "progress": model.progress}
+    return {"model": "failed" if model.cause else "known", "cause": model.cause, "progress": 0.0}
+
+
+def speeds(model: Model) -> dict[str, float]:
+    """Give the tokens per second of a prompt, and of an answer that nobody else is beside, that placement counts with:
+    as of late, or what is taken for such a machine before anything was measured."""
+    return {"prefill_speed": round(model.prefill_speed, 1), "decode_speed": round(model.decode_speed, 1)}
+
+
+def measured(model: Model) -> dict[str, object] | None:
+    """Give what a model was measured to take as the API shows it, in bytes and tokens; None before it was."""
+    if not model.profiled:
+        return None
+    return {
+        "max_context": model.max_context, "max_batch": model.max_batch, "kv_per_token": model.kv_per_token,
+        "transient": model.observed, "residual": model.residual, "covered": model.covered,
+    }  # fmt: skip
+
+
+def can_answer(view: NodeView) -> bool:
+    """Return whether a request that comes now would be answered here: linked, engine and gate ready, a model there."""
+    armed = view.memory.armed or not view.memory.guard
+    served = any(not model.cause for model in view.models.values())
+    return view.state == State.READY and view.engine.state == "ready" and armed and served
+
+
+def warnings_of(view: NodeView) -> list[str]:
+    """Say what on a node needs a person, with the next step."""
+    memory, engine, found = view.memory, view.engine, list[str]()
+    if memory.guard and not memory.armed and view.state == State.READY and engine.state != "starting":
+        found.append(f"its gate is not armed, so it refuses everything ({engine.state})")
+    if memory.guard and memory.cap and most_bytes(memory) <= 0:
+        found.append(
+            f"its cap of {show_size(memory.cap)} leaves nothing beside the engine itself and the margin of "
+            f"{show_size(memory.margin)}: raise memory.cap or lower memory.margin"
+        )
+    if engine.state in ("failed", "restarting", "hung"):
+        found.append(f"its engine is {engine.state}: {engine.cause}")
+    return found
+
+
+def dangers_of(view: NodeView) -> list[str]:
+    """Say what makes a node less safe than it could be: its own words, and in any case the facts of its report."""
+    memory, found = view.memory, list(view.enforcement.warnings)
+    if not memory.guard and not any("memory.guard is off" in text for text in found):
+        found.append("memory.guard is off, so nothing keeps it under its cap")
+    if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in found):
+        found.append("memory.margin is 0, so no room is kept for spikes")
+    if view.enforcement.level == Level.OVER_HARD:
+        found.append(f"it stands over its cap of {show_size(memory.cap)} less leases")
+    return found

@@ -1,0 +1,54 @@
+"""A pool in virtual time: what would the Macs of a scenario do, under which policy?"""
+
+import json
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from coordinator.simulation.report import Figures
+
+
+@click.command()
+@click.argument("scenario")
+@click.option("--policy", "policies", multiple=True, help="Only this policy; may be given several times.")
+@click.option("--seed", type=int, help="Draw other requests; the scenario's own seed unless given.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--log", is_flag=True, help="Print everything that happens under one policy instead of the table.")
+def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json: bool, log: bool) -> None:
+    """Run a SCENARIO in virtual time under every policy and print the results beside those of an optimal policy.
+
+    SCENARIO is household, lab, or a TOML file (docs/simulation.md). No process is started and no pool is used.
+    """
+    from coordinator.simulation.report import table
+    from coordinator.simulation.run import compare, load, play, policies_of
+    from coordinator.simulation.scenario import ScenarioError
+
+    try:
+        story, folder = load(scenario)
+        names = policies_of(story, policies)
+        seed = story.seed if seed is None else seed
+        if log:
+            play(story, names[min(1, len(names) - 1)], seed, folder, click.echo)
+            return
+        rows: list[Figures] = []
+        for row in compare(story, names, seed, folder):
+            rows.append(row)
+            click.echo(f"{row.policy}: {row.served} of {row.requests}", err=True)
+    except ScenarioError as error:
+        raise click.UsageError(str(error)) from None
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "scenario": scenario, "seed": seed, "rows": [_plain(row) for row in rows]}))
+        return
+    click.echo(f"{story.about}\n{rows[0].requests} requests, {rows[0].fit} of them fit somewhere; seed {seed}\n")
+    click.echo(table(rows))
+
+
+def _plain(row: "Figures") -> dict[str, object]:
+    """Give a row for JSON, which knows no infinity: null means never."""
+    return {
+        name: value if not isinstance(value, float) or math.isfinite(value) else None
+        for name, value in asdict(row).items()
+    }

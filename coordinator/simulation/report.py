@@ -1,0 +1,129 @@
+"""The figures of a run, one line of the table each, and the table."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.simulation.cluster import Fate, Pool
+from router.dispatch.request import Failure
+from wire.refusals import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One contender in one scenario. Times in seconds. Of the requests that fit somewhere: `ttft_*` (who was never
+    served counts as infinite), `whole_*` to the last token, `refused` (said no at the end), `failed` (begun, or given
+    up, and not answered), `first_refused` (share of those sent whose first node said no), `wait_*` from the door to the
+    node that answered. `jain` compares what every key was served until the last arrival with its fair share."""
+
+    policy: str
+    requests: int
+    fit: int
+    served: int
+    ttft_p50: float
+    ttft_p95: float
+    ttft_p99: float
+    refused: int
+    first_refused: float
+    failed: int
+    whole_p50: float
+    whole_p95: float
+    wait_p50: float
+    wait_p95: float
+    loads: int
+    preemptions: int
+    jain: float
+    seconds: float
+    ratio_p50: float = math.nan
+    ratio_p95: float = math.nan
+    ratio_p99: float = math.nan
+
+
+def figures_of(policy: str, pool: Pool, until: float) -> Figures:
+    """Sum up a run."""
+    fates = [fate for fate in pool.fates.values() if fate.fits]
+    ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in fates)
+    whole = sorted(fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in fates)
+    wait = sorted(fate.sent - fate.arrived for fate in fates if fate.served and fate.sent is not None)
+    sent = [fate for fate in fates if fate.tries]
+    return Figures(
+        policy, len(pool.fates), len(fates), sum(fate.served for fate in fates),
+        quantile(ttft, 0.5), quantile(ttft, 0.95), quantile(ttft, 0.99),
+        sum(isinstance(fate.outcome, Refused) for fate in fates),
+        sum(fate.first_refused for fate in sent) / max(1, len(sent)),
+        sum(isinstance(fate.outcome, Failure) for fate in fates),
+        quantile(whole, 0.5), quantile(whole, 0.95),
+        quantile(wait, 0.5), quantile(wait, 0.95), pool.loads, pool.preemptions,
+        jain(fates, until, pool.scenario.queue_seconds), pool.finished_at,
+    )  # fmt: skip
+
+
+def quantile(ordered: Sequence[float], part: float) -> float:
+    """Give the figure below which this part lies; NaN of nothing."""
+    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
+
+
+def jain(fates: Iterable[Fate], until: float, patience: float) -> float:
+    """Give Jain's index over keys of tokens served until a moment, each divided by its max-min fair share of all that
+    was served: 1 when everybody got what is fair, 1/n when one got it all. 1 of a single key. Who came in the last
+    `patience` seconds does not count: nobody could say yet what will become of it."""
+    asked: dict[str, float] = {}
+    served: dict[str, float] = {}
+    for fate in fates:
+        if fate.arrived > until - patience:
+            continue
+        key, tokens = fate.turn.key, fate.turn.prompt + fate.turn.output
+        asked[key] = asked.get(key, 0.0) + tokens
+        if fate.served and fate.ended is not None and fate.ended <= until:
+            served[key] = served.get(key, 0.0) + tokens
+    shares = fair_shares(asked, sum(served.values()))
+    parts = [served.get(key, 0.0) / share for key, share in shares.items() if share > 0]
+    if len(parts) < 2:
+        return 1.0
+    square = sum(part * part for part in parts)
+    return sum(parts) ** 2 / (len(parts) * square) if square else 1.0
+
+
+def fair_shares(asked: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Divide `whole` so that nobody gets more than asked, and what is left over is divided among the others."""
+    shares: dict[str, float] = {}
+    left = whole
+    for number, (key, wanted) in enumerate(sorted(asked.items(), key=lambda one: one[1])):
+        shares[key] = min(wanted, left / (len(asked) - number))
+        left -= shares[key]
+    return shares
+
+
+_COLUMNS = (
+    "POLICY", "TTFT p50", "p95", "p99", "x p95", "WHOLE p50", "p95", "REFUSED", "1st TRY", "FAILED", "WAIT p95",
+    "LOADS", "GAVE WAY", "JAIN",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Figures]) -> str:
+    """Write the table: times in seconds, `x p95` as a multiple of the clairvoyant's."""
+    lines = [_COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(row: Figures) -> tuple[str, ...]:
+    return (
+        row.policy, _seconds(row.ttft_p50), _seconds(row.ttft_p95), _seconds(row.ttft_p99), _times(row.ratio_p95),
+        _seconds(row.whole_p50), _seconds(row.whole_p95), str(row.refused), f"{row.first_refused * 100:.2f} %",
+        str(row.failed), _seconds(row.wait_p95), str(row.loads), str(row.preemptions), f"{row.jain:.3f}",
+    )  # fmt: skip
+
+
+def _seconds(value: float) -> str:
+    return "never" if math.isinf(value) else "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _times(value: float) -> str:
+    return "-" if math.isnan(value) else "never" if math.isinf(value) else f"{value:.2f}"

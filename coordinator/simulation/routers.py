@@ -1,0 +1,374 @@
+"""Who places requests in a simulation: our dispatcher under any policy, peers' rules as they are, the clairvoyant.
+
+`production` is the dispatcher, its queue and its ledger, untouched, with the policy in question ordering the nodes that
+the memory filter leaves. `Peer` is a router of today: no filter, no reservations, no line; it asks the node that its
+rule puts first, and after a refusal another, at most TRIES in all with the pauses that sglang-router makes.
+
+The clairvoyant knows every answer's length and every node's exact state at every moment, without any delay. It gives a
+request at once to the node with room for the whole of it that will give the first token soonest, by the node's own
+forecast; where none has room the request waits, and whenever anything ends anywhere those who wait are tried in the
+order in which they came. It knows neither who will come nor when: it is the best that can be done one by one, not the
+best of all schedules.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from random import Random
+from types import MappingProxyType
+
+from coordinator.simulation.cluster import Contender, Pool
+from coordinator.simulation.workload import Turn
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request import Failure, Job, StreamTicket, Ticket
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import POLICIES, Candidate, Demand, Policy
+from router.settings import RouterSettings
+from wire.capacity.arithmetic import occupied
+from wire.frames import Deltas, Failed, Finished, Frame, Generate, Message, Params, Refusal
+from wire.identity import NodeId
+from wire.report import Memory
+
+TRIES = 5
+BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
+_MOST_MESSAGE = 4
+
+
+def demand_of(turn: Turn) -> Demand:
+    """Give what the router knows of a request."""
+    return Demand(turn.model, turn.bytes, None, turn.max_tokens)
+
+
+def messages_of(turn: Turn) -> tuple[Message, ...]:
+    """Give texts of the right length that begin as those of the conversation before did."""
+    return tuple(
+        Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
+        for number, (text, tokens) in enumerate(turn.conversation)
+    )
+
+
+class Production:
+    """The dispatcher."""
+
+    def __init__(self, pool: Pool, seed: int, policy: Policy) -> None:
+        self._pool = pool
+        self._policy = policy
+        scenario = pool.scenario
+        settings = RouterSettings(
+            queue_seconds=scenario.queue_seconds, queue_limit=scenario.queue_limit, keepalive_seconds=1e6,
+            slow_client_seconds=1e6,
+        )  # fmt: skip
+        numbers = itertools.count(1)
+        random = Random(f"draw {seed}")  # noqa: S311  the same draw every time is what is wanted
+        self.dispatcher = Dispatcher(
+            self._send, settings, numbers=lambda: (number := next(numbers), number), clock=pool.loop.time,
+            draw=random.random, policy=policy,
+        )  # fmt: skip
+
+    def _send(self, node: NodeId, frame: Frame) -> bool:
+        if isinstance(frame, Generate) and isinstance(self._policy, RoundRobin):
+            self._policy.sent(node)
+        return self._pool.send(node, frame)
+
+    def set_view(self, view: ClusterView) -> None:
+        """Hand on."""
+        self.dispatcher.set_view(view)
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        """Hand on."""
+        self.dispatcher.receive(node, frame)
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """Hand on."""
+        self.dispatcher.node_gone(node, reason)
+
+    def changed(self, node: NodeId) -> None:
+        """Know nothing of it."""
+
+    def submit(self, turn: Turn) -> None:
+        """Be the door: one job, read to its end."""
+        job = Job(
+            demand_of(turn), turn.key, turn.id, messages_of(turn), Params(max_tokens=turn.max_tokens), 0, stream=True
+        )
+        ticket = self.dispatcher.submit(job)
+        ticket.sink = lambda: self._read(ticket)
+        self._read(ticket)
+
+    def _read(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, StreamTicket)  # noqa: S101  the job asks for a stream
+        ticket.take()
+        if ticket.outcome is not None:
+            ticket.sink = None
+            self.dispatcher.close(ticket)
+            self._pool.ended(ticket.job.request_id, ticket.outcome)
+
+    def close(self) -> None:
+        """End, and see that the books balance."""
+        self.dispatcher.shutdown()
+        self.dispatcher.ledger.check()
+
+
+class Peer:
+    """A router without memory: see the module. `sample` nodes are looked at, 0: all."""
+
+    def __init__(self, pool: Pool, seed: int, policy: Policy, sample: int = 0) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._sample = sample
+        self._random = Random(f"peer {seed}")  # noqa: S311  the same draw every time is what is wanted
+        self._view = ClusterView()
+        self._numbers = itertools.count(1)
+        self._live: dict[int, tuple[Turn, NodeId, int, frozenset[NodeId]]] = {}
+        self._on: dict[NodeId, dict[int, int]] = {}
+        self._begun: set[int] = set()
+
+    def set_view(self, view: ClusterView) -> None:
+        """Take the newest reports; what they count as queued is no longer ours to count."""
+        old = {node.id: node for node in self._view.nodes}
+        self._view = view
+        for node in view.nodes:
+            if old.get(node.id) is not node:
+                mine = self._on.get(node.id, {})
+                for request in mine:
+                    if request <= node.acked_seq:
+                        mine[request] = 0
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        """Follow a request; after a refusal ask another node."""
+        if isinstance(frame, Deltas):
+            self._begun.update(delta.request for delta in frame.deltas)
+        elif isinstance(frame, Refusal):
+            turn, node, tries, refused = self._leave(frame.request)
+            if tries >= TRIES:
+                self._pool.ended(turn.id, frame.refused)
+                return
+            pause = BACKOFF * BACKOFF_FACTOR ** (tries - 1)
+            self._pool.loop.call_later(pause, self._try, turn, tries + 1, refused | {node})
+        elif isinstance(frame, Finished):
+            self._pool.ended(self._leave(frame.request)[0].id, frame)
+        elif isinstance(frame, Failed):
+            self._pool.ended(self._leave(frame.request)[0].id, Failure(frame.code, frame.message))
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """A cut stream is a failure; what had not begun is sent elsewhere."""
+        for request in [number for number, live in self._live.items() if live[1] == node]:
+            begun = request in self._begun
+            turn, _, tries, refused = self._leave(request)
+            if begun or tries >= TRIES:
+                self._pool.ended(turn.id, Failure("node_lost", reason))
+            else:
+                self._try(turn, tries + 1, refused | {node})
+
+    def _leave(self, request: int) -> tuple[Turn, NodeId, int, frozenset[NodeId]]:
+        live = self._live.pop(request)
+        self._on[live[1]].pop(request, None)
+        self._begun.discard(request)
+        return live
+
+    def changed(self, node: NodeId) -> None:
+        """Know nothing of it."""
+
+    def submit(self, turn: Turn) -> None:
+        """Send it somewhere."""
+        self._try(turn, 1, frozenset())
+
+    def _try(self, turn: Turn, tries: int, refused: frozenset[NodeId]) -> None:
+        nodes = [node for node in self._view.nodes if node.state == "ready" and turn.model in node.models]
+        fresh = [node for node in nodes if node.id not in refused] or nodes
+        if self._sample and len(fresh) > self._sample:
+            fresh = self._random.sample(fresh, self._sample)
+        if not fresh:
+            self._pool.ended(turn.id, Failure("no_node", "no node is here"))
+            return
+        demand = demand_of(turn)
+        draw = self._random.random
+        best = min(fresh, key=lambda node: (*self._policy.score(self._seen(node, demand), demand), draw()))
+        number = next(self._numbers)
+        if isinstance(self._policy, RoundRobin):
+            self._policy.sent(best.id)
+        self._live[number] = (turn, best.id, tries, refused)
+        self._on.setdefault(best.id, {})[number] = demand.tokens_on(best.models[turn.model])
+        self._pool.send(
+            best.id, Generate(number, number, turn.id, turn.model, (), Params(max_tokens=turn.max_tokens), 0)
+        )
+
+    def _seen(self, node: NodeView, demand: Demand) -> Candidate:
+        model, mine = node.models[demand.model], self._on.get(node.id, {})
+        tokens = demand.tokens_on(model)
+        wait = (node.engine.queued_tokens + sum(mine.values()) + tokens) / model.prefill_speed
+        return Candidate(
+            node.id, node.name, node.state, memory=node.memory, prompt_tokens=tokens, expected_ttft=wait,
+            in_flight=len(mine), model=model, headroom=0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class Clairvoyant:
+    """See the module."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._numbers = itertools.count(1)
+        self._waiting: list[Turn] = []
+        self._live: dict[int, tuple[Turn, NodeId]] = {}
+        self._ready: frozenset[NodeId] = frozenset()
+
+    def set_view(self, view: ClusterView) -> None:
+        """Look at the nodes themselves instead; a picture only tells who is here."""
+        ready = frozenset(node.id for node in view.nodes if node.state == "ready")
+        if ready != self._ready:
+            self._ready = ready
+            self._wake(ready)
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        """Follow a request. Two that were sent at one moment may still meet on a node: then it waits again."""
+        if isinstance(frame, Refusal):
+            self._waiting.append(self._live.pop(frame.request)[0])
+            self._wake(self._ready)
+        elif isinstance(frame, Finished | Failed):
+            turn = self._live.pop(frame.request)[0]
+            outcome = frame if isinstance(frame, Finished) else Failure(frame.code, frame.message)
+            self._pool.ended(turn.id, outcome)
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """Begin anew elsewhere what was there; it is one of the few things that it does not foresee."""
+        for request in [number for number, live in self._live.items() if live[1] == node]:
+            self._waiting.append(self._live.pop(request)[0])
+        self._wake(self._ready)
+
+    def submit(self, turn: Turn) -> None:
+        """Place it now, or when something has ended."""
+        if not any(machine.ever(turn) for machine in self._pool.machines.values()):
+            self._pool.ended(turn.id, Failure("fits_nowhere", "no node could hold it"))
+        elif not self._place(turn, self._ready):
+            self._waiting.append(turn)
+
+    def changed(self, node: NodeId) -> None:
+        """Try those who wait there: on all others they did not fit before."""
+        self._wake(self._ready & {node})
+
+    def _wake(self, nodes: Collection[NodeId]) -> None:
+        if self._waiting and nodes:
+            self._waiting = [turn for turn in self._waiting if not self._place(turn, nodes)]
+
+    def _place(self, turn: Turn, nodes: Collection[NodeId]) -> bool:
+        """Give it to the soonest of these nodes that has room."""
+        machines = self._pool.machines
+        able = [
+            (machine.forecast(turn), number, node)
+            for number, (node, machine) in enumerate(machines.items())
+            if node in nodes and turn.model in machine.residents
+        ]
+        chosen = next((node for _, _, node in sorted(able) if machines[node].fits(turn)), None)
+        if chosen is None:
+            return False
+        number = next(self._numbers)
+        frame = Generate(number, number, turn.id, turn.model, (), Params(max_tokens=turn.max_tokens), 0, turn.output)
+        self._pool.note_sent(chosen, frame)
+        self._live[number] = (turn, chosen)
+        machines[chosen].take(frame)
+        return True
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+# the peers' rules, as far as they can be told from one node at a time
+
+
+class RoundRobin:
+    """Who had fewest turns."""
+
+    def __init__(self) -> None:
+        self._turns: dict[NodeId, int] = {}
+
+    def sent(self, node: NodeId) -> None:
+        """Count a turn."""
+        self._turns[node] = self._turns.get(node, 0) + 1
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by turns."""
+        return (self._turns.get(candidate.node, 0),)
+
+
+class LeastInFlight:
+    """Who has fewest of our requests."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by them."""
+        return (candidate.in_flight,)
+
+
+class LeastLoad:
+    """SMG's least_load: queued tokens over throughput, and 0.15 s × k/(1−k) for the share k of memory in use."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by seconds."""
+        used = min(0.99, _used(candidate.memory))
+        return (_queued(candidate) / _speed(candidate) + 0.15 * used / (1 - used),)
+
+
+class Linear:
+    """Dynamo's cost: prefill tokens that would be there, and tokens in decode; machines are taken as equals."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by tokens."""
+        groups = candidate.model.groups if candidate.model is not None else ()
+        prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.warm)
+        return (prefill + sum(group.tokens for group in groups),)
+
+
+class Weighted:
+    """The scorers of the Gateway API's inference extension as llm-d mixes them: prefix 3, queue 2, memory 2."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by the sum of what each gives between 0 and 1."""
+        queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
+        return (-(3 * candidate.warm + 2 * queue + 2 * (1 - _used(candidate.memory))),)
+
+
+def _speed(candidate: Candidate) -> float:
+    return candidate.model.prefill_speed if candidate.model is not None else 1.0
+
+
+def _queued(candidate: Candidate) -> float:
+    """Give the prompt tokens in front of this request."""
+    model = candidate.model
+    load = model.load_seconds if model is not None and not model.loaded else 0.0
+    mine = candidate.prompt_tokens * (1 - candidate.warm)
+    return max(0.0, (candidate.expected_ttft - load) * _speed(candidate) - mine)
+
+
+def _used(memory: Memory) -> float:
+    return ((occupied(memory) or 0) + memory.reserved) / max(1, memory.ceiling - memory.margin)
+
+
+CLAIRVOYANT = "clairvoyant"
+FILTERED = "+filter"
+"""A peer's rule behind our filter, ledger and line."""
+RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType({
+    "round-robin": RoundRobin, "least-in-flight": LeastInFlight, "power-of-two": LeastInFlight,
+    "least-load": LeastLoad, "linear": Linear, "weighted": Weighted,
+})  # fmt: skip
+_SAMPLES = {"power-of-two": 2}
+NAMES = (
+    *(name.replace("_", "-") for name in POLICIES),
+    *RULES,
+    *(name + FILTERED for name in RULES if name not in _SAMPLES),
+)
+"""Everybody but the clairvoyant, who is always there."""
+
+
+def make(name: str, pool: Pool, seed: int) -> Contender:
+    """Make a contender. LookupError names those that there are."""
+    ours = name.replace("-", "_")
+    if name == CLAIRVOYANT:
+        return Clairvoyant(pool)
+    if ours in POLICIES:
+        return Production(pool, seed, POLICIES[ours])
+    if name in RULES:
+        return Peer(pool, seed, RULES[name](), _SAMPLES.get(name, 0))
+    if name in NAMES:
+        return Production(pool, seed, RULES[name.removesuffix(FILTERED)]())
+    raise LookupError(f"there is no policy {name!r}; there are {', '.join(NAMES)}")

@@ -1,0 +1,96 @@
+"""Rows of one model on a simulated node: committed and written tokens, padded batches (`wire.capacity.arithmetic`)."""
+
+from dataclasses import dataclass, field
+
+from wire.capacity.arithmetic import join_bytes, joinable, padded, row_bytes
+from wire.report import Group, Kv
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One answer: tokens promised to it; written so far are `prompt` and what was decoded since `start`, a count of the
+    node's decode steps; `joined` once its prompt is written."""
+
+    promised: int
+    prompt: int = 0
+    start: float = 0.0
+    joined: bool = False
+
+    def written(self, steps: float) -> int:
+        """Give its tokens after so many steps of the node."""
+        return min(self.promised, int(self.prompt + (steps - self.start if self.joined else 0)))
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    rows: list[Row] = field(default_factory=list[Row])
+
+    def promised(self) -> Group:
+        lengths = [row.promised for row in self.rows]
+        return Group(len(lengths), max(lengths), sum(lengths))
+
+    def written(self, kv: Kv, steps: float) -> int:
+        own = sum(row_bytes(kv, row.written(steps)) for row in self.rows if not row.joined)
+        joined = [row.written(steps) for row in self.rows if row.joined]
+        return own + (len(joined) * row_bytes(kv, max(joined)) if joined else 0)
+
+
+class Rows:
+    """All rows of one model."""
+
+    def __init__(self, kv: Kv) -> None:
+        self.kv = kv
+        self._batches: list[_Batch] = []
+        self._groups: tuple[Group, ...] | None = ()
+        self._promised = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def groups(self) -> tuple[Group, ...]:
+        """Give the batches as a report does."""
+        if self._groups is None:
+            self._groups = tuple(batch.promised() for batch in self._batches)
+            self._promised = sum(padded(group, self.kv) for group in self._groups)
+        return self._groups
+
+    def promised(self) -> int:
+        """Give the bytes of all rows once all that was promised is written."""
+        self.groups()
+        return self._promised
+
+    def written(self, steps: float) -> int:
+        """Give the bytes that are written."""
+        return sum(batch.written(self.kv, steps) for batch in self._batches)
+
+    def add(self, row: Row) -> None:
+        """Promise: the row joins the batch where it adds least, or begins one."""
+        open_ = [batch for batch in self._batches if joinable(batch.promised(), row.promised, self.kv)]
+        best = min(open_, key=lambda one: join_bytes((one.promised(),), row.promised, self.kv), default=None)
+        if best is None:
+            best = _Batch()
+            self._batches.append(best)
+        best.rows.append(row)
+        self._count += 1
+        self._groups = None
+
+    def remove(self, row: Row) -> None:
+        """Take a row out, and back what was promised to it."""
+        batch = next(batch for batch in self._batches if row in batch.rows)
+        batch.rows.remove(row)
+        if not batch.rows:
+            self._batches.remove(batch)
+        self._count -= 1
+        self._groups = None
+
+    def extend(self, row: Row, more: int) -> None:
+        """Promise `more` tokens to a row."""
+        row.promised += more
+        self._groups = None
+
+    def extension(self, row: Row, more: int) -> int:
+        """Give the bytes that `more` tokens for a row would add."""
+        group = next(batch for batch in self._batches if row in batch.rows).promised()
+        longest = max(group.longest, row.promised + more)
+        return padded(Group(group.rows, longest), self.kv) - padded(group, self.kv)

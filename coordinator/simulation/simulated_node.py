@@ -1,0 +1,617 @@
+"""A modelled Mac: it hears the frames of the link and answers with the same, in virtual time.
+
+What is modelled, after the real engine: whole prompts and expected answers are promised before they begin; prefills
+take turns (the shortest; the oldest, or fairly) and leave decode its share; all rows decode in one step, slower with
+each row and with what their caches hold; an answer that outgrows its promise asks for GROWTH tokens at a time, and
+where there is no room the newest request gives way; models are loaded one by one, idle ones given back for them; chats
+that ended stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
+every decision.
+
+What is not: single tokens (between two events all rates are constant, so everything is a straight line), the transient
+of a forward beyond the model's one number, chunks, preflight on a second thread, other programs on the Mac.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from coordinator.simulation.hardware import BASE, CHIPS, cap_of, prefill_speed, step_seconds
+from coordinator.simulation.scenario import ModelSpec, NodeSpec
+from coordinator.simulation.simulated_kv import Row, Rows
+from coordinator.simulation.workload import Turn
+from wire.capacity.arithmetic import (
+    Fits,
+    can_ever_fit,
+    current,
+    default_margin,
+    headroom,
+    judge,
+    request_need,
+    row_bytes,
+    waste_under,
+)
+from wire.capacity.fairness import Owner, Reading, Waiting, in_turn
+from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
+from wire.refusals import Code, Refused
+from wire.report import CacheState, Counts, EngineState, Memory, Model
+from wire.units import parse_size
+
+GROWTH = 64
+PREFILL_STEPS = 1.6
+"""While rows decode, a chunk takes this many of their steps."""
+CACHE_SHARE = 0.15
+"""Of the cap without weights, for ended chats."""
+EVICTED_TOLD = 64
+RETRY = 0.5
+"""Seconds between two tries to bring a preempted request back."""
+_EPSILON = 1e-6
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A model that this node knows, and its state here."""
+
+    spec: ModelSpec
+    model: Model
+    rows: Rows
+    speed: float
+    loaded: bool = False
+    used: float = 0.0
+    ready_at: float = 0.0
+    loading: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One admitted request. `left` prompt tokens to write, `known` were decoded before it came, or came back, here."""
+
+    request: int
+    owner: Owner
+    turn: Turn
+    resident: Resident
+    row: Row
+    age: int
+    left: float
+    cached: int
+    known: int = 0
+    told: int = 0
+    decoding: bool = False
+
+    def produced(self, steps: float) -> float:
+        """Give the answer's tokens so far."""
+        return self.known + (steps - self.row.start if self.decoding else 0.0)
+
+
+class Machine:
+    """See the module. `say` sends a frame towards the router, `turn_of` knows what a request will come to, `changed`
+    is called when something ended or was given back."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: NodeSpec,
+        models: tuple[ModelSpec, ...],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        say: Callable[[Frame], None],
+        turn_of: Callable[[str], Turn],
+        changed: Callable[[], None] = lambda: None,
+        loads: bool = True,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self._loop = loop
+        self._say = say
+        self._turn_of = turn_of
+        self._changed = changed
+        self.chip = CHIPS[spec.chip]
+        self._total = parse_size(spec.memory)
+        self._cap = cap_of(self._total)
+        self._margin = default_margin(self._cap)
+        self._disk = parse_size(spec.disk)
+        known = [model for model in models if not spec.models or model.name in spec.models]
+        self.residents = {model.name: self._resident(model, loads and model.name in spec.loaded) for model in known}
+        self.prefills: list[Sequence] = []
+        self._reading = Reading()
+        self.decoding: list[Sequence] = []
+        self._line: deque[Sequence] = deque()
+        self._preempted: list[Sequence] = []
+        self._cache: OrderedDict[str, tuple[str, int, int]] = OrderedDict()
+        self._evicted: deque[bytes] = deque(maxlen=EVICTED_TOLD)
+        self._evictions = self._cached = 0
+        self.leases = 0
+        self.loads = self.preemptions = 0
+        self.restarts = 0
+        self._steps = 0.0
+        self._at = loop.time()
+        self._rates: tuple[float, dict[Sequence, float]] = (0.0, {})
+        self._timer: asyncio.TimerHandle | None = None
+        self._age = self._acked = self._sequence = 0
+        self.dirty = True
+        self.highest = 0
+
+    def _resident(self, spec: ModelSpec, loaded: bool) -> Resident:
+        weights, speed = parse_size(spec.weights), prefill_speed(self.chip, spec.active)
+        model = Model(
+            spec.name, f"sim:{spec.name}", weights=weights, kv_per_token=parse_size(spec.kv_per_token),
+            transient=parse_size(spec.transient), context=spec.context, load_seconds=weights / self._disk,
+            expected_output=spec.usual, kv_waste=waste_under(self._cap),
+        )  # fmt: skip
+        return Resident(spec, model, Rows(model.kv), speed, loaded)
+
+    # what comes
+
+    def take(self, frame: Frame) -> None:
+        """Hear a frame of the router."""
+        self._advance()
+        if isinstance(frame, Generate):
+            self._generate(frame)
+        elif isinstance(frame, Cancel):
+            self._cancel(frame.request)
+        self._settle()
+
+    def _generate(self, frame: Generate) -> None:
+        self._acked = max(self._acked, frame.seq)
+        self.dirty = True
+        turn, resident = self._turn_of(frame.request_id), self.residents.get(frame.model)
+        if resident is None:
+            text = f"this node does not serve {frame.model}"
+            self._say(Refusal(frame.request, Refused(Code.NO_MODEL, text), turn.prompt))
+            return
+        limit = frame.params.max_tokens or max(1, resident.spec.context - turn.prompt)
+        promised = turn.prompt + min(limit, frame.expected)
+        refused = self._refused(resident, turn.prompt, promised - turn.prompt)
+        if refused is not None:
+            self._say(Refusal(frame.request, refused, turn.prompt))
+            return
+        heard: tuple[tuple[int, ...], ...] = getattr(frame, "resume", ())
+        known = len(heard[0]) if heard else 0
+        sequence = self._admit(frame, turn, resident, max(promised, turn.prompt + known + 1), known)
+        self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
+
+    def _refused(self, resident: Resident, prompt: int, output: int) -> Refused | None:
+        """Ask for room, giving back what can be had again; None when there is room."""
+        model = self._model(resident)
+        need = request_need(model, prompt, output) - (model.weights if resident.loading else 0)
+        answer = judge(self.memory(), need)
+        if isinstance(answer, Fits):
+            return None
+        if not can_ever_fit(self.memory(), model, prompt, output):
+            return Refused(Code.TOO_LARGE, f"{self.name} could not hold this if it were alone", answer.numbers)
+        self._make_room(need, resident)
+        answer = judge(self.memory(), need)
+        return None if isinstance(answer, Fits) else answer
+
+    def _admit(self, frame: Generate, turn: Turn, resident: Resident, promised: int, known: int) -> Sequence:
+        kept = self._cache.get(turn.session) if turn.session else None
+        cached = 0
+        if kept is not None and kept[0] == resident.spec.name:
+            cached = min(kept[1], turn.prompt - 1)
+            self._cache.move_to_end(turn.session)
+        row = Row(promised, prompt=cached)
+        resident.rows.add(row)
+        self._age += 1
+        left = turn.prompt + known - cached
+        sequence = Sequence(
+            frame.request, frame.owner, turn, resident, row, self._age, float(left), cached, known, known
+        )
+        resident.used = self._loop.time()
+        self._line.append(sequence)
+        if not resident.loaded:
+            self._load(resident)
+        return sequence
+
+    def _cancel(self, request: int) -> None:
+        for sequence in self.here():
+            if sequence.request == request:
+                self._drop(sequence)
+                self._changed()
+                return
+
+    def here(self) -> list[Sequence]:
+        """Give every request that is on this node."""
+        return [*self.decoding, *self.prefills, *self._line, *self._preempted]
+
+    def flush(self) -> None:
+        """Tell every token that was decoded and not told yet: tokens travel as they come, only not in the model."""
+        self._advance()
+        for sequence in self.decoding:
+            self._tell(sequence)
+
+    def forget(self) -> None:
+        """Drop every request without a word: the link of their router is gone."""
+        self._advance()
+        for sequence in self.here():
+            self._drop(sequence)
+        self._settle()
+
+    def lease(self, size: int) -> bool:
+        """Give memory to a video for as long as it takes, if the verdict says so; a negative size takes it back."""
+        self._advance()
+        if size > 0:
+            self._make_room(size, None)
+            if not isinstance(judge(self.memory(), size), Fits):
+                return False
+        self.leases += size
+        self.dirty = True
+        self._settle()
+        return True
+
+    def stop(self) -> None:
+        """Let no timer be left."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # memory
+
+    def memory(self, *, reported: bool = False) -> Memory:
+        """Give the reading of this moment. Unreported, rows count as promised: the sum is the same."""
+        written = promised = 0
+        now = self._loop.time()
+        for resident in self.residents.values():
+            promised += resident.rows.promised()
+            if reported:
+                written += resident.rows.written(self._steps)
+            if resident.loaded:
+                written += resident.model.weights
+                promised += resident.model.weights
+            elif resident.loading:
+                written += int(resident.model.weights * self._progress(resident, now))
+                promised += resident.model.weights
+        active = written + self._cached
+        ceiling, phys, reserved = max(1, self._cap - self.leases), active + BASE, promised - written
+        self.highest = max(self.highest, phys) if reported else self.highest
+        return Memory(
+            self._cap, ceiling, self._margin, phys, active, 0, current(active, phys, 0), reserved,
+            headroom(ceiling, self._margin, phys, reserved), self.leases, "metal", armed=True, source="modelled",
+            total=self._total, base=BASE, reusable=self._cached if reported else 0,
+        )  # fmt: skip
+
+    def _progress(self, resident: Resident, now: float) -> float:
+        whole = resident.model.load_seconds
+        return 1.0 if whole <= 0 else min(1.0, max(0.0, 1 - (resident.ready_at - now) / whole))
+
+    def _make_room(self, need: int, keep: Resident | None) -> None:
+        """Give back ended chats, oldest first, then idle models, longest unused first, until `need` bytes fit. Nothing
+        of it when all of it would not be enough."""
+        idle = sorted(
+            (one for one in self.residents.values() if one.loaded and not len(one.rows) and one is not keep),
+            key=lambda one: one.used,
+        )  # fmt: skip
+        memory = self.memory()
+        spare = self._cached + sum(one.model.weights for one in idle)
+        if (memory.headroom or 0) + spare < need:
+            return
+        while self._cache and not isinstance(judge(self.memory(), need), Fits):
+            self._evict(next(iter(self._cache)))
+        while idle and not isinstance(judge(self.memory(), need), Fits):
+            idle.pop(0).loaded = False
+        self.dirty = True
+
+    def _evict(self, session: str) -> None:
+        _, _, size = self._cache.pop(session)
+        self._cached -= size
+        self._evictions += 1
+        self._evicted.append(session.encode()[-32:])
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Keep an ended chat for its next turn, in place of its last one."""
+        turn, kv = sequence.turn, sequence.resident.model.kv
+        if not turn.session:
+            return
+        if turn.session in self._cache:
+            self._cached -= self._cache.pop(turn.session)[2]
+        tokens = turn.prompt + turn.output
+        size, weights = row_bytes(kv, tokens), sum(one.model.weights for one in self.residents.values() if one.loaded)
+        limit = int((self._cap - weights) * CACHE_SHARE)
+        if size > limit:
+            return
+        while self._cached + size > limit:
+            self._evict(next(iter(self._cache)))
+        if isinstance(judge(self.memory(), size), Fits):
+            self._cache[turn.session] = (turn.model, tokens, size)
+            self._cached += size
+
+    # time
+
+    def _advance(self) -> None:
+        """Move along the straight lines to this moment."""
+        now = self._loop.time()
+        seconds, self._at = now - self._at, now
+        if seconds <= 0:
+            return
+        decode, prefill = self._rates
+        self._steps += decode * seconds
+        for sequence, rate in prefill.items():
+            done = min(sequence.left, rate * seconds)
+            sequence.left -= done
+            self._reading.has_read(sequence.owner, done)
+            sequence.row.prompt += int(done)
+
+    def _speeds(self) -> tuple[float, dict[Sequence, float]]:
+        """Give steps per second of decode, and tokens per second of every prefill that moves."""
+        step = self.step()
+        if not self.prefills:
+            return (1 / step if step else 0.0), {}
+        share = PREFILL_STEPS / (1 + PREFILL_STEPS) if step else 1.0
+        aged = sorted(self.prefills, key=lambda one: one.age)
+        picked = {min(self.prefills, key=lambda one: one.left), aged[self._reading.next([one.owner for one in aged])]}
+        rates = {one: one.resident.speed * share / len(picked) for one in sorted(picked, key=lambda one: one.age)}
+        return (1 / (step * (1 + PREFILL_STEPS)) if step else 0.0), rates
+
+    def step(self) -> float:
+        """Give the seconds of one decode step of all rows, 0 without any."""
+        if not self.decoding:
+            return 0.0
+        rows: dict[str, tuple[Resident, int, int]] = {}
+        for sequence in self.decoding:
+            name = sequence.turn.model
+            _, count, tokens = rows.get(name, (sequence.resident, 0, 0))
+            rows[name] = (sequence.resident, count + 1, tokens + sequence.row.promised)
+        return sum(
+            step_seconds(self.chip, one.spec.active, count, tokens * one.model.kv_per_token)
+            for one, count, tokens in rows.values()
+        )
+
+    def _due(self) -> float | None:
+        """Say in how many seconds the first line ends."""
+        decode, prefill = self._rates
+        due = [sequence.left / rate for sequence, rate in prefill.items()]
+        if decode > 0:
+            due += [max(0.0, self._stops(sequence) - self._steps) / decode for sequence in self.decoding]
+        due += [one.ready_at - self._at for one in self.residents.values() if one.loading and one.ready_at > 0]
+        if self._preempted:
+            due.append(RETRY)
+        return min(due, default=None)
+
+    @staticmethod
+    def _stops(sequence: Sequence) -> float:
+        """Give the step at which a row has written all that it will, or all that was promised."""
+        row, turn = sequence.row, sequence.turn
+        return row.start + min(turn.output - sequence.known, row.promised - row.prompt)
+
+    def _settle(self) -> None:
+        """Let everything happen that is due now, then wait for the next."""
+        while self._happen():
+            pass
+        self._rates = self._speeds()
+        due = self._due()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if due is None else self._loop.call_later(max(due, 0.0), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._advance()
+        if self._preempted:
+            self._return()
+        self._settle()
+
+    def _happen(self) -> bool:
+        """Let one thing happen; False when nothing is due."""
+        for resident in self.residents.values():
+            if resident.loading and 0 < resident.ready_at <= self._at + _EPSILON:
+                self._loaded(resident)
+                return True
+        for sequence in self.decoding:
+            if self._stops(sequence) <= self._steps + _EPSILON:
+                self._reached(sequence)
+                return True
+        for sequence in self.prefills:
+            if sequence.left <= _EPSILON:
+                self._first(sequence)
+                return True
+        return self._begin()
+
+    def _begin(self) -> bool:
+        """Begin whose turn it is in line, of those whose model is here, if there is a place in the batch."""
+        if not self._line or len(self.prefills) + len(self.decoding) >= self.spec.batch:
+            return False
+        able = [sequence for sequence in self._line if sequence.resident.loaded]
+        taken = Counter(one.owner.name for one in [*self.prefills, *self.decoding])
+        for place in in_turn([Waiting(one.owner, 1, one.known > 0) for one in able], taken):
+            self._line.remove(able[place])
+            self.prefills.append(able[place])
+            return True
+        return False
+
+    # models
+
+    def _load(self, resident: Resident) -> None:
+        if not resident.loading:
+            resident.loading = True
+            self.loads += 1
+            self._next_load()
+
+    def _next_load(self) -> None:
+        """Loads go one by one, in the order in which they were asked for."""
+        loading = [one for one in self.residents.values() if one.loading]
+        if loading and not any(one.ready_at for one in loading):
+            first = min(loading, key=lambda one: min((seq.age for seq in self._line if seq.resident is one), default=0))
+            first.ready_at = self._loop.time() + max(_EPSILON, first.model.load_seconds)
+        self.dirty = True
+
+    def _loaded(self, resident: Resident) -> None:
+        resident.loading, resident.loaded, resident.ready_at = False, True, 0.0
+        self._next_load()
+
+    # requests
+
+    def _first(self, sequence: Sequence) -> None:
+        """The prompt is written: the first token follows from it, and the row joins the others."""
+        self.prefills.remove(sequence)
+        row = sequence.row
+        row.prompt, row.joined, row.start = sequence.turn.prompt + sequence.known, True, self._steps - 1
+        sequence.decoding = True
+        self.decoding.append(sequence)
+        self._tell(sequence)
+        self.dirty = True
+
+    def _tell(self, sequence: Sequence) -> None:
+        produced = min(sequence.turn.output, int(sequence.produced(self._steps) + _EPSILON))
+        new, sequence.told = produced - sequence.told, max(produced, sequence.told)
+        if new > 0:
+            pieces = ((Channel.CONTENT, "x" * new),)
+            self._say(Deltas((Delta(sequence.request, 0, tuple(range(new)), pieces),)))
+
+    def _reached(self, sequence: Sequence) -> None:
+        """A row wrote all that it will, or must ask for more."""
+        turn = sequence.turn
+        if sequence.produced(self._steps) >= turn.output - _EPSILON:
+            self._tell(sequence)
+            self._drop(sequence)
+            self._keep(sequence)
+            self._say(Finished(sequence.request, ("stop",), turn.prompt, turn.output, sequence.cached))
+            self._changed()
+            return
+        more = max(1, min(GROWTH, turn.output - sequence.known - (sequence.row.promised - sequence.row.prompt)))
+        need = sequence.resident.rows.extension(sequence.row, more)
+        if not isinstance(judge(self.memory(), need), Fits):
+            self._make_room(need, None)
+        answer = judge(self.memory(), need)
+        if isinstance(answer, Fits):
+            sequence.resident.rows.extend(sequence.row, more)
+        else:
+            self._give_way(self._gives_way(), answer)
+
+    def _gives_way(self) -> Sequence:
+        """Choose, of who has not begun, or else of all, the newest of the owner with most rows for its weight."""
+        among = [one for one in self._line if not one.known] or [*self.decoding, *self.prefills]
+        rows = Counter(one.owner.name for one in [*self.decoding, *self.prefills, *self._line])
+        return max(among, key=lambda one: (one.owner.load(rows[one.owner.name]), one.age))
+
+    def _give_way(self, newest: Sequence, refused: Refused) -> None:
+        alone = len(self.decoding) + len(self.prefills) + len(self._preempted) == 1
+        produced = int(newest.produced(self._steps))
+        if newest.told:
+            self._tell(newest)
+        self._drop(newest)
+        self._changed()
+        if not newest.told:
+            self._say(Refusal(newest.request, refused, newest.turn.prompt))
+        elif alone:
+            self._say(Failed(newest.request, "no_headroom", refused.message))
+        else:
+            self.preemptions += 1
+            newest.known = produced
+            self._preempted.append(newest)
+
+    def _return(self) -> None:
+        """Bring the oldest preempted request back, if there is room for it."""
+        sequence = min(self._preempted, key=lambda one: one.age)
+        turn, resident = sequence.turn, sequence.resident
+        written = turn.prompt + sequence.known
+        refused = self._refused(resident, written, min(GROWTH, max(1, turn.output - sequence.known)))
+        if refused is None:
+            self._preempted.remove(sequence)
+            sequence.row = Row(written + GROWTH)
+            sequence.left, sequence.decoding = float(written), False
+            resident.rows.add(sequence.row)
+            self._line.append(sequence)
+            if not resident.loaded:
+                self._load(resident)
+        elif len(self.here()) == len(self._preempted) == 1:
+            self._preempted.remove(sequence)
+            self._say(Failed(sequence.request, "no_headroom", refused.message))
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take a request out of wherever it is, and what it holds."""
+        for place in (self.decoding, self.prefills, self._preempted, self._line):
+            if sequence in place:
+                place.remove(sequence)
+                if place is not self._preempted:
+                    sequence.resident.rows.remove(sequence.row)
+        sequence.resident.used = self._loop.time()
+        self.dirty = True
+
+    # what it says of itself
+
+    def report(self) -> Report:
+        """Give the report of this moment."""
+        self._advance()
+        self._sequence += 1
+        self.dirty = bool(self.decoding or self.prefills or self._line or self._preempted)
+        waiting = [*self.prefills, *self._line]
+        engine = EngineState(
+            "modelled", "ready", restarts=self.restarts, running=len(self.decoding), waiting=len(waiting),
+            queued_tokens=int(sum(sequence.left for sequence in waiting)), counts=Counts(preemptions=self.preemptions),
+            cache=CacheState(self._cached, len(self._cache), evictions=self._evictions, evicted=tuple(self._evicted)),
+            rows=self.spec.batch,
+        )  # fmt: skip
+        models = tuple(self._model(resident) for resident in self.residents.values())
+        return Report(self._sequence, self.memory(reported=True), engine, models, self._acked)
+
+    def _model(self, resident: Resident) -> Model:
+        if not resident.loaded:
+            now = self._loop.time()
+            progress = self._progress(resident, now) if resident.loading and resident.ready_at else 0.0
+            return replace(resident.model, loading=resident.loading, progress=progress, groups=resident.rows.groups())
+        step = step_seconds(self.chip, resident.spec.active, 1, 0.0)
+        return replace(
+            resident.model, loaded=True, prefill_speed=resident.speed, decode_speed=1 / step,
+            groups=resident.rows.groups(),
+        )  # fmt: skip
+
+    # what only the clairvoyant may ask
+
+    def fits(self, turn: Turn) -> bool:
+        """Say whether this request, with its whole answer, would be admitted at this moment."""
+        self._advance()
+        resident = self.residents.get(turn.model)
+        if resident is None:
+            return False
+        need = request_need(self._model(resident), turn.prompt, turn.output)
+        if resident.loading:
+            need -= resident.model.weights
+        idle = sum(
+            one.model.weights for one in self.residents.values()
+            if one.loaded and not len(one.rows) and one is not resident
+        )  # fmt: skip
+        memory = self.memory()
+        return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
+
+    def ever(self, turn: Turn) -> bool:
+        """Say whether the request, with its whole answer, fits here when nothing else runs and no lease is out."""
+        resident = self.residents.get(turn.model)
+        return resident is not None and can_ever_fit(self.memory(), resident.model, turn.prompt, turn.output)
+
+    def forecast(self, turn: Turn) -> float:
+        """Give seconds to the first token if the request came now and nobody came after it."""
+        resident = self.residents[turn.model]
+        kept = self._cache.get(turn.session) if turn.session else None
+        mine = turn.prompt - (min(kept[1], turn.prompt - 1) if kept is not None and kept[0] == turn.model else 0)
+        share = PREFILL_STEPS / (1 + PREFILL_STEPS) if self.decoding else 1.0
+        lefts = [one.left / one.resident.speed for one in [*self.prefills, *self._line]] + [mine / resident.speed]
+        now, wait = self._loop.time(), 0.0
+        if resident.loading and resident.ready_at:
+            wait = resident.ready_at - now
+        elif not resident.loaded:
+            wait = resident.model.load_seconds + sum(
+                one.model.load_seconds for one in self.residents.values() if one.loading
+            )
+        return wait + _turns(lefts) / share
+
+
+def _turns(lefts: list[float]) -> float:
+    """Give when the last of these prefills ends, in seconds of prefill, the shortest and the oldest in turns."""
+    last, spent, oldest, place = len(lefts) - 1, 0.0, 0, 0
+    order = sorted(range(len(lefts)), key=lefts.__getitem__)
+    done = [False] * len(lefts)
+    while not done[last]:
+        while done[oldest]:
+            oldest += 1
+        while done[order[place]]:
+            place += 1
+        shortest = order[place]
+        if lefts[oldest] <= lefts[shortest]:
+            spent += lefts[oldest]
+            done[oldest] = True
+        else:
+            spent += 2 * lefts[shortest]
+            lefts[oldest] -= lefts[shortest]
+            done[shortest] = True
+    return spent

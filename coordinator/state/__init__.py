@@ -1,0 +1,1 @@
+"""State of the coordinator: database, settings and access administration."""

@@ -1,0 +1,166 @@
+"""Tokens and keys: what an administrator makes and revokes, with or without a running coordinator."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coordinator.joining.join_tokens import Tokens
+from coordinator.state.database import KeyRow, Store
+from host.private_files import write_private
+from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
+from router.admission.rate_limits import NO_LIMITS, KeyLimits
+from router.admission.usage import Usage, Used
+
+LOCAL = "local"
+"""Name of the key that the owner of the state folder uses; it lives as long as the coordinator and is in no list."""
+
+USAGE_DAYS = 400
+"""Days for which it is kept who used what."""
+
+
+def load_pepper(state: Path) -> bytes:
+    """Read the secret that key digests are made with; make it at first (32 bytes, 0600)."""
+    file = state / "pepper"
+    if not file.exists():
+        write_private(file, secrets.token_bytes(32))
+    return file.read_bytes()
+
+
+class NameTakenError(ValueError):
+    """A key with this name exists: the audit log and `cluster key` could not tell the two apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """The verbs behind /api/v1/tokens and /api/v1/keys. `clock` gives Unix seconds."""
+
+    store: Store
+    tokens: Tokens
+    ring: KeyRing
+    pepper: bytes
+    clock: Callable[[], float]
+
+    def load(self) -> None:
+        """Put the stored keys into the ring."""
+        for row in self.store.keys.values():
+            self.ring.put(_ring_key(row))
+
+    def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
+        """Make a join token; the answer holds its text."""
+        return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
+
+    def list_tokens(self) -> dict[str, Any]:
+        """List tokens without secrets."""
+        rows = [
+            {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
+            for t in self.tokens.list()
+        ]
+        return {"schema": 1, "tokens": rows}
+
+    def revoke_token(self, token: str) -> bool:
+        """Make a token useless; False when there is none."""
+        return self.tokens.revoke(token)
+
+    def check_name(self, name: str, apart_from: str = "") -> None:
+        """Check that no key but the one `apart_from` has this name (or id), case aside; NameTakenError."""
+        for row in self.store.keys.values():
+            if row.id != apart_from and name.casefold() in (row.name.casefold(), row.id.casefold()):
+                raise NameTakenError(
+                    f"there is a key named {row.name} already ({row.id}): take another name, or revoke that one first"
+                )
+
+    def create_key(
+        self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
+    ) -> dict[str, Any]:
+        """Make an API key; the answer holds its text, which is kept nowhere. ValueError for unknown scopes."""
+        limits = None if limits == NO_LIMITS else limits
+        now = self.clock()
+        key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl,
+                            limits=limits)  # fmt: skip
+        self.ring.put(key)
+        self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
+        return {"schema": 1, "id": key.id, "key": text}
+
+    def limit_key(self, key: str, limits: KeyLimits) -> bool:
+        """Give a key other limits, at once; False when there is none."""
+        return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
+
+    def rename_key(self, key: str, name: str) -> bool:
+        """Rename a key; return False when it does not exist."""
+        return self._change_key(key, name=name)
+
+    def expire_key(self, key: str, ttl: float | None) -> bool:
+        """Set the expiry of a key to `ttl` seconds from now, None for never; return False when it does not exist."""
+        return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
+
+    def rotate_key(self, key: str) -> str | None:
+        """Replace the secret of a key; return its text, or None when the key does not exist."""
+        digest, text = new_secret(self.pepper, key)
+        return text if self._change_key(key, digest=digest) else None
+
+    def _change_key(self, key: str, **changes: Any) -> bool:
+        row = self.store.keys.get(key)
+        if row is None:
+            return False
+        row = replace(row, **changes)
+        self.store.put_key(row)
+        self.ring.put(_ring_key(row))
+        return True
+
+    def list_keys(self) -> dict[str, Any]:
+        """List keys without secrets."""
+        rows = [
+            {
+                "id": row.id,
+                "name": row.name,
+                "scopes": list(row.scopes),
+                "created": row.created,
+                "expires": row.expires,
+                "limits": msgspec.to_builtins(row.limits or NO_LIMITS),
+            }
+            for row in self.store.keys.values()
+        ]
+        return {"schema": 1, "keys": rows}
+
+    def revoke_key(self, key: str) -> bool:
+        """Make a key useless at once; False when there is none."""
+        self.ring.drop(key)
+        return self.store.revoke_key(key, self.clock())
+
+    def acts(self, last: int) -> dict[str, Any]:
+        """List the newest acts of the audit log, oldest first; times in Unix seconds. An actor that is a key has its
+        name."""
+        names = {row.id: row.name for row in self.store.keys.values()}
+        acts = [{**asdict(one), "actor_name": names.get(one.actor, "")} for one in list(self.store.audit)[-last:]]
+        return {"schema": 1, "acts": acts}
+
+    def count(self, usage: Usage) -> None:
+        """Write what was used since the last time into the database, and drop what is older than USAGE_DAYS."""
+        today = datetime.fromtimestamp(self.clock(), UTC).date()
+        for (key, model), used in usage.drain().items():
+            self.store.count(key, model, today.isoformat(), used)
+        self.store.forget_usage((today - timedelta(days=USAGE_DAYS)).isoformat())
+
+    def usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
+        """Sum up what each key used of each model since a day, `daily` for each day (UTC); of one key if it is
+        given."""
+        sums: dict[tuple[str, str, str], Used] = {}
+        for row in self.store.usage:
+            if row.day >= since and key in (None, row.key):
+                sums.setdefault((row.day if daily else "", row.key, row.model), Used()).add(row.used)
+        names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}
+        rows = [
+            {"key": who, "name": names.get(who, ""), "model": model, **({"day": day} if daily else {}),
+             **msgspec.structs.asdict(used)}
+            for (day, who, model), used in sorted(sums.items())
+        ]  # fmt: skip
+        return {"schema": 1, "since": since or None, "usage": rows}
+
+
+def _ring_key(row: KeyRow) -> ApiKey:
+    return ApiKey(row.id, row.name, frozenset(row.scopes), row.digest, row.created, row.expires, row.limits)

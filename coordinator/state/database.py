@@ -1,0 +1,456 @@
+"""What the coordinator must not forget: who it is, its members, join tokens, API keys, and who is denied.
+
+Everything is in memory, on the event loop that owns the store: readers read mappings, changes are visible at once.
+Each change is also one transaction, written in order by the only writer thread into SQLite (WAL, synchronous=FULL).
+`await flush()` returns when all changes so far are on the disk; whoever hands out a certificate or a key flushes first.
+
+A write that fails breaks the store for good (`StoreError` from then on): memory and disk no longer agree, and only a
+restart can show what was kept. Reading goes on, so the pool goes on serving. A writer thread that meets anything else
+than a failed write calls `on_death`, which ends the coordinator; every `flush` is answered all the same.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import queue
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from coordinator.backup.atomic_swap import settle
+from host.private_files import private_folder
+from router.admission.rate_limits import KeyLimits
+from router.admission.usage import Used
+from wire.identity import NodeId
+from wire.report import Hardware
+
+log = structlog.get_logger()
+AUDIT_KEPT = 10_000
+"""Acts that the audit log holds."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE meta (one INTEGER PRIMARY KEY CHECK (one = 1), cluster TEXT, name TEXT, epoch INTEGER);
+    INSERT INTO meta VALUES (1, '', '', 0);
+    CREATE TABLE members (node TEXT PRIMARY KEY, name TEXT, machine TEXT, hardware TEXT, serial TEXT, joined REAL,
+                          cordoned INTEGER, removed REAL);
+    CREATE TABLE tokens (id TEXT PRIMARY KEY, key BLOB, created REAL, expires REAL, uses_left INTEGER, name TEXT,
+                         revoked INTEGER);
+    CREATE TABLE keys (id TEXT PRIMARY KEY, name TEXT, scopes TEXT, digest BLOB, created REAL, expires REAL,
+                       revoked REAL);
+    CREATE TABLE denied (subject TEXT PRIMARY KEY, at REAL, reason TEXT);
+    """,
+    """
+    ALTER TABLE keys ADD COLUMN limits TEXT;
+    ALTER TABLE members ADD COLUMN labels TEXT NOT NULL DEFAULT '';
+    CREATE TABLE usage (key TEXT, model TEXT, day TEXT, requests INTEGER, failed INTEGER, prompt_tokens INTEGER,
+                        cached_tokens INTEGER, completion_tokens INTEGER, PRIMARY KEY (key, model, day));
+    CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, actor TEXT, action TEXT, subject TEXT);
+    """,
+    """
+    ALTER TABLE meta ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;
+    """,
+    """
+    ALTER TABLE members ADD COLUMN video INTEGER NOT NULL DEFAULT 0;
+    UPDATE members SET video = 1;
+    """,
+    """
+    ALTER TABLE audit ADD COLUMN address TEXT NOT NULL DEFAULT '';
+    """,
+)
+"""One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
+
+
+class StoreError(Exception):
+    """The state cannot be read or written; the text says which file and what to do."""
+
+
+class StateLockedError(StoreError):
+    """Another process owns the state folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Who we are. `epoch` counts the starts of the coordinator, `generation` grows with every restore of a backup: of
+    two coordinators of one cluster that of the higher generation counts."""
+
+    cluster: str = ""
+    name: str = ""
+    epoch: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """A node that was given a certificate. `serial` (hex) is of its newest certificate, times in Unix seconds."""
+
+    node: NodeId
+    name: str
+    machine: str
+    hardware: Hardware
+    serial: str
+    joined: float
+    cordoned: bool = False
+    removed: float | None = None
+    labels: tuple[str, ...] = ()
+    video: bool = False
+    """Whether an administrator allows it to make videos."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A join token without its secret: `key` is the MAC key, itself to be kept secret. Times in Unix seconds."""
+
+    id: str
+    key: bytes
+    created: float
+    expires: float
+    uses_left: int
+    name: str = ""
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """An API key without its secret: SHA-256 digest, scopes (infer, admin, metrics), times in Unix seconds."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...]
+    digest: bytes
+    created: float
+    expires: float | None = None
+    limits: KeyLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """What a key used of a model on one day (UTC, `2026-01-31`)."""
+
+    key: str
+    model: str
+    day: str
+    used: Used
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """One act: at this time (Unix seconds) this key (or `local`, `offline`, a node's name) did that to whom."""
+
+    number: int
+    at: float
+    actor: str
+    action: str
+    subject: str
+    address: str = ""
+    """From which address it was done; empty where that is not known, as for acts on this machine's own files."""
+
+
+class StateLock:
+    """The right to open a state folder, held until released or until the process is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            raise StateLockedError(
+                f"the state folder {folder} is in use by process {owner or 'unknown'}: "
+                "talk to the running coordinator, or stop it first"
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others open the folder."""
+        os.close(self._file)
+
+
+class Store:
+    """The state folder's database, open and locked. Raises StoreError when it cannot be opened."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._lock = StateLock(private_folder(folder))
+        except OSError as error:
+            raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
+        try:
+            settle(folder)
+            connection = open_database(folder / "cluster.db", MIGRATIONS)
+            self._load(connection)
+        except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
+            self._lock.release()
+            raise StoreError(f"{folder / 'cluster.db'} cannot be used: {error}; restore a backup") from None
+        except OSError as error:
+            self._lock.release()
+            raise StoreError(f"a restore was broken off in {folder} and cannot be finished: {error}") from None
+        except StoreError:
+            self._lock.release()
+            raise
+        self._failure: StoreError | None = None
+        self.on_death: Callable[[], object] = lambda: None
+        """Called on the writer thread when it cannot go on."""
+        self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._connection = connection
+        self._writer = threading.Thread(target=self._write, name="store", daemon=True)
+        self._writer.start()
+
+    def _load(self, connection: sqlite3.Connection) -> None:
+        row = connection.execute("SELECT cluster, name, epoch, generation FROM meta").fetchone()
+        self._meta = Meta(*row)
+        self._members = {row.node: row for row in map(_member, connection.execute("SELECT * FROM members"))}
+        self._tokens = {row.id: row for row in map(_token, connection.execute("SELECT * FROM tokens"))}
+        live = connection.execute("SELECT * FROM keys WHERE revoked IS NULL")
+        self._keys = {row.id: row for row in map(_key, live)}
+        rows = connection.execute("SELECT * FROM usage")
+        self._usage = {(key, model, day): UsageRow(key, model, day, Used(*used)) for key, model, day, *used in rows}
+        acts = connection.execute("SELECT * FROM audit ORDER BY number")
+        self._audit = deque((AuditRow(*row) for row in acts), maxlen=AUDIT_KEPT)
+        self._denied = {str(subject) for (subject,) in connection.execute("SELECT subject FROM denied")}
+
+    @property
+    def meta(self) -> Meta:
+        """Who we are."""
+        return self._meta
+
+    @property
+    def members(self) -> Mapping[NodeId, MemberRow]:
+        """All nodes that ever joined; removed ones have `removed`."""
+        return self._members
+
+    @property
+    def tokens(self) -> Mapping[str, TokenRow]:
+        """All join tokens by id, used and revoked ones too until they are dropped."""
+        return self._tokens
+
+    @property
+    def keys(self) -> Mapping[str, KeyRow]:
+        """All API keys by id that are not revoked."""
+        return self._keys
+
+    def found(self, cluster: str, name: str) -> None:
+        """Set the cluster's id and name."""
+        self._meta = replace(self._meta, cluster=cluster, name=name)
+        self._put("UPDATE meta SET cluster = ?, name = ?", cluster, name)
+
+    def next_epoch(self) -> int:
+        """Count one more start of the coordinator and give its number."""
+        self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
+        self._put("UPDATE meta SET epoch = ?", self._meta.epoch)
+        return self._meta.epoch
+
+    def put_member(self, row: MemberRow) -> None:
+        """Add or replace a member."""
+        self._members[row.node] = row
+        self._put(
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            row.node, row.name, row.machine, msgspec.json.encode(row.hardware).decode(), row.serial, row.joined,
+            row.cordoned, row.removed, " ".join(row.labels), row.video,
+        )  # fmt: skip
+
+    def put_token(self, row: TokenRow) -> None:
+        """Add or replace a join token."""
+        self._tokens[row.id] = row
+        self._put(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
+            row.id, row.key, row.created, row.expires, row.uses_left, row.name, row.revoked,
+        )  # fmt: skip
+
+    def drop_token(self, token: str) -> None:
+        """Forget a join token."""
+        self._tokens.pop(token, None)
+        self._put("DELETE FROM tokens WHERE id = ?", token)
+
+    def put_key(self, row: KeyRow) -> None:
+        """Add or replace an API key."""
+        self._keys[row.id] = row
+        self._put(
+            "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
+            row.id, row.name, " ".join(row.scopes), row.digest, row.created, row.expires,
+            None if row.limits is None else msgspec.json.encode(row.limits).decode(),
+        )  # fmt: skip
+
+    def revoke_key(self, key: str, now: float) -> bool:
+        """Revoke an API key; False when there is none of this id. The row stays for the record."""
+        known = self._keys.pop(key, None) is not None
+        self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
+        return known
+
+    def count(self, key: str, model: str, day: str, used: Used) -> None:
+        """Add to what a key used of a model on a day."""
+        row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, Used()))
+        row.used.add(used)
+        self._put(
+            "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            key, model, day, *msgspec.structs.astuple(row.used),
+        )  # fmt: skip
+
+    @property
+    def usage(self) -> Iterable[UsageRow]:
+        """What every key used, oldest day first."""
+        return sorted(self._usage.values(), key=lambda row: (row.day, row.key, row.model))
+
+    def forget_usage(self, before: str) -> None:
+        """Drop the days before this one."""
+        old = [one for one in self._usage if one[2] < before]
+        for one in old:
+            del self._usage[one]
+        if old:
+            self._put("DELETE FROM usage WHERE day < ?", before)
+
+    def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
+        """Write an act into the audit log, with the address from which it came; the oldest above AUDIT_KEPT are
+        dropped."""
+        number = self._audit[-1].number + 1 if self._audit else 1
+        self._audit.append(AuditRow(number, at, actor, action, subject, address))
+        self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
+        self._put("DELETE FROM audit WHERE number <= ?", number - AUDIT_KEPT)
+
+    @property
+    def audit(self) -> Sequence[AuditRow]:
+        """The newest acts, oldest first."""
+        return self._audit
+
+    def deny_node(self, node: NodeId, now: float, reason: str) -> None:
+        """Never let this node in again, whatever certificate it shows."""
+        self._deny(f"node:{node}", now, reason)
+
+    def deny_serial(self, serial: str, now: float, reason: str) -> None:
+        """Never accept this certificate (serial in hex) again."""
+        self._deny(f"serial:{serial}", now, reason)
+
+    def denied(self, node: NodeId, serial: str) -> bool:
+        """Say whether a node or its certificate is on the deny list."""
+        return f"node:{node}" in self._denied or f"serial:{serial}" in self._denied
+
+    def _deny(self, subject: str, now: float, reason: str) -> None:
+        self._denied.add(subject)
+        self._put("INSERT OR REPLACE INTO denied VALUES (?, ?, ?)", subject, now, reason)
+
+    async def flush(self) -> None:
+        """Wait until every change so far is on the disk. StoreError when one of them could not be written."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop that waited may be closed
+                loop.call_soon_threadsafe(done.set)
+
+        self._writes.put(wake)
+        await done.wait()
+        self._refuse_when_broken()
+
+    def close(self) -> None:
+        """Write what waits, close the file and give up the lock. StoreError when something could not be written."""
+        self._writes.put(None)
+        self._writer.join()
+        self._connection.close()
+        self._lock.release()
+        self._refuse_when_broken()
+
+    def _refuse_when_broken(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _put(self, statement: str, *values: object) -> None:
+        self._refuse_when_broken()
+        self._writes.put(lambda: self._execute(statement, values))
+
+    def _write(self) -> None:
+        while (write := self._writes.get()) is not None:
+            try:
+                write()
+            except BaseException as error:  # the thread must answer every later `flush`
+                log.critical("store writer died", error=f"{type(error).__name__}: {error}")
+                self._failure = StoreError(f"the state cannot be written any more ({type(error).__name__}: {error})")
+                self.on_death()
+
+    def _execute(self, statement: str, values: tuple[object, ...]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._connection.execute(statement, values)
+        except (sqlite3.Error, OverflowError, UnicodeError) as error:
+            log.exception("store write failed")
+            self._failure = StoreError(f"the state could not be written ({error}): make room, then restart")
+
+
+def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
+    """Open a database of ours (0600, WAL, synchronous=FULL) in the schema that the last of `migrations` makes.
+
+    StoreError when it cannot be opened, is damaged, or was written by a newer macpool."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        path.chmod(0o600)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"cannot write {path}: {error}") from None
+    try:
+        _prepare(connection, path, migrations)
+    except sqlite3.Error as error:
+        connection.close()
+        raise StoreError(f"{path} cannot be used: {error}; restore a backup or move it away") from None
+    except StoreError:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, migrations: Sequence[str]) -> None:
+    (state,) = connection.execute("PRAGMA quick_check").fetchone()
+    if state != "ok":
+        raise StoreError(f"{path} is damaged ({state}): restore a backup or move it away")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > len(migrations):
+        raise StoreError(
+            f"{path} was written by a newer macpool (schema {version}, we know {len(migrations)}): update macpool"
+        )
+    if 0 < version < len(migrations):
+        _keep_before(connection, path, version)
+    for number, script in enumerate(migrations[version:], version + 1):
+        connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """Keep a copy of a database before its schema is changed: an older macpool cannot read it afterwards. A copy that
+    is there is whole, and from before an attempt that was broken off."""
+    kept = path.with_name(f"{path.name}.schema-{version}")
+    if kept.exists():
+        return
+    beside = path.with_name(f"{kept.name}.new")
+    beside.unlink(missing_ok=True)
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with contextlib.closing(sqlite3.connect(beside)) as copy:
+        connection.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE")
+    beside.replace(kept)
+
+
+def _member(row: tuple[Any, ...]) -> MemberRow:
+    node, name, machine, hardware, serial, joined, cordoned, removed, labels, video = row
+    decoded = msgspec.json.decode(hardware, type=Hardware)
+    return MemberRow(NodeId(node), name, machine, decoded, serial, joined, bool(cordoned), removed,
+                     tuple(labels.split()), bool(video))  # fmt: skip
+
+
+def _token(row: tuple[Any, ...]) -> TokenRow:
+    token, key, created, expires, uses_left, name, revoked = row
+    return TokenRow(token, key, created, expires, uses_left, name, bool(revoked))
+
+
+def _key(row: tuple[Any, ...]) -> KeyRow:
+    key, name, scopes, digest, created, expires, _, limits = row
+    bounds = None if limits is None else msgspec.json.decode(limits, type=KeyLimits)
+    return KeyRow(key, name, tuple(scopes.split()), digest, created, expires, bounds)

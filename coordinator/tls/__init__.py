@@ -1,0 +1,1 @@
+"""Certificate authorities of the cluster and of the HTTPS endpoint."""

@@ -1,0 +1,290 @@
+"""The cluster's certificate authority: makes certificates, and says who showed one.
+
+ECDSA P-256 throughout (Apple's TLS takes no Ed25519 leaves). The CA lives ten years in `authority.pem`, the
+coordinator's own certificate 90 days in `coordinator.pem`; each file holds key and certificate, so that they cannot
+part, and has mode 0600. The cluster's id is part of the CA: whoever keeps the file keeps the cluster.
+
+Rules that nobody may break
+- Of a certificate request only the public key is used. Names, SANs and extensions are ours to give.
+- A node's certificate is good for clients only, the coordinator's for servers only: a stolen node cannot pose as
+  coordinator, whatever its SAN says.
+- Certificates pass VERIFY_X509_STRICT (Python's default from 3.13 on), begin a day early for clocks that are behind.
+"""
+
+import datetime
+import re
+import ssl
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)  # fmt: skip
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from host.private_files import private_folder, write_private
+from wire.certificate import BACKDATED, LEAF_LIFE, read_certificate
+from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
+
+log = structlog.get_logger()
+
+CA_LIFE = 3650 * 24 * 3600.0
+"""Seconds that the CA is good for."""
+LONGEST_REQUEST = 4096
+"""Bytes of a certificate request; one for P-256 has about 200."""
+
+_SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
+
+
+class AuthorityError(Exception):
+    """The CA's files are missing or damaged; the text says which and what to do."""
+
+
+class BadRequestError(ValueError):
+    """This certificate request is not one that we sign; the text says why."""
+
+
+class Authority:
+    """The CA of one cluster, made on first use in `folder`. `clock` gives Unix seconds, `node_life` is the life of the
+    certificates that nodes get, in seconds."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_LIFE) -> None:
+        private_folder(folder)
+        self._clock = clock
+        self._node_life = node_life
+        self._own = folder / "coordinator.pem"
+        file = folder / "authority.pem"
+        if not file.exists():
+            write_pair(file, *_new_ca(clock()))
+        self._key, self._certificate = read_pair(file)
+        self.cluster = _cluster_of(self._certificate, file)
+        self.ca = self._certificate.public_bytes(Encoding.DER)
+        """The CA's certificate, DER."""
+        if not self._own.exists() or not self._own_is_ours():
+            self._make_own()
+        self._context = self._new_context()
+        self.renew()
+
+    def sign(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
+        """Give a node its certificate (DER) for the key of a request (DER); `name` is what people call the node.
+
+        Raises BadRequestError for a request that `public_key_of` refuses.
+        """
+        certificate = self._leaf(
+            public_key_of(csr), name or node, node_uri(self.cluster, node), ExtendedKeyUsageOID.CLIENT_AUTH,
+            self._node_life,
+        )  # fmt: skip
+        return certificate.public_bytes(Encoding.DER)
+
+    def proves_member(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
+        """Return the member, and the serial (hex) of its certificate (DER), whose key signed a request (DER) to join
+        again; None where the certificate is not ours or its key did not sign. An expired one proves the key, too."""
+        try:
+            shown = x509.load_der_x509_certificate(certificate[:LONGEST_REQUEST])
+            shown.verify_directly_issued_by(self._certificate)
+            key, peer = shown.public_key(), parse_uri(read_certificate(certificate).uri)
+            if not isinstance(key, ec.EllipticCurvePublicKey) or peer is None or peer.node is None:
+                return None
+            key.verify(proof, rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+        except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm):
+            return None
+        return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
+
+    def seal(self, generation: int) -> bytes:
+        """Sign that this cluster has a coordinator of this generation."""
+        return self._key.sign(_generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
+
+    def sealed(self, generation: int, seal: bytes) -> bool:
+        """Say whether a coordinator of this cluster signed this generation: nobody else can."""
+        try:
+            self._key.public_key().verify(seal, _generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
+        except InvalidSignature:
+            return False
+        return True
+
+    def server_context(self) -> ssl.SSLContext:
+        """Give the one context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
+        return self._context
+
+    def lives(self) -> dict[str, tuple[float, float]]:
+        """Give begin and end of our certificates in Unix seconds."""
+        own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
+        return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
+
+    @property
+    def renew_from(self) -> float:
+        """When `renew` will make a new coordinator certificate (Unix seconds)."""
+        return read_certificate(self._own_certificate()).renew_from
+
+    def renew(self) -> bool:
+        """Make a new coordinator certificate if the present one is two thirds through; new connections get it."""
+        if self._clock() < self.renew_from:
+            return False
+        self._make_own()
+        self._context.load_cert_chain(self._own)
+        log.info("coordinator certificate renewed", expires=read_certificate(self._own_certificate()).expires)
+        return True
+
+    def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> Peer | None:
+        """Say which node showed this certificate (DER, or the TLS object that verified it).
+
+        None without a certificate and for one that names no node of this cluster.
+        """
+        der = shown.getpeercert(binary_form=True) if isinstance(shown, ssl.SSLObject | ssl.SSLSocket) else shown
+        peer = parse_uri(read_certificate(der).uri) if der else None
+        return peer if peer is not None and peer.cluster == self.cluster and peer.node is not None else None
+
+    def _own_certificate(self) -> bytes:
+        return read_pair(self._own)[1].public_bytes(Encoding.DER)
+
+    def _own_is_ours(self) -> bool:
+        """A coordinator.pem of another CA (a folder copied together) would be refused by every node."""
+        try:
+            read_pair(self._own)[1].verify_directly_issued_by(self._certificate)
+        except (AuthorityError, InvalidSignature, ValueError, TypeError) as error:
+            log.warning("coordinator certificate replaced", why=str(error) or type(error).__name__)
+            return False
+        return True
+
+    def _make_own(self) -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        uri = coordinator_uri(self.cluster)
+        write_pair(self._own, key, self._leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH))
+
+    def _leaf(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        name: str,
+        uri: str,
+        purpose: x509.ObjectIdentifier,
+        life: float = LEAF_LIFE,
+    ) -> x509.Certificate:
+        issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        return (
+            certificate_builder(name, key, self._certificate.subject, self._clock(), life)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _new_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0  # links live long: a resumed session would only save a handshake and skip a look
+        context.load_cert_chain(self._own)
+        context.load_verify_locations(cadata=self.ca)
+        context.verify_mode = ssl.CERT_OPTIONAL
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+
+def cluster_in(file: Path) -> str:
+    """Give the id of the cluster whose CA a file of `write_pair` is; AuthorityError when it is none."""
+    return _cluster_of(read_pair(file)[1], file)
+
+
+def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
+    """Take the public key out of a certificate request (DER).
+
+    Raises BadRequestError when it is too long, no request, not for P-256, or not signed by its own key.
+    """
+    if len(csr) > LONGEST_REQUEST:
+        raise BadRequestError(f"the certificate request has {len(csr)} bytes, at most {LONGEST_REQUEST} are read")
+    try:
+        request = x509.load_der_x509_csr(csr)
+        key = request.public_key()
+        # the kind of key first: checking the signature of a huge RSA key would be work for a stranger
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise BadRequestError("the certificate request is not for a P-256 key")
+        signed = request.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise BadRequestError(str(error) or "this is not a certificate request") from None
+    if not signed:
+        raise BadRequestError("the certificate request is not signed by its own key")
+    return key
+
+
+def _generation(cluster: str, generation: int) -> bytes:
+    return f"macpool generation {cluster} {generation}".encode()
+
+
+def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = f"macpool cluster {uuid.uuid4()}"
+    certificate = (
+        certificate_builder(name, key.public_key(), named(name), now, CA_LIFE)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(key_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return key, certificate
+
+
+def certificate_builder(
+    name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
+) -> x509.CertificateBuilder:
+    """Begin a certificate for a key; times in Unix seconds and seconds."""
+    moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(named(name))
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(moment - datetime.timedelta(seconds=BACKDATED))
+        .not_valid_after(moment + datetime.timedelta(seconds=life))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def named(name: str) -> x509.Name:
+    """Give a subject of one common name."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Say what a key is for: certificates, or handshakes."""
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
+        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def write_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+    """Write a key and its certificate into one private file."""
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_private(path, private + certificate.public_bytes(Encoding.PEM))
+
+
+def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Read a file of `write_pair`; AuthorityError when it is damaged."""
+    try:
+        content = path.read_bytes()
+        key = load_pem_private_key(content, None)
+        certificate = x509.load_pem_x509_certificate(content)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise AuthorityError(f"{path} cannot be read ({error}): restore it from a backup") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise AuthorityError(f"{path} holds a key and a certificate that do not belong together: restore a backup")
+    return key, certificate
+
+
+def _cluster_of(certificate: x509.Certificate, path: Path) -> str:
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    match = _SUBJECT.fullmatch(str(names[0].value)) if names else None
+    if match is None or not valid_id(match[1]):
+        raise AuthorityError(f"{path} is not a macpool authority: restore it from a backup")
+    return match[1]

@@ -1,0 +1,58 @@
+"""How the endpoint is secured by what was set, and how long its certificates live."""
+
+import contextlib
+import ssl
+import time
+from pathlib import Path
+
+import structlog
+
+from coordinator.state.settings import HttpSettings
+from coordinator.tls.cluster_ca import Authority, AuthorityError
+from coordinator.tls.https_ca import Endpoint, from_files, is_loopback, life_of
+
+log = structlog.get_logger("coordinator.tls.https_ca")
+
+
+def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLContext | None:
+    """Return how the endpoint that listens there is secured: by our own authority, by given files, or not at all.
+
+    AuthorityError when the settings contradict each other, or the files are none."""
+    check_http(http, listen)
+    if http.certificate:
+        return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
+    if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
+        return Endpoint(state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()),
+                        time.time)  # fmt: skip
+    if not is_loopback(listen):
+        log.warning("endpoint without TLS", listen=listen, danger="keys and prompts can be read")
+    return None
+
+
+def check_http(http: HttpSettings, listen: str) -> None:
+    """Check the settings of the endpoint that listens there, and the certificate files that they name.
+
+    AuthorityError when they contradict each other, or cannot be used.
+    """
+    if http.certificate and http.tls == "off":
+        raise AuthorityError("http.certificate is given, but http.tls is off: leave one of them out")
+    if http.key and not http.certificate:
+        raise AuthorityError("http.key is given without http.certificate")
+    if http.certificate:
+        from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
+    if http.anonymous and not is_loopback(listen):
+        raise AuthorityError(
+            f"http.anonymous is for this machine alone, but {listen} can be reached from others: listen on 127.0.0.1, "
+            "or make keys"
+        )
+
+
+def lives_of(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
+    """Read begin and end of our certificates, and of one that we were given."""
+    lives = authority.lives()
+    if isinstance(tls, Endpoint):
+        lives["endpoint"] = tls.life
+    elif tls is not None:
+        with contextlib.suppress(AuthorityError):
+            lives["endpoint"] = life_of(Path(file).expanduser())
+    return lives

@@ -1,0 +1,72 @@
+"""Who may use the page: `cluster open` gives a link that works once, and the page changes it for a key of its own.
+
+The code stands behind the `#` of the link, so it is sent to no server and stands in no log; it is good for two minutes
+and for one use. The key is an administrator's, lives twelve hours and in memory only, and the page keeps it for its own
+origin: there is no cookie, so no other site and no other port of this machine can make use of it.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+
+from router.admission.api_keys import KeyRing, new_key
+
+PAGE = "page"
+"""Name of the keys that browsers get; they are in no list, and stand in the audit log by this name."""
+CODE_SECONDS = 120.0
+KEY_SECONDS = 12 * 3600.0
+MOST_CODES, MOST_KEYS = 16, 64
+
+
+class Visitors:
+    """Codes not yet used, and the keys that were given for them. `clock` gives Unix seconds."""
+
+    def __init__(self, ring: KeyRing, pepper: bytes, clock: Callable[[], float]) -> None:
+        self._ring = ring
+        self._pepper = pepper
+        self._clock = clock
+        self._codes: dict[bytes, float] = {}
+        self._keys: dict[str, float] = {}
+
+    def invite(self) -> str:
+        """Make a code for one visit. The oldest is forgotten where there are too many."""
+        self._forget()
+        while len(self._codes) >= MOST_CODES:
+            del self._codes[next(iter(self._codes))]
+        code = secrets.token_urlsafe(24)
+        self._codes[_digest(code)] = self._clock() + CODE_SECONDS
+        return code
+
+    def enter(self, code: str) -> tuple[str, float] | None:
+        """Change a code for a key; give it and its last moment, or None for a code that is unknown, used or old."""
+        self._forget()
+        digest = _digest(code)
+        found = next((one for one in self._codes if hmac.compare_digest(one, digest)), None)
+        if found is None:
+            return None
+        del self._codes[found]
+        while len(self._keys) >= MOST_KEYS:
+            self.leave(next(iter(self._keys)))
+        now = self._clock()
+        key, text = new_key(self._pepper, PAGE, ["admin"], created=now, expires=now + KEY_SECONDS)
+        self._ring.put(key)
+        self._keys[key.id] = now + KEY_SECONDS
+        return text, now + KEY_SECONDS
+
+    def leave(self, key: str) -> bool:
+        """End a visit at once; False for a key that is no visitor's."""
+        if self._keys.pop(key, None) is None:
+            return False
+        self._ring.drop(key)
+        return True
+
+    def _forget(self) -> None:
+        now = self._clock()
+        self._codes = {code: until for code, until in self._codes.items() if until > now}
+        for key in [key for key, until in self._keys.items() if until <= now]:
+            self.leave(key)
+
+
+def _digest(code: str) -> bytes:
+    return hashlib.sha256(code.encode(errors="replace")).digest()

@@ -1,0 +1,90 @@
+"""What an open page is told: sections of the pool's state, twice a second and only when they change.
+
+One task looks at the pool for all viewers, and only while there are any. Each viewer takes what is new to it when it
+has sent the last: one that reads slowly misses steps in between, and never the newest; nothing queues up for it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+
+import msgspec
+import structlog
+
+log = structlog.get_logger("coordinator.ui")
+
+LOOK_SECONDS = 0.5
+SILENCE_SECONDS = 15.0
+"""After which a comment is sent, so that proxies and the page know that the line lives."""
+MOST_VIEWERS = 32
+
+
+class Live:
+    """`sections()` gives the state as it is now, each section whole."""
+
+    def __init__(self, sections: Callable[[], Mapping[str, object]]) -> None:
+        self._sections = sections
+        self._seen: dict[str, bytes] = {}
+        self._changed: dict[str, int] = {}
+        self._looks = 0
+        self._looked = asyncio.Event()
+        self._viewers = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many viewers as there may be."""
+        return self._viewers >= MOST_VIEWERS
+
+    async def rested(self) -> None:
+        """Wait until the task that serves all viewers has ended, after the last viewer left."""
+        if self._task is not None:
+            await self._task
+
+    async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
+        """Give events for one viewer, for as long as it is `welcome`; only what is now unless it will `follow`."""
+        self._viewers += 1
+        try:
+            if self._task is None or self._task.done():
+                self._look()
+                self._task = asyncio.create_task(self._watch())
+            known, silent = 0, 0.0
+            while welcome():
+                news, known = self._news(known), self._looks
+                silent = 0.0 if news else silent + LOOK_SECONDS
+                if silent >= SILENCE_SECONDS:
+                    news, silent = b": still here\n\n", 0.0
+                if news:
+                    yield news
+                if not follow:
+                    return
+                await self._looked.wait()
+        finally:
+            self._viewers -= 1
+
+    def _news(self, known: int) -> bytes:
+        return b"".join(
+            b"event: %s\ndata: %s\n\n" % (name.encode(), self._seen[name])
+            for name, changed in self._changed.items()
+            if changed > known
+        )
+
+    async def _watch(self) -> None:
+        while self._viewers:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._look()
+
+    def _look(self) -> None:
+        self._looks += 1
+        for name, section in self._now().items():
+            encoded = msgspec.json.encode(section)
+            if encoded != self._seen.get(name):
+                self._seen[name], self._changed[name] = encoded, self._looks
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+    def _now(self) -> Mapping[str, object]:
+        try:
+            return self._sections()
+        except Exception:  # a page that stands still is no reason to end the stream that will move it again
+            log.exception("page not told")
+            return {}

@@ -1,0 +1,89 @@
+"""The page's files: read once, served from memory with the strictest content policy that a browser knows.
+
+There is no build step and nothing comes from elsewhere: the modules in `static` are what the browser runs. No file
+holds anything secret, so none of them needs a key; what the page shows it asks the API for.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Final
+
+from coordinator.http.origin_check import Asgi, Receive, Scope, Send, answer
+from router.errors import not_found, wrong_method
+
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+TYPES: Final = {
+    "html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}  # fmt: skip
+ROOT: Final = "/ui/"
+HEADERS: Final = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file as it is sent; `tag` is its ETag."""
+
+    body: bytes
+    kind: str
+    tag: bytes
+
+
+class Page:
+    """An ASGI app before the control app: `/` and everything below `/ui/`."""
+
+    def __init__(self, app: Asgi) -> None:
+        self._app = app
+        self._files = {path: _file(path, body) for path, body in _read(files("coordinator.ui") / "static", ROOT)}
+        self._files["/"] = self._files.pop(ROOT + "index.html")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a file, or pass on what is none of ours."""
+        path: str = scope.get("path", "")
+        if scope["type"] != "http" or not (path == "/" or path.startswith(ROOT)):
+            await self._app(scope, receive, send)
+            return
+        file = self._files.get(path)
+        if file is None:
+            await answer(send, not_found(path))
+        elif scope["method"] not in ("GET", "HEAD"):
+            await answer(send, wrong_method(scope["method"], "GET, HEAD"))
+        else:
+            await _send(scope, send, file)
+
+
+async def _send(scope: Scope, send: Send, file: File) -> None:
+    known = file.tag in (value for name, value in scope["headers"] if name == b"if-none-match")
+    body = b"" if known or scope["method"] == "HEAD" else file.body
+    about = [(b"content-type", file.kind.encode()), (b"etag", file.tag), *HEADERS]
+    if not known:
+        about.append((b"content-length", str(len(file.body)).encode()))
+    await send({"type": "http.response.start", "status": 304 if known else 200, "headers": about})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _read(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _read(entry, f"{path}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in TYPES:
+            found.append((path + entry.name, entry.read_bytes()))
+    return found
+
+
+def _file(path: str, body: bytes) -> File:
+    tag = b'"%s"' % hashlib.sha256(body).hexdigest()[:24].encode()
+    return File(body, TYPES[path.rpartition(".")[2]], tag)

@@ -1,0 +1,350 @@
+"""The conductor: tells the board what happens and does what it says, on the coordinator's loop.
+
+It owns the board, the store and the files. What nodes say comes through `hear` and `see`, what people want through
+`submit`, `cancel` and `delete`. Nothing here decides anything about a job.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from coordinator.state.database import StoreError
+from coordinator.video.artifacts import Artifacts, Interrupted
+from coordinator.video.metrics import VideoCounters, VideoPicture, picture
+from coordinator.video.settings import VideoSettings
+from coordinator.video.state import events
+from coordinator.video.state.job_table import Board, Hold
+from coordinator.video.state.jobs import Fault, Job, State, Wanted
+from coordinator.video.state.lease_placement import Choice, choose, packages_of, profile_of
+from coordinator.video.state.memory_model import Profile, ProfileKey, key_of
+from coordinator.video.state.transitions import advance
+from coordinator.video.store import VideoStore
+from router.placement.cluster_view import ClusterView, NodeView
+from wire.frames import AllowVideo, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.identity import NodeId
+from wire.video import Artifact
+
+log = structlog.get_logger("coordinator.video")
+
+TICK = 0.5
+"""Seconds between two looks at the board while a job is open."""
+IDLE_TICK = 60.0
+"""The same while none is."""
+AGAIN = 2.0
+"""Seconds until a node is asked again that did not answer."""
+HEARD = (LeaseGranted, LeaseRefused, LeaseEnded)
+
+
+class Links(Protocol):
+    """What the conductor needs of the link server."""
+
+    def send(self, node: NodeId, frame: Frame) -> bool:
+        """Send a frame; False when the node is not linked."""
+        ...
+
+    def ask(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
+        """Get what a node has."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A job that was asked for before under the same idempotency key; `same`: with the same words."""
+
+    job: Job
+    same: bool
+
+
+class Conductor:
+    """See the module. `wall` gives Unix seconds, `clock` those of `NodeView.heard_at`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: VideoSettings,
+        links: Links,
+        *,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.artifacts = Artifacts(folder / "videos", links.ask)
+        self._links = links
+        self._wall = wall
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock or self._loop.time
+        self._store = VideoStore(folder)
+        self.profiles: dict[ProfileKey, Profile] = dict(self._store.profiles)
+        self.view = ClusterView()
+        self.counters = VideoCounters()
+        self.board = Board(settings.rules, {job.id: job for job in self._store.jobs})
+        self._sequence = max((job.sequence for job in self._store.jobs), default=0)
+        self._heard: dict[str, float] = {}
+        self._events: deque[events.Event] = deque()
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._permits: dict[NodeId, tuple[int, bool]] = {}
+        """By node: the epoch of its link, and the permission that was sent over it."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._running = False
+        self.broken = ""
+        """Why nothing can be written down any more; empty while it can."""
+        if self.board.jobs:
+            self.tell(events.Restarted())
+            self.artifacts.sweep(set(self.board.jobs))
+
+    async def close(self) -> None:
+        """Stop; jobs go on on their nodes."""
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = [*self._fetching.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._store.close()
+
+    # -- what people want -----------------------------------------------------------------
+
+    def known(self, key: str, idempotency: str, digest: str) -> Known | None:
+        """Find the job that this key asked for under this idempotency key."""
+        for job in self.board.jobs.values():
+            if idempotency and (job.key, job.idempotency) == (key, idempotency):
+                return Known(job, job.digest == digest)
+        return None
+
+    async def submit(self, wanted: Wanted, key: str, idempotency: str = "", digest: str = "") -> Job:
+        """Put a job at the end of the line; give it once it is written down. StoreError when it cannot be."""
+        self._sequence += 1
+        job = Job(
+            f"video_{secrets.token_hex(12)}", self._sequence, key, self._wall(), wanted, self.settings.lease_bytes,
+            idempotency=idempotency, digest=digest,
+        )  # fmt: skip
+        log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
+        self.tell(events.Submitted(job))
+        await self._written()
+        return self.board.jobs.get(job.id, job)
+
+    async def cancel(self, job: str) -> None:
+        """End a job."""
+        self.tell(events.Cancelled(job))
+        await self._written()
+
+    async def delete(self, job: str) -> None:
+        """End a job and forget it."""
+        self.tell(events.Deleted(job))
+        await self._written()
+
+    def job(self, name: str) -> Job | None:
+        """Give a job."""
+        return self.board.jobs.get(name)
+
+    def jobs(self) -> list[Job]:
+        """Give all jobs, newest first."""
+        return sorted(self.board.jobs.values(), key=lambda job: -job.sequence)
+
+    def holds(self) -> list[Hold]:
+        """Give the memory that is lent, oldest first."""
+        return sorted(self.board.holds.values(), key=lambda hold: hold.since)
+
+    def picture(self) -> VideoPicture:
+        """Take the picture of all jobs, for metrics."""
+        offered = any(node.video.packages for node in self.view.nodes)
+        return picture(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
+
+    async def _written(self) -> None:
+        if self.broken:
+            raise StoreError(self.broken)
+        await self._store.flush()
+
+    # -- what nodes say --------------------------------------------------------------------
+
+    def see(self, view: ClusterView) -> None:
+        """Take the newest picture of the cluster."""
+        self.view = view
+        for node in view.nodes:
+            self._permit(node)
+            if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
+                self._heard[node.id] = node.heard_at
+                self.tell(events.Reported(node.id, node.video.leases))
+        if not self._running:
+            self._look()
+            self._run()
+
+    def _permit(self, node: NodeView) -> None:
+        """Send a node whether it may make videos, where it does not know."""
+        allowed = node.video_allowed and self.settings.enabled
+        if node.video.allowed in (None, allowed) or self._permits.get(node.id) == (node.epoch, allowed):
+            return
+        if self._links.send(node.id, AllowVideo(allowed)):
+            self._permits[node.id] = node.epoch, allowed
+
+    def _concerns(self, node: NodeView) -> bool:
+        """Whether what a node tells of its leases can change anything, its silence included."""
+        if node.video.leases or self.board.held(node.id) is not None:
+            return True
+        return any(job.node == node.id and job.state == State.FINALIZING for job in self.board.jobs.values())
+
+    def hear(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+        """Take what a node says of a lease."""
+        log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
+        self.tell(events.Said(node, frame))
+
+    def node_gone(self, node: NodeId) -> None:
+        """A node's link ended. Its last report was heard already, and says nothing new in a later picture."""
+        self.tell(events.NodeAway(node))
+
+    def forget(self, node: NodeId) -> None:
+        """A node is no member any more."""
+        self._heard.pop(node, None)
+        self._permits.pop(node, None)
+        self.tell(events.NodeRemoved(node))
+
+    # -- the board -------------------------------------------------------------------------
+
+    def tell(self, event: events.Event) -> None:
+        """Tell the board what happened and do what it says; what follows from that is told after it."""
+        self._events.append(event)
+        self._run()
+
+    def _run(self) -> None:
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._events:
+                self._step(self._events.popleft())
+                if not self._events:
+                    self._look()
+        finally:
+            self._running = False
+        self._plan()
+
+    def _step(self, event: events.Event) -> None:
+        before = self.board
+        self.board, actions = advance(before, event, self._wall())
+        for action in actions:
+            self._act(action)
+        if before.jobs != self.board.jobs:
+            self._tell_of_moves(before)
+        if before.holds != self.board.holds:
+            self._count_grants(before)
+
+    def _count_grants(self, before: Board) -> None:
+        for hold in self.board.holds.values():
+            old = before.holds.get(hold.lease)
+            if hold.granted and old is not None and not old.granted:
+                self.counters.granted(self._wall() - hold.since)
+
+    def _tell_of_moves(self, before: Board) -> None:
+        for job in self.board.jobs.values():
+            old = before.jobs.get(job.id)
+            if old is not None and old.state != job.state:
+                self.counters.moved(old, job, self._wall())
+                fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
+                log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
+
+    def _look(self) -> None:
+        found = choose(self.board, self.view, self.profiles, self._wall(), self._clock())
+        if found is None:
+            return
+        if isinstance(found, Choice):
+            self._events.append(events.Placed(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
+        elif (found.job.phase, found.job.room_by is None) != (found.phase, found.busy):
+            self._events.append(events.Waits(found.job.id, found.phase, found.busy))
+
+    def _plan(self) -> None:
+        if not self.board.jobs and not self.board.holds:
+            self._stop_clock()
+            return
+        busy = self.board.holds or any(job.open for job in self.board.jobs.values())
+        due = self._loop.time() + (TICK if busy else IDLE_TICK)
+        if self._timer is None or due < self._due:
+            self._stop_clock()
+            self._timer, self._due = self._loop.call_at(due, self._tick), due
+
+    def _stop_clock(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.tell(events.Tick())
+
+    def _act(self, action: events.Action) -> None:
+        match action:
+            case events.Save(job):
+                self._save(lambda: self._store.put_job(job))
+            case events.Ask(job):
+                self._ask(job)
+            case events.GiveBack(node, lease, generation, cause):
+                self._links.send(NodeId(node), Release(lease, generation, cause))
+            case events.Fetch(job, artifacts):
+                if job.id not in self._fetching:
+                    task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
+                    task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
+            case events.Measured(job, peak):
+                self._measured(job, peak)
+            case events.Drop(job):
+                self._save(lambda: self._store.drop_job(job))
+                self._remove(job)
+            case events.Expire(job):
+                self._remove(job)
+
+    def _save(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except StoreError as error:
+            self.broken = str(error)
+
+    def _ask(self, job: Job) -> None:
+        lease = Lease(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
+        if not self._links.send(NodeId(job.node), lease):
+            why = "its node is not linked"
+            refused = LeaseRefused(job.lease, job.generation, "link_lost", why, retry_after=AGAIN, waiting_for=why)
+            self._events.append(events.Said(job.node, refused))
+
+    async def _fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> None:
+        while True:
+            try:
+                found = await self.artifacts.fetch(job, artifacts)
+                break
+            except Interrupted as interrupted:
+                log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
+            await asyncio.sleep(AGAIN)
+            now = self.board.jobs.get(job.id)
+            if now is None or (now.state, now.generation) != (State.FINALIZING, job.generation):
+                return
+        if isinstance(found, Fault):
+            self.tell(events.NotFetched(job.id, job.generation, found))
+        else:
+            self.tell(events.Fetched(job.id, job.generation, found))
+
+    def _measured(self, job: Job, peak: int) -> None:
+        package = next((one for node, one in packages_of(self.view, job.wanted.model) if node.id == job.node), None)
+        if package is None or peak <= 0:
+            return
+        key = key_of(package)
+        profile = self.profiles[key] = profile_of(package, self.profiles).after(job.wanted.tokens, peak)
+        log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
+        self._save(lambda: self._store.put_profile(key, profile))
+
+    def _remove(self, job: str) -> None:
+        task = self._loop.create_task(self._removed(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _removed(self, job: str) -> None:
+        fetching = self._fetching.get(job)
+        if fetching is not None and not fetching.done():
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        await self.artifacts.remove(job)

@@ -1,0 +1,37 @@
+"""What the registry tells, to both who listen: the dispatcher, and the conductor of videos."""
+
+from coordinator.cluster.registry import Placing
+from coordinator.video.controller import HEARD, Conductor
+from router.placement.cluster_view import ClusterView
+from wire.frames import Frame
+from wire.identity import NodeId
+
+
+class Both:
+    """See `coordinator.cluster.registry.Placing`. The controller receives leases, the dispatcher everything else."""
+
+    def __init__(self, dispatcher: Placing, conductor: Conductor) -> None:
+        self._dispatcher = dispatcher
+        self._conductor = conductor
+
+    def set_view(self, view: ClusterView) -> None:
+        """The picture of the cluster changed."""
+        self._dispatcher.set_view(view)
+        self._conductor.see(view)
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        """A node said something."""
+        if isinstance(frame, HEARD):
+            self._conductor.hear(node, frame)
+        else:
+            self._dispatcher.receive(node, frame)
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """A node's link ended."""
+        self._dispatcher.node_gone(node, reason)
+        self._conductor.node_gone(node)
+
+    def forget(self, node: NodeId) -> None:
+        """It is no member any more."""
+        self._dispatcher.forget(node)
+        self._conductor.forget(node)

@@ -1,0 +1,91 @@
+"""A finished file to its client: whole or one range of it (RFC 9110 §14), piece by piece, as fast as it is read.
+
+A request for several ranges gets the whole, which the standard allows: nobody can make us send a file a thousand times
+for one request. A client that stops reading loses its connection, and nothing else waits for it.
+"""
+
+import asyncio
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.video.artifacts import media_type
+from coordinator.video.state.jobs import Kept
+from router.errors import Header, Problem
+from router.http.exchange import Exchange
+
+PIECE = 256 * 1024
+PATIENCE = 60.0
+"""Seconds for one piece to be taken."""
+_RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes `first` to `last` of a file, both included."""
+
+    first: int
+    last: int
+
+
+def span_of(header: str, size: int) -> Span | Problem | None:
+    """Read a Range header for a file of `size` bytes: one range, None for the whole (also where the header is not one
+    that we honour), or the 416."""
+    match = _RANGE.fullmatch(header)
+    if match is None or not (match[1] or match[2]):
+        return None
+    if not match[1]:
+        wanted = min(int(match[2]), size)
+        return Span(size - wanted, size - 1) if wanted else _outside(size)
+    first = int(match[1])
+    last = min(int(match[2]), size - 1) if match[2] else size - 1
+    if match[2] and int(match[2]) < first:
+        return None
+    return Span(first, last) if first < size else _outside(size)
+
+
+def _outside(size: int) -> Problem:
+    return Problem(416, "range_not_satisfiable", f"the file has {size} bytes")
+
+
+async def send_file(exchange: Exchange, path: Path, kept: Kept) -> None:
+    """Answer with the file or what Range asks of it. OSError when it cannot be opened; nothing was sent then."""
+    descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        await _send(exchange, descriptor, kept)
+    finally:
+        os.close(descriptor)
+
+
+async def _send(exchange: Exchange, descriptor: int, kept: Kept) -> None:
+    tag = f'"{kept.sha256[:32]}"'
+    headers: list[Header] = [(b"accept-ranges", b"bytes"), (b"etag", tag.encode())]
+    span = span_of((exchange.header(b"range") or b"").decode("latin-1"), kept.size)
+    condition = exchange.header(b"if-range")
+    if condition is not None and condition.decode("latin-1").strip() != tag:
+        span = None
+    if isinstance(span, Problem):
+        await exchange.refuse(span, [*headers, (b"content-range", b"bytes */%d" % kept.size)])
+        return
+    status, piece = (200, Span(0, kept.size - 1)) if span is None else (206, span)
+    if span is not None:
+        headers.append((b"content-range", b"bytes %d-%d/%d" % (span.first, span.last, kept.size)))
+    headers += [(b"content-type", media_type(kept.name).encode()), (b"cache-control", b"private"),
+                (b"content-length", b"%d" % (piece.last - piece.first + 1))]  # fmt: skip
+    exchange.status = status
+    await exchange.send({"type": "http.response.start", "status": status, "headers": headers + exchange.named()})
+    await _pieces(exchange, descriptor, Span(0, -1) if exchange.method == "HEAD" else piece)
+
+
+async def _pieces(exchange: Exchange, descriptor: int, span: Span) -> None:
+    at = span.first
+    while at <= span.last:
+        found = await asyncio.to_thread(os.pread, descriptor, min(PIECE, span.last + 1 - at), at)
+        if not found:
+            raise OSError(f"the file ends at {at}")  # the connection is cut: its length was promised
+        at += len(found)
+        async with asyncio.timeout(PATIENCE):
+            await exchange.send({"type": "http.response.body", "body": found, "more_body": at <= span.last})
+    if span.last < span.first:
+        await exchange.send({"type": "http.response.body", "body": b""})

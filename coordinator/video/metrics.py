@@ -1,0 +1,90 @@
+"""What is counted of video jobs, and how they stand at one moment; the coordinator exports it. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from coordinator.video.state.jobs import Job, State
+from wire.histogram import Buckets
+from wire.identity import NodeId
+
+WAIT_BOUNDS = (1, 10, 60, 300, 900, 3600)
+TIME_BOUNDS = (60, 120, 300, 600, 1200, 1800, 3600)
+CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
+"""All in seconds."""
+COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
+ENDS = (COMPLETED, FAILED, CANCELLED)
+REASONS = frozenset({
+    "no_headroom", "memory_lease_exceeded", "worker_stalled", "job_timeout", "monitor_failed", "worker_crashed",
+    "worker_lost", "node_lost", "node_paused", "start_failed", "actor_lost", "output_invalid", "generation_failed",
+    "model_invalid", "disk_full", "artifact_broken", "artifact_lost", "storage_full", "storage_failed", OTHER,
+})  # fmt: skip
+"""Why a job can fail. Words that a node makes up are OTHER."""
+
+
+@dataclass(slots=True)
+class VideoCounters:
+    """Totals since the start."""
+
+    ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    """By reason."""
+    seconds: float = 0.0
+    """Of video that was made."""
+    waited: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
+    took: Buckets = field(default_factory=lambda: Buckets(TIME_BOUNDS))
+    confirmed: Buckets = field(default_factory=lambda: Buckets(CONFIRM_BOUNDS))
+
+    def moved(self, old: Job, job: Job, now: float) -> None:
+        """Count what became of a job."""
+        if old.state == State.LEASING and job.state == State.IN_PROGRESS:
+            self.waited.observe(max(0.0, now - job.created))
+        if not job.open and old.open:
+            self._ended(job)
+
+    def granted(self, seconds: float) -> None:
+        """Count a lease that its node confirmed, so many seconds after it was asked for."""
+        self.confirmed.observe(max(0.0, seconds))
+
+    def _ended(self, job: Job) -> None:
+        if job.fault is None:
+            self.ends[COMPLETED] += 1
+            self.seconds += job.wanted.frames / job.wanted.fps
+            self.took.observe(max(0.0, (job.ended or job.created) - (job.started or job.created)))
+        elif job.fault.code == CANCELLED:
+            self.ends[CANCELLED] += 1
+        else:
+            self.ends[FAILED] += 1
+            reason = job.fault.code if job.fault.code in REASONS else OTHER
+            self.failures[reason] = self.failures.get(reason, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPicture:
+    """Video at one moment: open jobs by state, the wait of the head of the line in seconds, the bytes of all files that
+    are kept, and what share is done of the job on each node. `used`: a node makes
+    videos, or a job is known, or was."""
+
+    counters: VideoCounters = field(default_factory=VideoCounters)
+    states: Mapping[str, int] = field(default_factory=dict[str, int])
+    oldest: float = 0.0
+    kept: int = 0
+    progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
+    used: bool = False
+
+
+def picture(counters: VideoCounters, jobs: Iterable[Job], now: float, *, offered: bool) -> VideoPicture:
+    """Take the picture of all jobs; `offered`: some node makes videos."""
+    states = {str(state): 0 for state in State if state not in (State.COMPLETED, State.FAILED)}
+    oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())
+    progress: dict[NodeId, float] = {}
+    for job in jobs:
+        used = True
+        kept += job.bytes
+        if not job.open:
+            continue
+        states[str(job.state)] += 1
+        if job.state == State.QUEUED:
+            oldest = max(oldest, now - job.created)
+        elif job.state in (State.IN_PROGRESS, State.FINALIZING):
+            progress[NodeId(job.node)] = job.progress / 100
+    return VideoPicture(counters, states, oldest, kept, progress, used)

@@ -1,0 +1,152 @@
+"""A multipart form, read as it comes: short texts are kept, a file ends the reading, and nothing else is ever held.
+
+OpenAI's library sends every video as such a form, whatever it says; a reference image would be a part with a file name.
+Limits are kept while the bytes arrive: parts, their headers, and all texts together.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from router.dialects.openai.video_schema import INSTEAD
+from router.dialects.shared.validation import unsupported
+from router.errors import Problem, invalid, too_long
+from router.http.exchange import Exchange
+
+MOST_PARTS = 32
+TEXT_BYTES = 64 * 1024
+"""Of all fields together, names included."""
+MOST_HEADERS = 8
+HEADER_BYTES = 1024
+
+
+class _Enough(Exception):
+    """No more is read: the problem says why."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+@dataclass(slots=True)
+class _Form:
+    """What the parser told so far."""
+
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+    size: int = 0
+    parts: int = 0
+    ended: bool = False
+    name: str = ""
+    text: bytearray = field(default_factory=bytearray)
+    header: bytearray = field(default_factory=bytearray)
+    value: bytearray = field(default_factory=bytearray)
+    disposition: bytes = b""
+
+    def callbacks(self) -> Any:
+        return {
+            "on_part_begin": self._part, "on_header_begin": self._begin, "on_header_field": self._field,
+            "on_header_value": self._value, "on_header_end": self._header, "on_headers_finished": self._named,
+            "on_part_data": self._data, "on_part_end": self._end, "on_end": self._done,
+        }  # fmt: skip
+
+    def _part(self) -> None:
+        self.parts += 1
+        self.text.clear()
+        self.disposition = b""
+        if self.parts > MOST_PARTS:
+            raise _Enough(invalid(f"a form here may have {MOST_PARTS} fields"))
+
+    def _begin(self) -> None:
+        self.header.clear()
+        self.value.clear()
+
+    def _field(self, data: bytes, start: int, end: int) -> None:
+        self.header += data[start:end]
+
+    def _value(self, data: bytes, start: int, end: int) -> None:
+        self.value += data[start:end]
+
+    def _header(self) -> None:
+        if bytes(self.header).lower() == b"content-disposition":
+            self.disposition = bytes(self.value)
+
+    def _named(self) -> None:
+        kind, options = parse_options_header(self.disposition)
+        name = options.get(b"name", b"")
+        if kind != b"form-data" or not name:
+            raise _Enough(invalid("a part of the form has no name"))
+        try:
+            self.name = name.decode()
+        except UnicodeDecodeError:
+            raise _Enough(invalid("the name of a field is not UTF-8")) from None
+        if b"filename" in options:
+            known = self.name in INSTEAD
+            raise _Enough(
+                unsupported(self.name, INSTEAD) if known else invalid("files are not read here", self.name[:64])
+            )
+        if self.name in self.fields:
+            raise _Enough(invalid(f"the field {self.name[:64]!r} appears twice", self.name[:64]))
+        self._count(len(name))
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        self._count(end - start)
+        self.text += data[start:end]
+
+    def _end(self) -> None:
+        try:
+            self.fields[self.name] = bytes(self.text).decode()
+        except UnicodeDecodeError:
+            raise _Enough(invalid(f"the field {self.name[:64]!r} is not UTF-8", self.name[:64])) from None
+
+    def _done(self) -> None:
+        self.ended = True
+
+    def _count(self, size: int) -> None:
+        self.size += size
+        if self.size > TEXT_BYTES:
+            raise _Enough(too_long(TEXT_BYTES))
+
+
+async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: float) -> dict[str, str] | Problem | None:
+    """Read the fields of a form of at most `limit` bytes; the problem with it, or None when the client left."""
+    declared = exchange.header(b"content-length") or b"0"
+    if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
+        return too_long(limit)
+    form = _Form()
+    try:
+        parser = MultipartParser(
+            boundary, form.callbacks(), max_header_count=MOST_HEADERS, max_header_size=HEADER_BYTES
+        )
+        async with asyncio.timeout(seconds):
+            return await _fed(exchange, parser, form, limit)
+    except TimeoutError:
+        return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
+    except _Enough as enough:
+        return enough.problem
+    except FormParserError as error:
+        return invalid(f"the form cannot be read: {str(error)[:200]}")
+
+
+async def _fed(exchange: Exchange, parser: MultipartParser, form: _Form, limit: int) -> dict[str, str] | Problem | None:
+    read = 0
+    while True:
+        part = await exchange.receive()
+        if part["type"] != "http.request":
+            return None
+        piece: bytes = part.get("body", b"")
+        read += len(piece)
+        if read > limit:
+            return too_long(limit)
+        parser.write(piece)
+        if not part.get("more_body", False):
+            parser.finalize()
+            return form.fields if form.ended else invalid("the form has no end: its last boundary is missing")
+
+
+def boundary_of(content_type: bytes) -> bytes | None:
+    """Give the boundary that a content type names; None where it is no multipart form with one."""
+    kind, options = parse_options_header(content_type)
+    return options.get(b"boundary") if kind == b"multipart/form-data" else None

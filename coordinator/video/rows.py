@@ -1,0 +1,73 @@
+"""Models, profiles and leases of videos as the API shows them; sizes in bytes."""
+
+from typing import Any
+
+from msgspec.structs import asdict
+
+from coordinator.video.state.job_table import Board, Hold
+from coordinator.video.state.jobs import Job
+from coordinator.video.state.lease_placement import Profiles, profile_of, video_denied
+from coordinator.video.state.memory_model import Profile
+from router.placement.cluster_view import ClusterView, NodeView
+from wire.identity import NodeId
+from wire.video import LeaseState, VideoPackage, VideoState
+
+
+def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
+    """Give every model with what each node says of it, and its prediction there."""
+    found: dict[str, dict[str, Any]] = {}
+    for node in view.nodes:
+        for package in node.video.packages:
+            row = found.setdefault(package.name, {"name": package.name, "kind": "video", "nodes": []})
+            row["nodes"].append(_package_row(node, package, profile_of(package, profiles)))
+    return [found[name] for name in sorted(found)]
+
+
+def _package_row(node: NodeView, package: VideoPackage, profile: Profile) -> dict[str, Any]:
+    return {
+        "id": node.id, "name": node.name, "state": str(node.state),
+        "ready": node.video_allowed and node.video.ready and bool(node.video.ray),
+        "cause": package.cause or node.video.cause or video_denied(node) or node.video.ray_cause,
+        "weights": package.weights,
+        "engine": package.engine, "bits": package.bits, "profile": _profile(profile),
+    }  # fmt: skip
+
+
+def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
+    """Give what was measured."""
+    return [{**key._asdict(), **_profile(profile)} for key, profile in sorted(profiles.items())]
+
+
+def _profile(profile: Profile) -> dict[str, Any]:
+    return {
+        "base": profile.base, "slope": round(profile.slope), "margin": profile.margin, "measured": profile.measured,
+        "calibrated": profile.calibrated,
+    }  # fmt: skip
+
+
+def lease_row(hold: Hold, board: Board, view: ClusterView) -> dict[str, Any]:
+    """Give a lease with what its node tells of it."""
+    node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
+    told = _told(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
+    return {
+        "id": hold.lease, "node": hold.node, "name": hold.node if node is None else node.name, "job": hold.job,
+        "generation": hold.generation, "size": hold.size, "since": hold.since, "granted": hold.granted,
+        "phase": told.phase or ("granted" if hold.granted else "asked"), "progress": told.progress,
+        "footprint": told.footprint, "peak": told.peak, "orphan": not _runs(hold, job),
+    }  # fmt: skip
+
+
+def _told(hold: Hold, video: VideoState) -> LeaseState:
+    return next((one for one in video.leases if one.lease == hold.lease), LeaseState(hold.lease, hold.generation))
+
+
+def _runs(hold: Hold, job: Job | None) -> bool:
+    return job is not None and job.lease == hold.lease and job.generation == hold.generation
+
+
+def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
+    """Return what a node reports of its video, and whether it is allowed to make any."""
+    return {
+        "ready": video.ready, "allowed": allowed, "cause": video.cause, "ray": video.ray, "ray_cause": video.ray_cause,
+        "packages": [asdict(package) for package in video.packages], "leases": [asdict(one) for one in video.leases],
+    }  # fmt: skip

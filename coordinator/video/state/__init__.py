@@ -1,0 +1,1 @@
+"""State machine of video jobs and their leases. Pure."""

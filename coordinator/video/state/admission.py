@@ -1,0 +1,136 @@
+"""Whether a video may be asked for: the body against the models, the limits, the memory of the pool and the line. Pure.
+
+Everything that can be known before the job waits is said before it waits, with the numbers.
+"""
+
+import difflib
+
+from coordinator.video.settings import VideoSettings
+from coordinator.video.state.job_table import Board
+from coordinator.video.state.jobs import Wanted
+from coordinator.video.state.lease_placement import (
+    Profiles,
+    fits_nowhere,
+    guard_off,
+    packages_of,
+    profile_of,
+    video_denied,
+    video_models,
+)
+from coordinator.video.state.memory_model import Clip, Impossible, Wish, plan, too_large
+from router.admission.key_scope import visible
+from router.admission.rate_limits import NO_LIMITS, KeyLimits, not_allowed
+from router.dialects.openai.video_schema import VideoBody
+from router.errors import Problem, from_refused, invalid
+from router.placement.cluster_view import ClusterView, NodeView
+from wire.refusals import Numbers
+from wire.units import show_size
+from wire.video import VideoPackage
+
+FULL_RETRY = 30.0
+"""Seconds after which a client may ask again when the line is full."""
+
+
+def admit(
+    body: VideoBody, view: ClusterView, board: Board, profiles: Profiles, settings: VideoSettings,
+    limits: KeyLimits | None = None,
+) -> Wanted | Problem:  # fmt: skip
+    """Give what will be made, or why it will not be."""
+    if not settings.enabled:
+        return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
+    limits, view = limits or NO_LIMITS, visible(view, limits)
+    if body.model is not None and not limits.allows(body.model):
+        return from_refused(not_allowed(body.model, limits))
+    package = _package(body, view)
+    if isinstance(package, Problem):
+        return package
+    clip = plan(_wish(body), settings.limits, package, settings.steps)
+    if isinstance(clip, Impossible):
+        return invalid(clip.message, clip.param)
+    return (
+        _too_large(view, package, clip, profiles, settings)
+        or _nobody_ready(view, package.name)
+        or _full(board, settings)
+        or _wanted(body, package, clip, limits)
+    )
+
+
+def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
+    known = video_models(view)
+    if body.model is None:
+        if len(known) == 1:
+            return next(iter(known.values()))
+        which = f"one of {', '.join(sorted(known)[:10])}" if known else "none is in the pool yet"
+        return invalid(f"model: name the model ({which})", "model")
+    if body.model in known:
+        return known[body.model]
+    if body.model in view.models():
+        return invalid(f"the model {body.model!r} makes no videos: ask it at /v1/chat/completions", "model")
+    causes = [
+        f"{node.name}: {package.cause}" for node in view.nodes for package in node.video.packages
+        if package.name == body.model and package.cause
+    ]  # fmt: skip
+    near = difflib.get_close_matches(body.model, known, 3, 0.4) or sorted(known)[:3]
+    hint = "; ".join(causes[:3]) or (f"the nearest names are {', '.join(near)}" if near else "no node has any")
+    return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
+
+
+def _wish(body: VideoBody) -> Wish:
+    size = None
+    if body.size is not None:
+        width, _, height = body.size.partition("x")
+        size = int(width), int(height)
+    return Wish(size, body.seconds, body.frames, body.fps, body.steps)
+
+
+def _too_large(
+    view: ClusterView, package: VideoPackage, clip: Clip, profiles: Profiles, settings: VideoSettings
+) -> Problem | None:
+    """Give the 413 when no known node, sleeping and absent ones included, could ever hold the job."""
+    size = settings.lease_bytes
+    found = fits_nowhere(view, package.name, clip.tokens, size, profiles)
+    if found is None:
+        return None
+    nearest, why = found
+    profile = profile_of(nearest, profiles)
+    need = profile.need(clip.tokens)
+    text = too_large(profile, clip, size) or (
+        f"no node could ever lend {show_size(size)}, which video.lease says a job takes ({why})"
+    )
+    numbers = Numbers(need, size, None, 0, profile.peak(clip.tokens), profile.margin, size, size - need, "video.lease")
+    return Problem(413, "video_memory_exceeded", text, "size", numbers)
+
+
+def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
+    """Give the 503 when every node that has the model is here and cannot use it; one that is away may come back."""
+    nodes = [node for node, _ in packages_of(view, model)]
+    here = [node for node in nodes if node.state == "ready"]
+    if len(here) < len(nodes):
+        return None
+    if guard_off(here):
+        return Problem(503, "guard_off", "memory.guard is off on every node that could make this: no memory is lent "
+                       "without it")  # fmt: skip
+    causes = [_cause(node) for node in here if not node.video.ready or video_denied(node)]
+    if len(causes) < len(here):
+        return None
+    return Problem(503, "video_not_ready", f"no node can make videos now: {'; '.join(causes[:5])}")
+
+
+def _cause(node: NodeView) -> str:
+    return f"{node.name}: {node.video.cause or video_denied(node) or 'it is not ready for videos'}"
+
+
+def _full(board: Board, settings: VideoSettings) -> Problem | None:
+    waiting = len(board.waiting)
+    if waiting < settings.queue:
+        return None
+    text = f"{waiting} videos wait already, and video.queue allows {settings.queue}: retry later"
+    return Problem(429, "queue_full", text, retry_after=FULL_RETRY)
+
+
+def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> Wanted:
+    return Wanted(
+        package.name, body.prompt, clip.width, clip.height, clip.frames, clip.fps, clip.steps, clip.tokens,
+        body.negative_prompt or "", body.guidance, body.guidance_2, body.seed, clip.warnings,
+        limits.labels,
+    )  # fmt: skip

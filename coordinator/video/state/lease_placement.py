@@ -1,0 +1,194 @@
+"""Which node the head of the line asks for memory, and what it waits for if none. Pure.
+
+The coordinator only chooses the node; the node alone grants. It asks first where `wire.capacity.arithmetic.judge` says
+that the lease fits beside everything else, then where it could fit once idle models have made room (the node knows
+which those are). A node that refused is left alone for as long as it said.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from coordinator.video.state.job_table import Board
+from coordinator.video.state.jobs import Job
+from coordinator.video.state.memory_model import Profile, ProfileKey, first_profile, key_of
+from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from wire.capacity.arithmetic import Fits, headroom, judge, most_bytes, occupied
+from wire.units import show_size
+from wire.video import VideoPackage
+
+Profiles = Mapping[ProfileKey, Profile]
+
+
+class Standing(IntEnum):
+    """How near a node is to taking a job; higher is nearer."""
+
+    NEVER = 0
+    """It could not, whatever it gave back."""
+    ABSENT = 1
+    """It could if it were here and well."""
+    BUSY = 2
+    """It makes another video."""
+    PAUSED = 3
+    """It refused just now."""
+    TIGHT = 4
+    """It has to make room first, and may not be able to."""
+    ROOMY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node for a job: how it stands, why not, and its headroom (bytes)."""
+
+    node: str
+    name: str
+    standing: Standing
+    why: str
+    headroom: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Ask this node."""
+
+    job: Job
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nobody can be asked now."""
+
+    job: Job
+    phase: str
+    busy: bool
+
+
+def profile_of(package: VideoPackage, profiles: Profiles) -> Profile:
+    """Give what is known of a package's memory."""
+    return profiles.get(key_of(package)) or first_profile(package)
+
+
+def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
+    """Return every node with these labels that has a package that can be used, and the package."""
+    wanted = frozenset(labels)
+    for node in view.nodes:
+        if not wanted <= node.labels:
+            continue
+        for package in node.video.packages:
+            if package.name == model and not package.cause:
+                yield node, package
+
+
+def video_models(view: ClusterView) -> dict[str, VideoPackage]:
+    """Give every model that makes videos somewhere, by name."""
+    return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
+
+
+def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: float) -> Choice | Waiting | None:
+    """Say whom the head of the line asks; None when nobody stands in it, or a node has yet to answer. `now` in Unix
+    seconds as the board's times, `at` on the clock of `NodeView.heard_at`."""
+    job = board.head
+    if job is None:
+        return None
+    found = sorted(
+        (
+            candidate(board, node, package, job, profiles, now, at)
+            for node, package in packages_of(view, job.wanted.model, job.wanted.labels)
+        ),
+        key=lambda one: (-one.standing, -one.headroom, one.node),
+    )
+    best = found[0] if found else None
+    if best is not None and best.standing >= Standing.TIGHT:
+        return Choice(job, best.node)
+    return Waiting(job, _phase(job, best), best is not None and best.standing == Standing.BUSY)
+
+
+def candidate(
+    board: Board, node: NodeView, package: VideoPackage, job: Job, profiles: Profiles, now: float, at: float
+) -> Candidate:
+    """Say how a node stands to a job."""
+    memory, held = node.memory, board.held(node.id)
+    room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
+
+    def stands(standing: Standing, why: str) -> Candidate:
+        return Candidate(node.id, node.name, standing, f"{node.name}: {why}", room)
+
+    need = profile_of(package, profiles).need(job.wanted.tokens)
+    if need > job.size:
+        return stands(
+            Standing.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
+        )
+    if not could_ever(node, job.size):
+        return stands(Standing.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
+    absent = _absent(node, at)
+    if absent:
+        return stands(Standing.ABSENT, absent)
+    if held is not None and held.granted:
+        return stands(Standing.BUSY, "it makes another video")
+    if held is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
+        return stands(Standing.PAUSED, job.phase)
+    fits = judge(memory, job.size, node=node.name)
+    if isinstance(fits, Fits):
+        return stands(Standing.ROOMY, "")
+    return stands(Standing.TIGHT, fits.message)
+
+
+def could_ever(node: NodeView, size: int) -> bool:
+    """Say whether a lease of this size would fit on a node where nothing else ran; one that never reported might."""
+    return not node.memory.cap or size <= most_bytes(node.memory)
+
+
+def video_denied(node: NodeView) -> str:
+    """Return why a node may not make videos, with the remedy; empty when it may."""
+    if node.video_allowed:
+        return ""
+    return f"it is not allowed to make videos: `cluster node allow-video {node.name}` allows it"
+
+
+def _absent(node: NodeView, at: float) -> str:
+    """Say why a node that has the package cannot take a job now; empty when it can."""
+    if node.state == "paused":
+        return f"it is paused: {node.sharing.why}"
+    if node.state != "ready" or at - node.heard_at > FRESH_SECONDS:
+        return f"it is {node.state if node.state != 'ready' else 'silent'}"
+    if node.cordoned or node.draining:
+        return "it is cordoned" if node.cordoned else "it is being drained"
+    if not node.memory.guard:
+        return "its memory.guard is off, and without it no memory is lent"
+    if not node.video.ready:
+        return node.video.cause or "it cannot make videos now"
+    return video_denied(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
+
+
+def _phase(job: Job, best: Candidate | None) -> str:
+    if best is None:
+        labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
+        return f"waiting for a node that has {job.wanted.model}{labels}"
+    return job.phase if best.standing == Standing.PAUSED else f"waiting: {best.why}"
+
+
+def fits_nowhere(
+    view: ClusterView, model: str, tokens: int, size: int, profiles: Profiles
+) -> tuple[VideoPackage, str] | None:
+    """Say why no known node could ever take a job of this model, and the nearest package; None if one could."""
+    reasons: list[tuple[int, VideoPackage, str]] = []
+    for node, package in packages_of(view, model):
+        need = profile_of(package, profiles).need(tokens)
+        if need <= size and could_ever(node, size):
+            return None
+        short = max(need - size, size - most_bytes(node.memory))
+        why = (
+            f"its engine {package.engine or 'unknown'} needs {show_size(need)}"
+            if need > size
+            else f"its cap leaves {show_size(most_bytes(node.memory))} for everything"
+        )
+        reasons.append((short, package, f"{node.name}: {why}"))
+    reasons.sort(key=lambda one: one[0])
+    return (reasons[0][1], "; ".join(why for *_, why in reasons[:5])) if reasons else None
+
+
+def guard_off(nodes: Iterable[NodeView]) -> bool:
+    """Say whether every one of these nodes has its guard off: then no memory is lent anywhere."""
+    found = list(nodes)
+    return bool(found) and not any(node.memory.guard for node in found)

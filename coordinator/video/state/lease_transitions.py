@@ -1,0 +1,193 @@
+"""What nodes say of the memory that they lend, and their silence, on the board. Pure."""
+
+from dataclasses import replace as changed
+
+from msgspec.structs import replace
+
+from coordinator.video.state.events import ACKNOWLEDGED, Fetch, GiveBack, Measured, Reported
+from coordinator.video.state.job_table import Hold
+from coordinator.video.state.jobs import FETCHING, Job, State, moved
+from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Turn
+from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
+from wire.video import LeaseState
+
+COMPLETED = "completed"
+MISSES = 2
+"""Reports in a row that have to be silent about a lease before it is taken for gone: the first may have crossed it."""
+LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
+"""Ends that are no fault of the job: it may be begun again."""
+
+
+def said(turn: Turn, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+    """Take a node's word about a lease."""
+    hold = turn.holds.get(frame.lease)
+    if hold is not None and (hold.node, hold.generation) != (node, frame.generation):
+        return
+    match frame:
+        case LeaseGranted():
+            _granted(turn, node, frame)
+        case LeaseRefused():
+            _refused(turn, node, frame)
+        case LeaseEnded():
+            _ended(turn, node, frame)
+
+
+def _granted(turn: Turn, node: str, frame: LeaseGranted) -> None:
+    job = turn.job_of(frame.lease, frame.generation)
+    if job is None:
+        turn.actions.append(GiveBack(node, frame.lease, frame.generation, "superseded"))
+        return
+    if job.state != State.LEASING:
+        return
+    turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
+    turn.put(moved(
+        replace(job, room_by=None), State.IN_PROGRESS, phase="starting", started=turn.now,
+        due=turn.now + turn.rules.start_seconds,
+    ))  # fmt: skip
+
+
+def _refused(turn: Turn, node: str, frame: LeaseRefused) -> None:
+    job = turn.job_of(frame.lease, frame.generation)
+    if job is not None and job.state != State.LEASING:
+        return  # it was granted before, and holds until its node says that it ended
+    turn.holds.pop(frame.lease, None)
+    turn.pause(node, frame.retry_after or PAUSE_MOST)
+    if job is not None:
+        turn.again(job, frame.waiting_for or frame.message)
+
+
+def _ended(turn: Turn, node: str, frame: LeaseEnded) -> None:
+    job = turn.job_of(frame.lease, frame.generation) or _fetching(turn, frame)
+    turn.holds.pop(frame.lease, None)
+    if job is None or not job.open or job.state == State.QUEUED:
+        turn.actions.append(GiveBack(node, frame.lease, frame.generation, ACKNOWLEDGED))
+        return
+    job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_text(frame.made))
+    if frame.code == COMPLETED:
+        if job.state == State.LEASING:  # its grant was not heard
+            job = moved(job, State.IN_PROGRESS)
+        if job.state == State.IN_PROGRESS:
+            job = moved(job, State.FINALIZING, progress=FETCHING, phase="fetching")
+            turn.actions.append(Measured(job, frame.peak))
+        turn.put(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
+        turn.actions.append(Fetch(job, frame.artifacts))
+        return
+    turn.actions.append(GiveBack(node, frame.lease, frame.generation, ACKNOWLEDGED))
+    if job.state == State.LEASING:
+        turn.again(job, frame.message)
+    elif frame.code == NOT_STARTED:
+        turn.not_begun(job, frame.code, frame.message)
+    elif frame.code in LOST:
+        turn.lost(job, frame.code, frame.message or "its worker was lost")
+    else:
+        turn.fail(job, frame.code, frame.message)
+
+
+def _fetching(turn: Turn, frame: LeaseEnded) -> Job | None:
+    """Give the job whose end is told once more while its files are fetched: by then it holds nothing."""
+    return next(
+        (
+            job for job in turn.jobs.values()
+            if job.state == State.FINALIZING and (job.lease, job.generation) == (frame.lease, frame.generation)
+        ),
+        None,
+    )  # fmt: skip
+
+
+def _text(made: bytes) -> str:
+    try:
+        return made[:4096].decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def reported(turn: Turn, event: Reported) -> None:
+    """Take a node's report: what it tells of its leases, and what it does not tell any more."""
+    told = {state.lease: state for state in event.leases}
+    for state in event.leases:
+        if turn.job_of(state.lease, state.generation) is None and not _keeps(turn, state):
+            cause = ACKNOWLEDGED if state.phase == "ended" else "superseded"
+            turn.actions.append(GiveBack(event.node, state.lease, state.generation, cause))
+        else:
+            _progress(turn, state)
+    for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
+        _told(turn, hold, hold.lease in told)
+    for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == State.FINALIZING]:
+        _files_told(turn, job, job.lease in told)
+
+
+def _files_told(turn: Turn, job: Job, present: bool) -> None:
+    if not present and job.misses + 1 >= MISSES:
+        turn.fail(job, "artifact_lost", "its node came back without its files")
+    else:
+        turn.put(replace(job, misses=0 if present else job.misses + 1), save=False)
+
+
+def _keeps(turn: Turn, state: LeaseState) -> bool:
+    """Whether a lease that no job runs on any more is all the same to be kept by its node: its files are fetched, or
+    it was told already to give it back."""
+    if state.phase == "ending" or state.lease in turn.holds:
+        return True
+    return any(job.lease == state.lease and job.state == State.FINALIZING for job in turn.jobs.values())
+
+
+def _progress(turn: Turn, state: LeaseState) -> None:
+    job = turn.job_of(state.lease, state.generation)
+    if job is None or job.state != State.IN_PROGRESS:
+        return
+    began = state.phase not in ("", "granting", "granted")
+    due = None if began else (turn.now + turn.rules.start_seconds if job.away else job.due)
+    percent = max(job.progress, min(FETCHING, max(0, state.progress)))
+    phase = state.phase if began else "starting"
+    turn.put(
+        replace(job, progress=percent, phase=phase[:40], step=state.step, peak=max(job.peak, state.peak), due=due,
+                away=False),
+        save=False,
+    )  # fmt: skip
+
+
+def _told(turn: Turn, hold: Hold, present: bool) -> None:
+    if present:
+        turn.holds[hold.lease] = changed(hold, misses=0)
+        return
+    if hold.misses + 1 < MISSES:
+        turn.holds[hold.lease] = changed(hold, misses=hold.misses + 1)
+        return
+    job = turn.job_of(hold.lease, hold.generation)
+    if job is not None and job.state == State.LEASING:
+        return  # the node is still making up its mind; the deadline rules
+    del turn.holds[hold.lease]
+    if job is not None and job.state == State.IN_PROGRESS:
+        turn.lost(job, "worker_lost", "its node came back without it")
+
+
+def away(turn: Turn, node: str) -> None:
+    """A node's link has ended: wait for what runs there, ask elsewhere for what did not."""
+    for job in [job for job in turn.jobs.values() if job.node == node]:
+        if job.state == State.LEASING:
+            turn.holds.pop(job.lease, None)
+            turn.again(job, "its node went away")
+        elif job.state == State.IN_PROGRESS and not job.away:
+            due = turn.now + turn.rules.away_seconds
+            turn.put(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
+    for hold in [hold for hold in turn.holds.values() if hold.node == node]:
+        if turn.job_of(hold.lease, hold.generation) is None:
+            del turn.holds[hold.lease]
+    turn.pauses.pop(node, None)
+
+
+def removed(turn: Turn, node: str) -> None:
+    """A node is no member any more."""
+    away(turn, node)
+    for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
+        turn.holds.pop(job.lease, None)
+        _gone(turn, job, "its node was removed from the cluster")
+    for job in [job for job in turn.jobs.values() if job.node == node]:
+        turn.put(replace(job, node=""))
+
+
+def _gone(turn: Turn, job: Job, message: str) -> None:
+    if job.state == State.FINALIZING:
+        turn.fail(job, "artifact_lost", f"{message} before its files were fetched")
+    else:
+        turn.lost(job, "node_lost", message)

@@ -1,0 +1,86 @@
+"""One step of the board while it is taken: the board as it becomes, and what is to be done. Pure.
+
+What several events have in common is here: a job that fails, is lost, or is put back into the line.
+"""
+
+from msgspec.structs import replace
+
+from coordinator.video.state.events import Action, GiveBack, Save
+from coordinator.video.state.job_table import Board
+from coordinator.video.state.jobs import Fault, Job, State, moved
+
+PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
+NOT_STARTED = "start_failed"
+"""The code of a job whose worker never began, on either side of the link."""
+
+
+class Turn:
+    """One call of `advance`."""
+
+    def __init__(self, board: Board, now: float) -> None:
+        self.rules, self.now = board.rules, now
+        self.jobs, self.holds, self.pauses = dict(board.jobs), dict(board.holds), dict(board.pauses)
+        self.actions: list[Action] = []
+
+    def board(self) -> Board:
+        """Give the board as it is now."""
+        return Board(self.rules, self.jobs, self.holds, self.pauses)
+
+    def put(self, job: Job, *, save: bool = True) -> Job:
+        """Set a job, and write it down unless it is mere progress."""
+        self.jobs[job.id] = job
+        if save:
+            self.actions.append(Save(job))
+        return job
+
+    def job_of(self, lease: str, generation: int) -> Job | None:
+        """Give the job that this lease is the newest of."""
+        hold = self.holds.get(lease)
+        job = None if hold is None else self.jobs.get(hold.job)
+        if job is None or job.lease != lease or job.generation != generation:
+            return None
+        return job
+
+    def give_back(self, lease: str, cause: str) -> None:
+        """Tell the node of a hold; the hold stays until the node says so."""
+        hold = self.holds.get(lease)
+        if hold is not None:
+            self.actions.append(GiveBack(hold.node, lease, hold.generation, cause))
+
+    def fail(self, job: Job, code: str, message: str) -> None:
+        """End a job."""
+        self.put(moved(job, State.FAILED, fault=Fault(code, message), phase="failed", ended=self.now))
+
+    def again(self, job: Job, phase: str) -> None:
+        """Put a job back where it stood in the line. Its generation grows: what is still said of the lease is late."""
+        self.put(moved(
+            job, State.QUEUED, generation=job.generation + 1, lease="", node="", progress=0, step=0, phase=phase,
+            started=None,
+        ))  # fmt: skip
+
+    def room_by(self, job: Job) -> float:
+        """Return when this job fails for want of room: `room_seconds` after the first time that it found none."""
+        return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
+
+    def found_no_room(self, job: Job) -> bool:
+        """Return whether this job's time to find room is over."""
+        return job.room_by is not None and job.room_by <= self.now
+
+    def lost(self, job: Job, code: str, message: str) -> None:
+        """A job that ran ended through no fault of its own: as the settings say."""
+        if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
+            self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+        else:
+            self.fail(job, code, message)
+
+    def not_begun(self, job: Job, code: str, message: str) -> None:
+        """A job whose worker never began is tried again, so many times."""
+        self.pause(job.node, PAUSE_LEAST * 5)
+        if job.attempts < self.rules.attempts:
+            self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+        else:
+            self.fail(job, code, message)
+
+    def pause(self, node: str, seconds: float) -> None:
+        """Ask a node nothing for so long."""
+        self.pauses[node] = self.now + max(PAUSE_LEAST, min(PAUSE_MOST, seconds))

@@ -1,0 +1,182 @@
+"""Moves the board on: `advance(board, event, now) → (board, actions)`. Pure.
+
+The theory and the rules that nobody may break stand in `coordinator.video.state.job_table`; what nodes say is taken in
+`coordinator.video.state.lease_transitions`.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
+
+from coordinator.video.state.events import (
+    ACKNOWLEDGED,
+    Actions,
+    Ask,
+    Cancelled,
+    Deleted,
+    Drop,
+    Event,
+    Expire,
+    Fetched,
+    GiveBack,
+    NodeAway,
+    NodeRemoved,
+    NotFetched,
+    Placed,
+    Reported,
+    Restarted,
+    Said,
+    Submitted,
+    Tick,
+    Waits,
+)
+from coordinator.video.state.job_table import Board, Hold, Rules
+from coordinator.video.state.jobs import Job, State, moved
+from coordinator.video.state.lease_transitions import away, removed, reported, said
+from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Turn
+
+
+def advance(board: Board, event: Event, now: float) -> tuple[Board, Actions]:
+    """Take an event at `now` (Unix seconds); give the board after it and what is to be done, in this order."""
+    turn = Turn(board, now)
+    match event:
+        case Submitted(job):
+            turn.put(job)
+        case Placed():
+            _placed(turn, board, event)
+        case Waits():
+            _waits(turn, event)
+        case Said(node, frame):
+            said(turn, node, frame)
+        case Reported():
+            reported(turn, event)
+        case NodeAway(node):
+            away(turn, node)
+        case NodeRemoved(node):
+            removed(turn, node)
+        case Fetched() | NotFetched():
+            _fetched(turn, event)
+        case Cancelled(job, message):
+            _cancelled(turn, job, message)
+        case Deleted(job):
+            _cancelled(turn, job, "it was deleted")
+            if turn.jobs.pop(job, None) is not None:
+                turn.actions.append(Drop(job))
+        case Restarted():
+            _restarted(turn)
+        case Tick():
+            _tick(turn)
+    return turn.board(), tuple(turn.actions)
+
+
+def _placed(turn: Turn, board: Board, event: Placed) -> None:
+    head = board.head
+    if head is None or head.id != event.job or board.held(event.node) is not None:
+        raise ValueError(f"{event.job} is not to be placed on {event.node} now")
+    generation = head.generation + 1
+    room_by = turn.room_by(head)
+    job = turn.put(moved(
+        replace(head, room_by=room_by), State.LEASING, generation=generation, node=event.node, lease=event.lease,
+        phase="asking a node", due=min(turn.now + turn.rules.lease_seconds, room_by),
+    ))  # fmt: skip
+    turn.holds[event.lease] = Hold(event.lease, event.node, generation, job.id, job.size, turn.now)
+    turn.actions.append(Ask(job))
+
+
+def _waits(turn: Turn, event: Waits) -> None:
+    job = turn.jobs.get(event.job)
+    if job is None or job.state != State.QUEUED:
+        return
+    room_by = None if event.busy else turn.room_by(job)
+    if (job.phase, job.room_by) != (event.phase, room_by):
+        turn.put(replace(job, phase=event.phase, room_by=room_by), save=False)
+
+
+def _fetched(turn: Turn, event: Fetched | NotFetched) -> None:
+    job = turn.jobs.get(event.job)
+    if job is None or job.generation != event.generation or job.state != State.FINALIZING:
+        if job is None or not job.open:
+            turn.actions.append(Expire(event.job) if job is not None else Drop(event.job))
+        return
+    if isinstance(event, Fetched):
+        expires = turn.now + turn.rules.keep_seconds
+        turn.put(moved(
+            job, State.COMPLETED, phase="completed", progress=100, files=event.files, ended=turn.now, expires=expires
+        ))  # fmt: skip
+    else:
+        turn.fail(job, event.fault.code, event.fault.message)
+        turn.actions.append(Expire(job.id))
+    turn.actions.append(GiveBack(job.node, job.lease, job.generation, ACKNOWLEDGED))
+    _retain(turn)
+
+
+def _cancelled(turn: Turn, name: str, message: str) -> None:
+    job = turn.jobs.get(name)
+    if job is None or not job.open:
+        return
+    if job.state == State.FINALIZING:
+        turn.actions += [GiveBack(job.node, job.lease, job.generation, ACKNOWLEDGED), Expire(job.id)]
+    turn.give_back(job.lease, "cancelled")
+    turn.fail(replace(job, generation=job.generation + 1), "cancelled", message)
+
+
+def _restarted(turn: Turn) -> None:
+    """What was asked and not answered is asked anew; what ran is looked for on its node. All else that a node holds is
+    not known here, and is given back when it tells of it."""
+    turn.holds.clear()
+    for job in list(turn.jobs.values()):
+        if job.state == State.LEASING:
+            turn.again(replace(job, room_by=None), "queued")
+        elif job.state == State.IN_PROGRESS:
+            turn.holds[job.lease] = Hold(
+                job.lease, job.node, job.generation, job.id, job.size, job.started or turn.now, granted=True
+            )
+            turn.put(replace(job, away=True, due=turn.now + turn.rules.away_seconds), save=False)
+        elif job.state == State.QUEUED:
+            turn.put(replace(job, room_by=None, phase="queued"), save=False)
+
+
+def _tick(turn: Turn) -> None:
+    for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
+        _overdue(turn, job)
+    for job in [job for job in turn.jobs.values() if job.state == State.QUEUED and turn.found_no_room(job)]:
+        text = f"no node had room for it within {turn.rules.room_seconds:.0f} s: {job.phase}"
+        turn.fail(job, "no_headroom", text)
+    for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
+        del turn.pauses[node]
+    _retain(turn)
+
+
+def _overdue(turn: Turn, job: Job) -> None:
+    if job.state == State.LEASING:
+        turn.give_back(job.lease, "lease_timeout")
+        turn.pause(job.node, PAUSE_MOST / 2)
+        turn.again(job, "its node did not answer")
+    elif job.state == State.IN_PROGRESS and job.away:
+        turn.holds.pop(job.lease, None)
+        turn.lost(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
+    elif job.state == State.IN_PROGRESS:
+        turn.give_back(job.lease, "start_timeout")
+        turn.not_begun(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
+    elif job.state == State.FINALIZING:
+        turn.fail(job, "artifact_lost", "its node did not come back with its files")
+
+
+def _retain(turn: Turn) -> None:
+    """Remove files that are too old, too many or too large together, oldest first; then forget the oldest records."""
+    for job in list(_too_much(turn.jobs.values(), turn.rules, turn.now)):
+        turn.put(replace(job, expired=True, files=()))
+        turn.actions.append(Expire(job.id))
+    ended = sorted((job for job in turn.jobs.values() if not job.open and not job.files), key=lambda job: job.sequence)
+    for job in ended[: max(0, len(ended) - turn.rules.records)]:
+        del turn.jobs[job.id]
+        turn.actions.append(Drop(job.id))
+
+
+def _too_much(jobs: Iterable[Job], rules: Rules, now: float) -> Iterator[Job]:
+    kept = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
+    size = 0
+    for number, job in enumerate(kept, 1):
+        size += job.bytes
+        if number > rules.keep_count or size > rules.keep_bytes or (job.expires or 0.0) <= now:
+            yield job

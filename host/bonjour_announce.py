@@ -1,0 +1,115 @@
+"""Announce a coordinator, or a Mac that has not joined, on the LAN by Bonjour.
+
+An announcement is only a hint: certificates prove identity, links prove liveness. An error of zeroconf is logged once
+and retried at the next check of the addresses. Nothing else depends on it: `cluster join URL` needs no multicast.
+zeroconf binds its sockets to addresses once, and a change of addresses therefore creates a new instance.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Sequence
+
+import ifaddr
+import structlog
+from zeroconf import Error, IPVersion
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+from wire.bonjour_record import Advert, instance_name, to_txt, usable_addresses
+from wire.identity import SERVICE_TYPE
+
+log = structlog.get_logger()
+
+LOOK_EVERY = 5.0
+"""Interval of checks of the addresses of this machine, in seconds."""
+GOODBYE_WITHIN = 3.0
+"""Maximum seconds to withdraw the record at the end."""
+
+
+def addresses() -> list[str]:
+    """Return the addresses of this machine that another machine can dial, best first."""
+    found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return usable_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
+
+
+class Announcement:
+    """A service record, announced until it is closed.
+
+    `name` is a display name, `identity` makes the name of the record unique. `interfaces` are the addresses to
+    announce; None for those of this machine.
+    """
+
+    def __init__(
+        self, advert: Advert, name: str, identity: str, port: int, *,
+        interfaces: Sequence[str] | None = None, look_every: float = LOOK_EVERY,
+    ) -> None:  # fmt: skip
+        self._advert = advert
+        self._instance = instance_name(name, identity)
+        self._port = port
+        self._interfaces = interfaces
+        self._look_every = look_every
+        self._announced: list[str] = []
+        self._zeroconf: AsyncZeroconf | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._complained = False
+        self.ready = asyncio.Event()
+        """Set while the record is announced."""
+
+    def start(self) -> None:
+        """Start to announce; needs a running loop."""
+        self._task = asyncio.create_task(self._follow(), name="bonjour")
+
+    async def close(self) -> None:
+        """Withdraw the record and stop."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._withdraw()
+
+    async def _follow(self) -> None:
+        while True:
+            now = list(self._interfaces) if self._interfaces is not None else addresses()
+            if now != self._announced:
+                await self._withdraw()
+                await self._announce(now)
+            await asyncio.sleep(self._look_every)
+
+    async def _announce(self, now: list[str]) -> None:
+        if not now:
+            return
+        v4 = [address for address in now if ipaddress.ip_address(address).version == 4]
+        try:
+            self._zeroconf = AsyncZeroconf(v4 or now, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only)
+            register = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            await (await register(self._record(now), allow_name_change=True))
+        except Exception as error:  # zeroconf raises RuntimeErrors as well
+            await self._withdraw()
+            self._complain(error)
+            return
+        self._announced, self._complained = now, False
+        self.ready.set()
+        log.info("bonjour announced", name=self._instance, addresses=now)
+
+    async def _withdraw(self) -> None:
+        zeroconf, self._zeroconf, self._announced = self._zeroconf, None, []
+        self.ready.clear()
+        if zeroconf is None:
+            return
+        with contextlib.suppress(OSError, Error, TimeoutError):
+            async with asyncio.timeout(GOODBYE_WITHIN):
+                await zeroconf.async_unregister_all_services()
+        with contextlib.suppress(OSError, Error, TimeoutError):
+            async with asyncio.timeout(GOODBYE_WITHIN):
+                await zeroconf.async_close()
+
+    def _record(self, now: list[str]) -> AsyncServiceInfo:
+        label = self._instance.removesuffix("." + SERVICE_TYPE)
+        host = f"macpool-{label.rpartition('-')[2]}.local."
+        return AsyncServiceInfo(
+            SERVICE_TYPE, self._instance, self._port, properties=to_txt(self._advert), server=host, parsed_addresses=now
+        )
+
+    def _complain(self, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning("bonjour unavailable", error=str(error) or type(error).__name__)

@@ -1,0 +1,200 @@
+"""Log of a process: JSON lines in a rotating private file, and warnings on standard error.
+
+Events of this project and of libraries pass the same steps: repeated events are counted (`repeats`), secrets are hidden
+(`redaction`), and the line is written. Exceptions are written without the values of variables.
+"""
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+
+from host.log_dedup import Repeats
+from host.redaction import PRIVATE, hide_in_line, redact, trace
+
+LONGEST = 20 * 1024 * 1024
+KEPT = 5
+Tap = Callable[[Mapping[str, Any]], None]
+"""Function that gets each written event, after redaction."""
+
+
+def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
+    """Write all log events of this process to `file`, and warnings to standard error."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lines = _Rotating(file, maxBytes=LONGEST, backupCount=KEPT)
+    lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
+    screen = _Screen()
+    screen.setLevel(logging.WARNING)
+    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    screen.setFormatter(_formatter(terminal_line if sys.stderr.isatty() else plain, None))
+    for handler in (lines, screen):
+        handler.addFilter(_Unrepeated())
+    logging.basicConfig(level=level.upper(), handlers=[lines, screen], force=True)
+    structlog.configure(
+        processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=True,
+    )
+
+
+def hide_warnings() -> None:
+    """Write only errors to standard error from now on, because warnings of an orderly stop need no action.
+
+    The file still gets all events.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Screen):
+            handler.setLevel(logging.ERROR)
+
+
+def log_to_stderr() -> None:
+    """Write log events of a child process to its standard error, with redaction. The parent keeps them in a file."""
+    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S"),
+            *_HIDING,
+            plain,
+            _hide_line,
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger("info"),
+    )
+
+
+class _Screen(logging.StreamHandler[Any]):
+    """Handler for standard error.
+
+    Under launchd, standard error is a file without rotation. The handler empties it above LONGEST bytes; the journal
+    has the same events. Child processes append to the same file.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        with contextlib.suppress(OSError, ValueError):  # not all streams have a descriptor
+            shorten(sys.stderr.fileno())
+        super().emit(record)
+
+
+def shorten(descriptor: int, longest: int = LONGEST) -> bool:
+    """Empty a regular file above `longest` bytes; return whether it was emptied."""
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:
+        return False
+    os.ftruncate(descriptor, 0)
+    return True
+
+
+class _Rotating(logging.handlers.RotatingFileHandler):
+    """Rotating file of mode 0600.
+
+    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record once."""
+        line: str | None = getattr(record, "journal_line", None)
+        if line is None:
+            line = record.journal_line = super().format(record)
+        return line
+
+    def _open(self) -> Any:
+        return os.fdopen(os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "a",
+                         encoding="utf-8", errors="backslashreplace")  # fmt: skip
+
+
+class _Unrepeated(logging.Filter):
+    """Filter that limits repeated events. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeats = Repeats()
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is written; add the number of equal records that were left out before."""
+        told: Any = record.msg
+        fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+        with self._lock:
+            left_out = self._repeats.admit(record.name, str(fields.get("event", told))[:200], fields, time.monotonic())
+        if left_out and fields:
+            fields["left_out"] = left_out
+        return left_out is not None
+
+
+def terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
+    """Return an event as a line for a terminal: local time, level, event and its fields, without control characters."""
+    when = str(event.pop("timestamp", ""))
+    with contextlib.suppress(ValueError):
+        when = datetime.fromisoformat(when).astimezone().strftime("%H:%M:%S")
+    level, name = str(event.pop("level", "")), str(event.pop("event", ""))
+    event.pop("logger", None)
+    exception = str(event.pop("exception", ""))
+    fields = "  ".join(f"{field}={_printable(value)}" for field, value in event.items())
+    return f"{when}  {level:<7}  {_printable(name)}  {fields}".rstrip() + (f"\n{exception}" if exception else "")
+
+
+def _printable(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() else repr(text)
+
+
+def _shared() -> list[structlog.typing.Processor]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso"),
+    ]
+
+
+def _formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> structlog.stdlib.ProcessorFormatter:
+    def tapped(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        if tap is not None:
+            tap(event)
+        return event
+
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=_shared(),
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_HIDING, tapped, renderer, _hide_line,
+        ],
+    )  # fmt: skip
+
+
+def _exceptions(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Replace an exception by its trace without values."""
+    failure = event.pop("exc_info", None)
+    if failure is True:
+        failure = sys.exc_info()
+    if isinstance(failure, BaseException):
+        failure = (type(failure), failure, failure.__traceback__)
+    if failure and failure[0] is not None:
+        event["exception"] = trace(failure, private=event.get("event") in PRIVATE)
+    return event
+
+
+def _fields(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Hide private fields and secrets."""
+    return redact(event)
+
+
+def _hide_line(_: Any, __: str, line: Any) -> Any:
+    """Hide secrets in the rendered line."""
+    return hide_in_line(line)
+
+
+_HIDING: tuple[structlog.typing.Processor, ...] = (_exceptions, _fields)

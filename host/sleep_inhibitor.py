@@ -1,0 +1,68 @@
+"""Prevent idle sleep of this machine.
+
+On macOS, a child process `caffeinate -i -w PID` holds the assertion. It ends with this process in every case. The lid
+and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux laptops
+the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
+"""
+
+import os
+import subprocess
+import sys
+
+import structlog
+
+log = structlog.get_logger("host.sleep_inhibitor")
+
+CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
+END_SECONDS = 2.0
+
+
+class Awake:
+    """An assertion against idle sleep."""
+
+    def __init__(self, command: tuple[str, ...] | None = None) -> None:
+        self._command = command if command is not None else CAFFEINATE if sys.platform == "darwin" else ()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the assertion is held."""
+        return self._child is not None and self._child.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child that holds the assertion; None without a child."""
+        return None if self._child is None else self._child.pid
+
+    def hold(self, wanted: bool) -> None:
+        """Hold or release the assertion. Does nothing on systems without one."""
+        if wanted and not self.held:
+            self._begin()
+        elif not wanted:
+            self._end()
+
+    def _begin(self) -> None:
+        if not self._command:
+            return
+        try:
+            self._child = subprocess.Popen(
+                [*self._command, str(os.getpid())], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            log.warning("cannot stay awake", error=error.strerror)
+            self._command = ()
+            return
+        log.info("stays awake")
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        log.info("may sleep")

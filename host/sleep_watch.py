@@ -1,0 +1,133 @@
+"""Detect sleep and wake-up of this machine.
+
+Two clocks of the system differ by the time asleep. One runs during sleep (Linux CLOCK_BOOTTIME, macOS CLOCK_MONOTONIC),
+the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of their difference between two checks is a
+sleep that has ended. Changes of the wall clock have no effect.
+Only the system can announce a sleep in advance. macOS does by IOKit, and waits for registered processes
+(`host.iokit`). Without an announcement, a sleep looks like an unplugged cable to the pool.
+
+`on_sleep` is called on the loop with a function to be called after all goodbyes were sent. `on_wake` is called with the
+seconds asleep, `on_look` at every check.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+log = structlog.get_logger("host.sleep_watch")
+
+LOOK_SECONDS = 2.0
+LEAST_SECONDS = 3.0
+"""Shortest difference of the clocks that counts as a sleep."""
+
+Said = Callable[[], None]
+Clocks = tuple[Callable[[], float], Callable[[], float]]
+"""A clock that runs during sleep and one that does not, in seconds."""
+
+
+class Notice(Protocol):
+    """Source of announcements of a sleep."""
+
+    def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
+        """Start a thread that calls the functions; return whether the system announces sleeps."""
+        ...
+
+    def stop(self) -> None:
+        """Stop to listen."""
+        ...
+
+
+class NoNotice:
+    """A system without announcements."""
+
+    def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
+        """Return False."""
+        return False
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+def open_notice() -> Notice:
+    """Return the source of announcements of this system."""
+    if sys.platform == "darwin":
+        from host.iokit import PowerNotice
+
+        return PowerNotice()
+    return NoNotice()
+
+
+def system_clocks() -> Clocks:
+    """Return the two clocks of this system; the same clock twice if it has only one, which detects no sleep."""
+    on = getattr(time, "CLOCK_BOOTTIME", None)
+    off = time.CLOCK_MONOTONIC
+    if sys.platform == "darwin":
+        on, off = time.CLOCK_MONOTONIC, time.CLOCK_UPTIME_RAW
+    if on is None:
+        return time.monotonic, time.monotonic
+    return lambda: time.clock_gettime(on), lambda: time.clock_gettime(off)
+
+
+class SleepWatch:
+    """Detector of sleep and wake-up; calls its functions on the running loop."""
+
+    def __init__(
+        self, on_sleep: Callable[[Said], None], on_wake: Callable[[float], None], *,
+        on_look: Callable[[], None] = lambda: None, notice: Notice | None = None, clocks: Clocks | None = None,
+    ) -> None:  # fmt: skip
+        self._on_sleep = on_sleep
+        self._on_wake = on_wake
+        self._on_look = on_look
+        self._notice = notice or open_notice()
+        self._on, self._off = clocks or system_clocks()
+        self._ahead = 0.0
+        self._told = False
+        self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
+
+    def start(self) -> None:
+        """Start to check the clocks; needs a running loop."""
+        loop = asyncio.get_running_loop()
+
+        def later(call: Callable[..., None], *arguments: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(call, *arguments)
+
+        self._ahead = self._on() - self._off()
+        tells = self._notice.start(lambda said: later(self._sleeps, said), lambda: later(self._wakes))
+        log.info("sleep watched", told_before=tells)
+        self._look()
+
+    def stop(self) -> None:
+        """Stop to check the clocks."""
+        self._notice.stop()
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _look(self) -> None:
+        """Check the clocks and schedule the next check."""
+        slept = self._slept()
+        if slept >= LEAST_SECONDS:
+            self._over(slept)
+        self._on_look()
+        self._handle = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+    def _slept(self) -> float:
+        return self._on() - self._off() - self._ahead
+
+    def _sleeps(self, said: Said) -> None:
+        self._told = True
+        log.info("goes to sleep")
+        self._on_sleep(said)
+
+    def _wakes(self) -> None:
+        if self._told:
+            self._over(self._slept())
+
+    def _over(self, slept: float) -> None:
+        self._ahead, self._told = self._on() - self._off(), False
+        log.info("woke", slept=round(slept, 1))
+        self._on_wake(slept)

@@ -1,0 +1,243 @@
+"""How a Mac becomes a node: the client's side of enrolment (the frames: coordinator/joining/enrollment.py).
+
+Two connections. The first trusts nobody and only fetches the CA, which is compared with the token's pin. The second
+verifies the coordinator with that CA and carries the certificate request. Without a token there is no pin: the code
+that both screens show stands for the CA, the request and both nonces, and a person compares it. The node commits to
+its nonce and its request before it hears the coordinator's nonce.
+"""
+
+import asyncio
+import errno
+import hashlib
+import hmac
+import re
+import secrets
+import ssl
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from node.agent.identity import (
+    Identity,
+    IdentityError,
+    IdentityMismatch,
+    authority_context,
+    client_context,
+    create,
+    install,
+    load_identity,
+    needs_renewal,
+    new_csr,
+    new_request,
+    prove_identity,
+    proves_coordinator,
+    remember,
+)  # fmt: skip
+from node.agent.machine_id import machine_id
+from wire.codec import Splitter, WireError, decode, encode
+from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
+from wire.identity import PROTOCOL, JoinToken, commitment, request_mac, short_code, token_key, valid_id
+from wire.report import Hardware
+from wire.units import KIB
+
+__all__ = [
+    "EnrolDenied", "EnrolError", "Identity", "IdentityError", "IdentityMismatch", "PinMismatch", "Unreachable",
+    "client_context", "enrol", "install", "load_identity", "machine_id", "needs_renewal", "new_csr", "parse_address",
+    "proves_coordinator", "proves_itself", "remember",
+]  # fmt: skip
+
+USUAL_PORT = 8081
+PATIENCE = 10.0
+"""Seconds to connect, and to wait for an answer that no person has to give."""
+LONGEST = 16 * KIB
+"""Bytes that enrolment may answer on one connection."""
+
+_ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?/?")
+
+F = TypeVar("F", bound=Frame)
+
+
+class EnrolError(Exception):
+    """Joining did not work; the text says why and what to do."""
+
+
+class Unreachable(EnrolError):
+    """Nobody answered there, or not as a coordinator does."""
+
+
+class PinMismatch(EnrolError):
+    """The coordinator's CA is not the one that the token names: the wrong cluster, or somebody in between."""
+
+
+class EnrolDenied(EnrolError):
+    """The coordinator said no, with a machine-readable reason."""
+
+    def __init__(self, denied: Denied) -> None:
+        super().__init__(denied.message)
+        self.reason = denied.reason
+        self.message = denied.message
+        self.final = denied.final
+        self.retry_after = denied.retry_after
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read `host`, `host:port`, `[v6]:port`, with or without a scheme. EnrolError says what is accepted."""
+    match = _ADDRESS.fullmatch(text.strip())
+    port = int(match[3] or USUAL_PORT) if match else 0
+    if match is None or not 0 < port < 65536:
+        raise EnrolError(f"{text!r} is not an address: write host:port, as the coordinator printed it")
+    return match[1] or match[2], port
+
+
+async def enrol(
+    url: str,
+    token: JoinToken | None,
+    *,
+    name: str,
+    machine: str,
+    hardware: Hardware,
+    folder: Path,
+    on_code: Callable[[str, float], None],
+) -> Identity:
+    """Join the cluster whose coordinator listens at `url` (`host:port`) and keep the identity in `folder`.
+
+    An identity that is there already, a clone's or a damaged one, is replaced once the coordinator agreed.
+    `on_code` is called with the six digits to show and the seconds that a person has, only when there is no token.
+    Raises PinMismatch, EnrolDenied (with `reason`), Unreachable, or IdentityError for an answer that is not ours.
+    """
+    host, port = parse_address(url)
+    authority = await _fetch_authority(host, port)
+    if token is not None and not hmac.compare_digest(hashlib.sha256(authority.ca).digest(), token.pin):
+        raise PinMismatch(
+            "the coordinator is not the one that made the token: wrong address, or somebody is in between. "
+            "Nothing was sent to it"
+        )
+    request = new_request(name)
+    nonce = secrets.token_bytes(16)
+    async with _connect(host, port, _trusting(authority)) as line:
+        if not proves_coordinator(line.tls, authority.cluster):
+            raise Unreachable(f"{host}:{port} shows a certificate that is not a coordinator's")
+        await line.send(EnrolStart(PROTOCOL, b"" if token else commitment(nonce, request.csr)))
+        again = await line.receive(EnrolAuthority)
+        if again.ca != authority.ca:
+            raise PinMismatch("the coordinator changed its CA between two connections")
+        certificate, proof = prove_identity(folder, request.csr)
+        asked = Enrol(request.csr, name, machine, hardware, certificate=certificate, proof=proof)
+        enrolled = (
+            await _with_token(line, asked, token) if token else await _with_code(line, asked, nonce, again, on_code)
+        )
+    identity = create(folder, request, enrolled.certificate, authority.cluster, authority.ca, machine)
+    return remember(identity, _written(host, port))
+
+
+async def proves_itself(identity: Identity, address: str) -> bool:
+    """Say whether our coordinator answers at `host:port`: only its certificate counts."""
+    try:
+        host, port = parse_address(address)
+        async with _connect(host, port, client_context(identity)) as line:
+            return proves_coordinator(line.tls, identity.cluster)
+    except EnrolError:
+        return False
+
+
+async def _with_token(line: "_Line", asked: Enrol, token: JoinToken) -> Enrolled:
+    mac = request_mac(token_key(token.secret), asked.csr)
+    await line.send(replace(asked, token=token.id, mac=mac))
+    return await line.receive(Enrolled)
+
+
+async def _with_code(
+    line: "_Line", asked: Enrol, nonce: bytes, authority: EnrolAuthority, on_code: Callable[[str, float], None]
+) -> Enrolled:
+    await line.send(replace(asked, opening=nonce))
+    pending = await line.receive(EnrolPending)
+    on_code(short_code(authority.ca, asked.csr, nonce, authority.nonce), pending.seconds)
+    return await line.receive(Enrolled, pending.seconds + PATIENCE)
+
+
+async def _fetch_authority(host: str, port: int) -> EnrolAuthority:
+    """Ask for the CA over a connection that proves nothing; only a pin or a code makes the answer worth anything."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    async with _connect(host, port, context) as line:
+        await line.send(EnrolStart(PROTOCOL))
+        authority = await line.receive(EnrolAuthority)
+    if not valid_id(authority.cluster):
+        raise Unreachable("the coordinator sent no valid cluster id")
+    return authority
+
+
+def _trusting(authority: EnrolAuthority) -> ssl.SSLContext:
+    try:
+        return authority_context(authority.ca)
+    except (ssl.SSLError, ValueError):
+        raise Unreachable("the coordinator sent no certificate authority") from None
+
+
+class _Line:
+    """One connection of enrolment, frame by frame."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._splitter = Splitter(LONGEST, LONGEST)
+        self._frames: list[Frame] = []
+        self.tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
+
+    async def send(self, frame: Frame) -> None:
+        self._writer.write(encode(frame))
+        await self._writer.drain()
+
+    async def receive(self, kind: type[F], seconds: float = PATIENCE) -> F:
+        """Give the next frame, which must be of this kind. EnrolDenied when it is the coordinator's no."""
+        async with asyncio.timeout(seconds):
+            while not self._frames:
+                data = await self._reader.read(LONGEST)
+                if not data:
+                    raise Unreachable("the coordinator closed the connection without an answer")
+                self._frames += [decode(tag, body) for tag, body in self._splitter.feed(data)]
+        frame = self._frames.pop(0)
+        if isinstance(frame, Denied):
+            raise EnrolDenied(frame)
+        if not isinstance(frame, kind):
+            raise WireError(f"{type(frame).__name__} instead of {kind.__name__}")
+        return frame
+
+
+@asynccontextmanager
+async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenerator[_Line]:
+    where = _written(host, port)
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+        yield _Line(reader, writer)
+    except ssl.SSLError as error:
+        raise Unreachable(f"{where} does not speak the cluster's TLS: {error.reason or error}") from None
+    except WireError as error:
+        raise Unreachable(f"{where} does not answer as a coordinator: {error}") from None
+    except TimeoutError:
+        raise Unreachable(f"{where} did not answer in time") from None
+    except OSError as error:
+        raise Unreachable(f"{where} cannot be reached: {error.strerror or error}{_hint(error)}; "
+                          "is `cluster up` running there, and is this its address for nodes?") from None  # fmt: skip
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+
+
+def _hint(error: OSError) -> str:
+    """On macOS 15 and later a program without the local-network permission gets this errno for the whole LAN."""
+    if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
+        return " (allow this program under System Settings, Privacy & Security, Local Network)"
+    return ""
+
+
+def _written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

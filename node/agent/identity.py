@@ -1,0 +1,245 @@
+"""Who this node is: the files that it keeps, the TLS it speaks with them, and the renewal of its certificate.
+
+`node.pem` holds key and certificate (mode 0600, replaced whole); `identity.json` the rest and is written last, so a
+folder without it has no identity. The private key is made here and never leaves the folder. The identity belongs to
+one machine: with a cloned disk two Macs would be one node, so the clone is refused.
+"""
+
+import ssl
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import NameOID
+
+from host.private_files import private_folder, write_private
+from wire.certificate import read_certificate
+from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
+
+MOST_ADDRESSES = 16
+"""Coordinator addresses that are remembered."""
+
+
+class IdentityError(Exception):
+    """The identity in this folder cannot be used; the text says why and what to do."""
+
+
+class IdentityMismatch(IdentityError):
+    """The identity belongs to another machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A joined node. `certificate` and `ca` are DER; `addresses` (`host:port`) are where the coordinator was found,
+    the latest first. `generation` is the highest that a coordinator of the cluster has shown, `seal` its signature."""
+
+    cluster: str
+    node: NodeId
+    name: str
+    machine: str
+    folder: Path
+    certificate: bytes
+    ca: bytes
+    addresses: tuple[str, ...] = ()
+    generation: int = 0
+    seal: bytes = b""
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    cluster: str
+    node: str
+    name: str
+    machine: str
+    ca: bytes
+    addresses: tuple[str, ...] = ()
+    generation: int = 0
+    seal: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A fresh key (PEM) and the certificate request (DER) for it."""
+
+    key: bytes
+    csr: bytes
+
+
+def new_request(name: str) -> Request:
+    """Make a P-256 key and a request for it; the coordinator uses nothing of it but the key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return Request(pem, csr.public_bytes(Encoding.DER))
+
+
+def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
+    """Return the certificate (DER) kept in a folder and its key's signature under a request (DER) to join again; empty
+    where there is none that can be read."""
+    try:
+        pem = (folder / "node.pem").read_bytes()
+        key = load_pem_private_key(pem, None)
+        certificate = _certificate_in(folder / "node.pem")
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        return b"", b""
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        return b"", b""
+    return certificate, key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+
+
+def load_identity(folder: Path, machine: str) -> Identity | None:
+    """Read the identity kept in a folder, None when there is none.
+
+    Raises IdentityMismatch when it belongs to another machine, IdentityError when the files are damaged.
+    """
+    try:
+        content = (folder / "identity.json").read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IdentityError(f"{folder / 'identity.json'} cannot be read: {error.strerror}") from None
+    try:
+        kept = msgspec.json.decode(content, type=_Kept)
+        certificate = _certificate_in(folder / "node.pem")
+        uri = read_certificate(certificate).uri
+    except (OSError, ValueError, TypeError) as error:
+        raise IdentityError(f"the identity in {folder} is damaged ({error}): join again") from None
+    if kept.machine != machine:
+        raise IdentityMismatch(
+            f"the identity in {folder} belongs to another machine: this disk was cloned or the folder copied. "
+            "Join again with a token of its own: `cluster join URL --token-file FILE`"
+        )
+    if uri != node_uri(kept.cluster, NodeId(kept.node)):
+        raise IdentityError(f"the certificate in {folder} names another node: join again")
+    return Identity(
+        kept.cluster, NodeId(kept.node), kept.name, kept.machine, folder, certificate, kept.ca, kept.addresses,
+        kept.generation, kept.seal,
+    )  # fmt: skip
+
+
+def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca: bytes, machine: str) -> Identity:
+    """Keep the identity that the coordinator just gave. IdentityError when the certificate is not for this request."""
+    try:
+        told = read_certificate(certificate)
+    except ValueError:
+        raise IdentityError("the coordinator sent no certificate") from None
+    peer = parse_uri(told.uri)
+    if peer is None or peer.node is None or peer.cluster != cluster:
+        raise IdentityError("the coordinator sent a certificate that names no node of its cluster")
+    identity = Identity(cluster, peer.node, told.name, machine, private_folder(folder), certificate, ca)
+    _keep_certificate(identity, request.key, certificate)
+    _keep(identity)
+    return identity
+
+
+def forget(folder: Path) -> None:
+    """Remove the identity, key first; nothing happens when there is none."""
+    for name in ("node.pem", "next.key", "identity.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def remember(identity: Identity, address: str) -> Identity:
+    """Keep an address at which the coordinator proved itself, the latest first."""
+    others = [other for other in identity.addresses if other != address]
+    after = replace(identity, addresses=(address, *others)[:MOST_ADDRESSES])
+    if after.addresses != identity.addresses:
+        _keep(after)
+    return after
+
+
+def outgrow(identity: Identity, address: str) -> Identity:
+    """Forget an address at which a coordinator is that the cluster has left behind."""
+    after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
+    if after.addresses != identity.addresses:
+        _keep(after)
+    return after
+
+
+def follow(identity: Identity, generation: int, seal: bytes) -> Identity:
+    """Keep the generation of a coordinator that proved itself, if it is higher than any before."""
+    if generation <= identity.generation:
+        return identity
+    after = replace(identity, generation=generation, seal=seal)
+    _keep(after)
+    return after
+
+
+def client_context(identity: Identity) -> ssl.SSLContext:
+    """Give the TLS of the link: 1.3, our certificate, only the cluster's CA, strict. Check `proves_coordinator` too."""
+    context = authority_context(identity.ca)
+    context.load_cert_chain(identity.folder / "node.pem")
+    return context
+
+
+def authority_context(ca: bytes) -> ssl.SSLContext:
+    """Give a client's TLS that believes one CA (DER) and no host name: addresses change, the SAN's URI does not."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_verify_locations(cadata=ca)
+    return context
+
+
+def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bool:
+    """Say whether the other end of a verified connection is this cluster's coordinator."""
+    der = shown.getpeercert(binary_form=True)
+    return bool(der) and read_certificate(der).uri == coordinator_uri(cluster)
+
+
+def needs_renewal(identity: Identity, now: float) -> bool:
+    """Say whether two thirds of the certificate's life are over. `now` in Unix seconds."""
+    return now >= read_certificate(identity.certificate).renew_from
+
+
+def new_csr(identity: Identity) -> bytes:
+    """Make the key of the next certificate, keep it aside, and give the request (DER) to send in `Renew`."""
+    request = new_request(identity.name)
+    write_private(identity.folder / "next.key", request.key)
+    return request.csr
+
+
+def install(identity: Identity, certificate: bytes) -> Identity:
+    """Put the renewed certificate (DER) and its key in place. IdentityError when it is not ours or not for that key."""
+    pending = identity.folder / "next.key"
+    try:
+        key = pending.read_bytes()
+    except OSError:
+        raise IdentityError("a certificate came that was not asked for") from None
+    _keep_certificate(identity, key, certificate)
+    pending.unlink()
+    return replace(identity, certificate=certificate)
+
+
+def _keep(identity: Identity) -> None:
+    kept = _Kept(identity.cluster, identity.node, identity.name, identity.machine, identity.ca, identity.addresses,
+                 identity.generation, identity.seal)  # fmt: skip
+    write_private(identity.folder / "identity.json", msgspec.json.encode(kept))
+
+
+def _keep_certificate(identity: Identity, key: bytes, certificate: bytes) -> None:
+    try:
+        parsed = x509.load_der_x509_certificate(certificate)
+        parsed.verify_directly_issued_by(x509.load_der_x509_certificate(identity.ca))
+        ours = load_pem_private_key(key, None).public_key() == parsed.public_key()
+        uri = read_certificate(certificate).uri
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError) as error:
+        raise IdentityError(f"the certificate is not the cluster's: {str(error) or type(error).__name__}") from None
+    if not ours or uri != node_uri(identity.cluster, identity.node):
+        raise IdentityError("the certificate is not for this node and its key")
+    write_private(identity.folder / "node.pem", key + parsed.public_bytes(Encoding.PEM))
+
+
+def _certificate_in(path: Path) -> bytes:
+    return x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER)

@@ -1,0 +1,738 @@
+"""The text engine: frames in, frames out. Admission, loading, and what is told of it; the rows are `generation`'s.
+
+    Prepared ─► preflight, commit ─► generation
+        │           └ Refusal
+        └ its model is not loaded: waits for the load
+
+One turn (`step`): a decode step of every batch, one piece of a load, one chunk of one prefill or of several. Each
+request ends in exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing more is said.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import structlog
+from msgspec.structs import replace
+
+from node.engine.kv.commitments import Commitment
+from node.engine.memory.footprint import Footprint, Metal, Wiring, clear_pool, give_back, limit_pool, open_metal
+from node.engine.memory.gate import Gate, Site
+from node.engine.memory.gated_forward import LOAD_SPEED, Forwards
+from node.engine.memory.reserve import Canary
+from node.engine.memory.wired_limit import Wire
+from node.engine.models.load_times import LoadTimes
+from node.engine.models.loaded_model import TICK, Resident, Step, load
+from node.engine.models.model_descriptor import Found
+from node.engine.models.model_manager import FilesChangedError, Loaded, Outcome, Shelf
+from node.engine.models.profile import Profiles
+from node.engine.models.profile_sweep import Sweeps
+from node.engine.models.profiler import Profiler, Spike
+from node.engine.process.interface import Call, Doing, Recording, Work
+from node.engine.requests import preflight
+from node.engine.requests.prepared import Prepared
+from node.engine.requests.preparer import Door
+from node.engine.requests.sequence import Row, Sequence
+from node.engine.requests.tokenize_admission import Read, Unread, too_long
+from node.engine.scheduling.prefix_cache import Reuse, limit_of
+from node.engine.scheduling.sampling import sampling_of
+from node.engine.scheduling.scheduler import Generation, finished
+from node.engine.text.tokenizer_trial import Trials
+from node.engine_process.environment import PROFILES
+from node.memory.sensor import open_machine
+from node.models.catalogue import Library
+from node.settings import NodeSettings
+from wire.capacity.arithmetic import (
+    Fits,
+    excess,
+    level,
+    max_batch,
+    max_context,
+    prefill_transient,
+    request_transient,
+    row_bytes,
+    shed,
+    waste_under,
+)
+from wire.capacity.fairness import Owner
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Count,
+    Enforce,
+    EngineReport,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Load,
+    MakeRoom,
+    Ping,
+    Profile,
+    Refusal,
+    Restore,
+    Unload,
+)
+from wire.refusals import Code, Refused
+from wire.report import Hardware, Level, Memory, Model, Transient
+from wire.units import show_size
+
+WAY_SECONDS = 1.0
+"""Time between two requests for which others are preempted at admission, so that memory which comes back late preempts
+no more than is needed."""
+REMEMBERED = 1024
+"""Cancelled requests that are remembered until their Generate comes."""
+MOST_BROKEN = 10
+"""Broken rules of the bookkeeping that one line of the log names."""
+LOAD_EXPECTED = 10.0
+"""Seconds that a piece of a load may take: building the model, compiling kernels."""
+
+log = structlog.get_logger("engine.text")
+
+
+class TextEngine:
+    """See the module's text. In the folder `profiles` measurements are kept; None: nowhere.
+
+    Other modules and tests may read the parts; only the engine calls methods that change them."""
+
+    def __init__(
+        self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware,
+        profiles: Path | None, metal: Callable[[], Metal] = open_metal,
+        gate: type[Gate] = Gate,
+    ) -> None:  # fmt: skip
+        self._settings = settings.engine.mlx
+        self.library = library
+        self.trials = Trials(profiles)
+        self.door = Door(
+            library, self._context, recorder=recorder, trials=self.trials if settings.models.trial else None,
+            barred=lambda found: self._cause(found, time.monotonic()),
+        )  # fmt: skip
+        self.footprint = Footprint(hardware.memory, self._held)
+        self.forwards = Forwards(
+            recorder, self.footprint, self._reserved, self._make_room, self._give_up_load, self._residual,
+            read=self._weights, gate=gate,
+        )  # fmt: skip
+        self.gate = self.forwards.gate
+        self.reuse = Reuse(self.forwards, self._kept_most, self.footprint.forget)
+        self.times = LoadTimes(profiles)
+        pinned = frozenset(settings.models.preload)
+        self.profiler = Profiler(
+            Profiles(profiles), hardware, self._ask, Spike(self.forwards.height, self.footprint.sensor),
+            self._longest, self.gate.narrowed, chunk=self._settings.chunk, batch=self._settings.batch,
+            context=self._settings.context, on=settings.models.profile == "auto",
+        )  # fmt: skip
+        self._wiring = Wiring(Wire(settings.memory.wire), metal)
+        self.shelf = Shelf(self.gate, self._memory, self._released, pinned, self.reuse, library, self._pieces,
+                            settings.models.idle_unload)  # fmt: skip
+        self.generation = Generation(
+            self.forwards,
+            lambda: self.shelf.residents,
+            self.reuse,
+            self._settings.batch,
+            self._settings.chunk,
+            self._settings.chunk_floor,
+        )
+        self.sweeps = Sweeps(
+            self.profiler, self.forwards, lambda: self.shelf.residents, self.shelf.loading, self._alone,
+            self.generation.still,
+            lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
+        )  # fmt: skip
+        self.canary = Canary(settings.memory.canary, self._memory)
+        self.shelf.spares += [self.canary, self.sweeps]
+        self._pending: dict[int, tuple[Prepared, float]] = {}
+        self._unread: dict[int, tuple[int, Resident | None]] = {}
+        self._orders: dict[int, str] = {}
+        self._acked = self._cap = self._coming = self._enforced = self._roomed = 0
+        self._cancelled: dict[int, None] = {}
+        self._way_at = 0.0
+        for name in settings.models.preload:
+            found = library.find(name)
+            if found is None:
+                log.error("preload", model=name, cause="no such model in the folders")
+            else:
+                self.shelf.ask(found)
+
+    # what the threads ask
+
+    def prepare(self, frame: Frame) -> Work | None:
+        """On the I/O thread: put a short prompt into tokens, or count it; at a sign of life, look for new models."""
+        if isinstance(frame, Generate | Count):
+            if self.door.inline(frame):
+                return self._read(frame).work
+            return Unread(frame, self.door.need(frame), partial(self._read, frame))
+        if isinstance(frame, Load | Profile):
+            self.library.look(frame.model)
+        if isinstance(frame, Ping):
+            return frame if self.library.refresh() else None
+        return frame
+
+    def call(self) -> Call | None:
+        """Say which native call is under way."""
+        return self.forwards.call
+
+    def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
+        """Take in one piece of work and give what is answered at once, and what may be read now."""
+        match work:
+            case Unread():
+                return self._weigh(work)
+            case Read():
+                self._put_by(work.request)
+                return self.take(work.work, now)
+            case Prepared():
+                return self._generate(work, now)
+            case Cancel():
+                self._cancel(work.request)
+            case Limits():
+                self._hold(work)
+            case Enforce():
+                return self._enforce(work)
+            case MakeRoom():
+                self._roomed = work.number
+                self.shelf.make_room(work.size, over_load=not self._waited_for(self.shelf.reading))
+                return self._ended_loads()
+            case Load():
+                return self._load(work, now)
+            case Unload():
+                return self._unload(work)
+            case Profile():
+                return self._profile(work, now)
+            case Restore():
+                self._restore(work, now)
+            case Finished() | Refusal():
+                return [work]
+            case _:
+                pass
+        return []
+
+    def due(self, now: float) -> float | None:
+        """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
+        or when the recent height falls, or an unused model leaves or has left."""
+        works = self.generation.due(now)
+        if (works is not None and works <= now) or self.shelf.ended:
+            return now
+        if self._may_load() or (self.sweeps.busy and self.gate.closed() is None):
+            return now
+        shelf, footprint = self.shelf, self.footprint
+        times = works, footprint.falls_at(now), shelf.leaves_at(), shelf.looks_at, self.canary.due()
+        return min((when for when in times if when is not None), default=None)
+
+    def step(self, now: float) -> Iterator[Frame]:
+        """Decode, read a piece of a load, write one chunk of a prompt; what each has to say is given before the next
+        begins, so that no token waits for a chunk."""
+        self.generation.decode()
+        yield from self.generation.said()
+        if self._may_load():
+            self._tick()
+        yield from self._ended_loads()
+        self.generation.prefill()
+        yield from self.generation.said()
+        yield from self._ended_loads()
+        if self.sweeps.busy:
+            yield from self.sweeps.step()
+        self.shelf.leave(now)
+        if (looks_at := self.shelf.looks_at) is not None and looks_at <= now:
+            self._look_back()
+        if self.generation.due(now) is None:
+            if broken := self.generation.check():
+                log.error("bookkeeping", broken=broken[:MOST_BROKEN], count=len(broken))
+            clear_pool()
+            self.canary.tend(now)
+
+    def report(self, now: float) -> EngineReport:
+        """Give the snapshot."""
+        running, waiting, queued = self.generation.load()
+        queued += sum(prepared.tokens for prepared, _ in self._pending.values())
+        memory = replace(
+            self._offered(now), reusable=self.reuse.reusable + self.canary.nbytes, canary=self.canary.nbytes
+        )
+        models = tuple(self._reported(found, memory, now) for found in self.library.known().values())
+        shelf = self.shelf
+        counts = replace(self.forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
+        return EngineReport(
+            memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
+            counts, self.reuse.state(), self.gate.held,
+            self._enforced, shelf.returns.unreturned, self.gate.measures(), self._roomed,
+            metal_limit=self._wiring.metal.limit, wired=self._wiring.wired,
+        )  # fmt: skip
+
+    def halt(self) -> None:
+        """Begin no further native call."""
+        self.forwards.halted = True
+
+    def close(self) -> None:
+        """Wait for what runs on the device, and give back rows, prefixes, models and free buffers."""
+        try:
+            self.generation.still()
+        finally:
+            self.generation.close()
+            self.shelf.close()
+
+    def _cause(self, found: Found, now: float) -> str:
+        """Return why a model cannot be used now; empty when it can."""
+        return self.shelf.cause(found, now) or self.trials.cause(found.fingerprint)
+
+    def _look_back(self) -> None:
+        give_back()
+        memory, returns = self._memory(), self.shelf.returns
+        weights = returns.weights
+        if missing := returns.look(memory.phys, memory.base):
+            log.warning(
+                "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
+            )
+
+    def _hold(self, limits: Limits) -> None:
+        """Put limits in force. The wired limit does not depend on them."""
+        self.gate.hold(limits)
+        self.canary.hold(limits.cap)
+        self.shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
+        self.reuse.relieve(lambda: level(self._memory()) <= Level.OK)
+        if limits.cap != self._cap:
+            self._cap = limits.cap
+            limit_pool(limits.cap)
+            for resident in self.shelf.residents.values():
+                resident.bound_waste(waste_under(limits.cap))
+
+    def _enforce(self, order: Enforce) -> list[Frame]:
+        """Give back what can be had again, judged between forwards; where that is not enough, the newest request."""
+        self._enforced = order.poll
+        if order.level < Level.OVER_HARD:
+            # A height that has passed asks nobody for anything.
+            self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
+            return []
+        before = excess(self._memory())
+
+        def enough() -> bool:
+            return before - excess(self._memory()) >= order.excess
+
+        self.shelf.relieve(enough)
+        if not enough():
+            self.shelf.give_up(shed(self._memory(), order.excess))
+        if not enough():
+            self.generation.shed(shed(self._memory(), order.excess))
+            self.footprint.forget()
+        return [*self._ended_loads(), *self.generation.said()]
+
+    # requests
+
+    def _read(self, frame: Generate | Count) -> Read:
+        """Put a prompt into tokens, or only count them."""
+        counts = isinstance(frame, Count)
+        return Read(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
+
+    def _weigh(self, unread: Unread) -> Collection[Frame | Unread]:
+        """Let a long prompt be read if there is room for that, and promise it. Its model does not leave meanwhile."""
+        number = unread.frame.request
+        if number in self._cancelled:
+            del self._cancelled[number]
+            return []
+        if self.generation.holds(number) or number in self._pending or number in self._unread:
+            return []
+        refused = self.gate.closed() or too_long(unread.frame, unread.need, self._memory())
+        if refused is not None:
+            return [Refusal(number, refused)]
+        resident = self.shelf.residents.get(unread.frame.model)
+        self._unread[number] = (0, resident)
+        if resident is not None:
+            resident.users += 1
+        refused = self.forwards.ask(Site.PREFLIGHT, unread.need) if unread.need else None
+        if refused is not None:
+            self._put_by(number)
+            return [Refusal(number, refused)]
+        self._unread[number] = (unread.need, resident)
+        return [unread]
+
+    def _put_by(self, number: int) -> None:
+        """End the promise for a prompt that was being read."""
+        _, resident = self._unread.pop(number, (0, None))
+        if resident is not None:
+            resident.users -= 1
+
+    def _generate(self, prepared: Prepared, now: float) -> list[Frame]:
+        request = prepared.request
+        self._acked = max(self._acked, request.seq)
+        if request.request in self._cancelled:
+            del self._cancelled[request.request]
+            return []
+        if self.generation.holds(request.request) or request.request in self._pending:
+            return []
+        refused = self.gate.closed() or prepared.refused or self._unlike(request)
+        if refused is not None:
+            return [Refusal(request.request, refused)]
+        resident = self.shelf.residents.get(request.model)
+        if resident is not None:
+            return self._admit(resident, prepared, now, now)
+        return self._await_model(prepared, now)
+
+    def _unlike(self, request: Generate) -> Refused | None:
+        """Refuse to continue an answer that another model of this name began: the router knows only the last report."""
+        found = self.library.find(request.model)
+        if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
+            return None
+        return Refused(Code.NOT_READY, f"{request.model} is another model here than the one that began the answer")
+
+    def _await_model(self, prepared: Prepared, now: float) -> list[Frame]:
+        """Let a request wait for its model, unless the model cannot come."""
+        request = prepared.request
+        found = self.library.find(request.model)
+        if found is None:
+            return [Refusal(request.request, Refused(Code.NO_MODEL, f"this node has no model {request.model}"))]
+        shape = self._shape(prepared, found)
+        cause = self._cause(found, now)
+        refused = preflight.impossible(request, shape, self._model(found, now), self._settings.batch)
+        if cause:
+            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        if refused is None:
+            refused = preflight.too_large(shape, self.forwards.memory(now), self._model(found, now))
+        if refused is not None:
+            return [Refusal(request.request, refused, prepared.tokens)]
+        self._pending[request.request] = (prepared, now)
+        self.shelf.ask(found)
+        return []
+
+    def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
+        context = self._context(found)
+        return preflight.shape_of(prepared.request, prepared.tokens, self._settings.max_tokens, context)
+
+    def _context(self, found: Found) -> int:
+        """Give the most tokens of a row: what the model takes, or fewer by setting."""
+        return min(found.context, self._settings.context or found.context)
+
+    def _admit(self, resident: Resident, prepared: Prepared, arrived: float, now: float) -> list[Frame]:
+        """Judge a request against the memory of this moment, promise it what it needs, and line it up."""
+        request = prepared.request
+        shape = self._shape(prepared, resident.found)
+        refused = self._improper(resident, prepared, shape, now)
+        if refused is not None:
+            return [Refusal(request.request, refused, shape.prompt)]
+        sequence = self._sequence(resident, prepared, shape, arrived)
+        writing = list(sequence.writing())
+        if not writing:  # all was said before it came here, only its end was not heard
+            sequence.begun = sequence.joined = now
+            return [Admitted(request.request, shape.prompt), finished(sequence, now)]
+        refused = self._crowded(resident, shape.of(len(writing)), now, request.owner)
+        if refused is not None:
+            return [Refusal(request.request, refused, shape.prompt)]
+        for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
+            row.commitment = commitment
+        text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
+        resident.measured_text(text, len(prepared.ids))
+        self.generation.begin(resident, sequence)
+        return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
+
+    def _sequence(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, arrived: float) -> Sequence:
+        """Make a request's rows, which are promised nothing yet; a resumed one stands where it was."""
+        request = prepared.request
+        assert prepared.voice is not None  # noqa: S101  only a refused request has none
+        seed = _seed() if request.params.seed is None else request.params.seed
+        sequence = Sequence(request, prepared, shape, sampling_of(request.params, resident.defaults), seed, arrived)
+        for choice in range(shape.choices):
+            row = Row(sequence, choice, Commitment(0), prepared.voice(choice))
+            row.replay(request.known(choice))
+            sequence.rows.append(row)
+        return sequence
+
+    def _improper(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
+        """Say why no state of the memory would let this request run; None when one might."""
+        model = self._model(resident.found, now)
+        refused = preflight.impossible(prepared.request, shape, model, self._settings.batch)
+        if refused is not None:
+            return refused
+        request = prepared.request
+        told = (token for ids in request.resume for token in ids)
+        biased = (token for token, _ in request.params.logit_bias)
+        for token in (max(prepared.ids), *biased, *told):
+            if not 0 <= token < resident.vocabulary:
+                return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
+        return None
+
+    def _crowded(self, resident: Resident, shape: preflight.Shape, now: float, owner: Owner) -> Refused | None:
+        """Return why there is no room for a request of this key now; None when there is. What can be had again is freed
+        for it, and then requests of keys that hold more memory are preempted."""
+        model = self._model(resident.found, now)
+        held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
+        cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
+        answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
+        wanted = cost + self.generation.wanted(key)
+        if answer is None or answer.code is not Code.NO_ROOM:
+            return answer
+        if self.shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
+            return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
+        return answer
+
+    def _make_way(self, owner: Owner, held: int, cost: int, now: float) -> bool:
+        """Preempt requests of keys that hold more memory than this one would with a request that holds `held` bytes and
+        costs `cost` at its admission; return whether any was."""
+        room = self._offered(now, owner.name).headroom
+        if room is None or now < self._way_at or not self.generation.make_way(owner, held, cost - room):
+            return False
+        self._way_at = now + WAY_SECONDS
+        self._released()
+        return True
+
+    def _cancel(self, number: int) -> None:
+        known = self._pending.pop(number, None) is not None or self.sweeps.cancel(number)
+        if known or self.generation.cancel(number):
+            return
+        self._cancelled[number] = None
+        while len(self._cancelled) > REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    # loading
+
+    def _load(self, order: Load, now: float) -> list[Frame]:
+        if order.model in self.shelf.residents:
+            return [Finished(order.request, (), 0, 0)]
+        refused = self._ordered(order.model, now)
+        if refused is not None:
+            return [Refusal(order.request, refused)]
+        self._orders[order.request] = order.model
+        return []
+
+    def _profile(self, order: Profile, now: float) -> list[Frame]:
+        refused = None if order.model in self.shelf.residents else self._ordered(order.model, now)
+        if refused is not None:
+            return [Refusal(order.request, refused)]
+        self.sweeps.ask(order.request, order.model)
+        return []
+
+    def _ordered(self, name: str, now: float) -> Refused | None:
+        """Begin to load what somebody asked for by name; or say why it cannot be."""
+        found = self.library.find(name)
+        if found is None:
+            return Refused(Code.NO_MODEL, f"this node has no model {name}")
+        self.shelf.forgive(name)
+        cause = self._cause(found, now)
+        if cause:
+            return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
+        self.shelf.ask(found)
+        return None
+
+    def _unload(self, order: Unload) -> list[Frame]:
+        cancelled = Refused(
+            Code.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
+        )
+        if self.shelf.loading(order.model) and self.shelf.give_up(cancelled, order.model):
+            return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
+        resident = self.shelf.residents.get(order.model)
+        if resident is None:
+            return [Refusal(order.request, Refused(Code.NO_MODEL, f"{order.model} is not loaded here"))]
+        if resident.users:
+            message = f"{order.model} has {resident.users} requests here: wait for their end, or cordon the node first"
+            return [Refusal(order.request, Refused(Code.IN_USE, message))]
+        del resident
+        self.shelf.drop(order.model)
+        return [Finished(order.request, (), 0, 0)]
+
+    def _may_load(self) -> bool:
+        return self.shelf.busy and self.gate.closed() is None
+
+    def _restore(self, restore: Restore, now: float) -> None:
+        self.shelf.ban(restore.bans, now)
+        for name in restore.models:
+            found = self.library.find(name)
+            if found is not None and not self._cause(found, now):
+                self.shelf.ask(found)
+
+    def _waited_for(self, model: str) -> bool:
+        """Return whether a request waits for this model."""
+        return any(prepared.request.model == model for prepared, _ in self._pending.values())
+
+    def _make_room(self, site: Site, need: int) -> bool:
+        """Free memory for a forward. For a request that runs, a load under way is given up."""
+        return self.shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
+
+    def _give_up_load(self, why: Refused) -> bool:
+        return self.shelf.give_up(why)
+
+    def _tick(self) -> None:
+        name = self.shelf.reading
+        first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
+        self.generation.still()
+        with self.forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
+            self.shelf.tick()
+
+    def _ended_loads(self) -> list[Frame]:
+        """Answer everyone who waited for a load that has ended."""
+        ended, self.shelf.ended = self.shelf.ended, []
+        return [frame for outcome in ended for frame in self._loaded(outcome)]
+
+    def _loaded(self, outcome: Outcome) -> list[Frame]:
+        """Go on with those who waited for a load, or tell them why it failed."""
+        self._rewire()
+        if isinstance(outcome, Loaded):
+            outcome.resident.bound_waste(waste_under(self._cap))
+        name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
+        if not isinstance(outcome, Loaded):
+            self.sweeps.failed(name, outcome.refused)
+        frames: list[Frame] = []
+        for number in [number for number, model in self._orders.items() if model == name]:
+            del self._orders[number]
+            ended = isinstance(outcome, Loaded)
+            frames.append(Finished(number, (), 0, 0) if ended else Refusal(number, outcome.refused))
+        for prepared, arrived in [one for one in self._pending.values() if one[0].request.model == name]:
+            number = prepared.request.request
+            del self._pending[number]
+            if isinstance(outcome, Loaded):
+                frames += self._admit(outcome.resident, prepared, arrived, time.monotonic())
+            else:
+                frames.append(Refusal(number, outcome.refused, prepared.tokens))
+        return frames
+
+    # memory
+
+    def _kept_most(self, cap: int) -> int:
+        weights = sum(resident.weights for resident in self.shelf.residents.values())
+        return limit_of(self._settings.prefix_cache, cap, weights)
+
+    def _memory(self) -> Memory:
+        return self.forwards.memory(time.monotonic())
+
+    def _offered(self, now: float, key: str | None = None) -> Memory:
+        """Read the memory as it is for a new request of `key`: waiting requests come first."""
+        memory, wanted = self.forwards.memory(now), self.generation.wanted(key)
+        room = None if memory.headroom is None else memory.headroom - wanted
+        return replace(memory, reserved=memory.reserved + wanted, headroom=room)
+
+    def _released(self) -> None:
+        """Forget the recent height of memory that was given back on purpose; a model may have gone with it."""
+        self.footprint.forget()
+        self._rewire()
+
+    def _weighed(self, weights: int) -> None:
+        """Wire a model whose weights (bytes) are all in memory, before its first forward."""
+        self._coming = weights
+        self._rewire()
+
+    def _rewire(self) -> None:
+        """Set the wired limit for the weights in memory."""
+        self._wiring.follow(self._coming + sum(one.weights for one in self.shelf.residents.values()))
+
+    def _held(self) -> int:
+        """Sum up what is known to be in memory: weights, as far as they are read, rows, kept prefixes."""
+        rows = sum(one.weights + one.ledger.written() for one in self.shelf.residents.values())
+        return rows + self.shelf.read + self.reuse.nbytes
+
+    def _weights(self, model: str) -> int:
+        """Return the bytes of a model's weights that are in memory."""
+        return self.shelf.weights(model)
+
+    def _reserved(self) -> int:
+        """Sum up what is promised: rows, weights on their way, the rows that wait for these, and prompts being read."""
+        reserved = self.shelf.left + sum(one.ledger.reserved() for one in self.shelf.residents.values())
+        reserved += sum(need for need, _ in self._unread.values())
+        for prepared, _ in self._pending.values():
+            found = self.library.find(prepared.request.model)
+            if found is not None:
+                shape = self._shape(prepared, found)
+                reserved += row_bytes(found.kv, shape.length) * shape.choices
+        return reserved
+
+    def _model(self, found: Found, now: float) -> Model:
+        resident, weights = self.shelf.residents.get(found.name), self.shelf.size_of(found)
+        if resident is None:
+            return Model(
+                found.name, found.fingerprint, False, weights, found.kv.per_token, context=self._context(found),
+                load_seconds=self.times.expected(
+                    found.fingerprint, weights, self.profiler.seconds(found.fingerprint)
+                ), features=self.door.features(found), kv_step=found.kv.step,
+                kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
+                kv_waste=waste_under(self._cap),
+                loading=self.shelf.loading(found.name), cause=self._cause(found, now),
+                progress=self.shelf.progress(found.name), pinned=found.name in self.shelf.pinned,
+                **self._transients(found.forward),
+            )  # fmt: skip
+        kv, rested = resident.kv, resident.rested(now)
+        return Model(
+            found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
+            load_seconds=resident.load_seconds, prefill_speed=resident.reads.after(rested),
+            decode_speed=resident.writes.after(rested),
+            bytes_per_token=resident.bytes_per_token or 4.0, features=self.door.features(found),
+            groups=resident.ledger.groups(),
+            kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
+            kv_waste=kv.waste, covered_rows=resident.estimator.rows,
+            uncovered=self.gate.narrowed() if resident.estimator.rows else 0,
+            pinned=found.name in self.shelf.pinned,
+            **self._transients(resident.estimator.transient),
+        )  # fmt: skip
+
+    def _reported(self, found: Found, memory: Memory, now: float) -> Model:
+        resident, model = self.shelf.residents.get(found.name), self._model(found, now)
+        return model if resident is None else self._measured(model, resident, memory)
+
+    def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
+        """Add what follows from the measurements under the cap in force."""
+        profile = resident.profile
+        return replace(
+            model, profiled=profile is not None, observed=resident.estimator.highest,
+            max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
+            max_batch=max_batch(memory, model, self._settings.batch),
+            residual=0 if profile is None else max(profile.residual, resident.estimator.residual),
+            covered=0 if profile is None else profile.chunk,
+        )  # fmt: skip
+
+    def _longest(self, resident: Resident) -> int:
+        """Give the longest row that follows from what a model takes, in tokens."""
+        model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
+        return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
+
+    def _alone(self, resident: Resident) -> bool:
+        """Whether a model is the only one here, used by nobody but a sweep."""
+        return list(self.shelf.residents.values()) == [resident] and resident.users == 1
+
+    def _pieces(self, found: Found) -> Iterator[Step | Resident]:
+        """Load a model and measure its profile, piece by piece, and how long that takes."""
+        begun = read = time.monotonic()
+        try:
+            for piece in load(found, self._weighed):
+                if isinstance(piece, Step):
+                    read = time.monotonic()
+                else:
+                    warm, first = time.monotonic(), self.profiler.seconds(found.fingerprint) > 0
+                    if not self.library.unchanged(found):
+                        raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
+                    yield from (Step() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
+                    probe = time.monotonic() - warm if first else 0.0
+                    self.times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                yield piece
+        finally:
+            self._coming = 0
+
+    def _ask(self, need: int) -> bool:
+        return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
+
+    def _residual(self) -> int | None:
+        """Give the worst residual of all that is loaded, measured then or seen since; None where nothing is, or one has
+        not been measured up to the smallest chunk that is cut here."""
+        residents = self.shelf.residents.values()
+        profiles = [one.profile for one in residents]
+        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
+        seen = [one.estimator.residual for one in residents]
+        return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
+
+    def _transients(self, transient: Transient) -> "_Transients":
+        """Say what a model's forwards take for a moment, with the smallest chunk that is cut here."""
+        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
+
+
+class _Transients(TypedDict):
+    transient: int
+    forward: Transient
+
+
+def _seed() -> int:
+    return int.from_bytes(os.urandom(8), "big")
+
+
+def build(settings: NodeSettings, recorder: Recording) -> TextEngine:
+    """Make the text engine with the models that the settings let it find."""
+    library = Library(settings.models)
+    library.scan()
+    gc.freeze()
+    folder = os.environ.get(PROFILES)
+    return TextEngine(settings, library, recorder, open_machine(settings).hardware, Path(folder) if folder else None)

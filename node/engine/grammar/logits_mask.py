@@ -1,0 +1,57 @@
+"""A grammar's mask on logits, for one row of a batch.
+
+The mask is computed while the forward runs: what it needs, the ids so far, is known once the forward before has ended.
+That is the one wait of a step with such rows in it; a batch without them waits for nothing.
+
+Where an answer may begin with a thought, it does if that is what the model would do first of all things: a grammar that
+leaves it little else is no reason to think.
+"""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import mlx.core as mx
+
+from node.engine.grammar.matcher import with_token
+from node.engine.requests.prepared import Follower, Rules
+
+
+class Masker:
+    """The last processor of a row: takes the answer's ids as they are heard, and leaves only what may come next."""
+
+    def __init__(self, grammar: Rules, known: Iterable[int]) -> None:
+        self._grammar = grammar
+        self._constraint: Follower | None = None
+        self._new = list(known)
+
+    def hear(self, token: int) -> None:
+        """Take an id of the answer."""
+        self._new.append(token)
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Mask logits (1, vocabulary); `constraint.GrammarFailed` if the grammar cannot be followed."""
+        cast("Any", mx).async_eval(logits)
+        if self._constraint is None:
+            self._constraint = self._grammar.begin()
+        new, self._new = self._new, []
+        for token in new:
+            self._constraint.feed(token)
+        mask = self._constraint.mask()
+        if mask is None:
+            return logits
+        opener = self._constraint.opener
+        if opener is not None and mx.argmax(logits).item() == opener:
+            mask = with_token(mask, opener)
+        return masked(logits, mask)
+
+
+def masked(logits: mx.array, mask: bytes) -> mx.array:
+    """Give logits (1, vocabulary) with -inf for every token that a mask (`Constraint.mask`) does not allow, or does not
+    know."""
+    words = mx.array(cast("Any", memoryview(mask).cast("I")))
+    bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)
+    allowed = bits[None, : logits.shape[-1]].astype(mx.bool_)
+    missing = logits.shape[-1] - allowed.shape[-1]
+    if missing > 0:
+        allowed = mx.pad(allowed, [(0, 0), (0, missing)])
+    return mx.where(allowed, logits, mx.array(-mx.inf, logits.dtype))

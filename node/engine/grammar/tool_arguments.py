@@ -1,0 +1,335 @@
+"""The arguments of a tool one by one, for formats that do not write them as one JSON object.
+
+Such formats know two kinds of values: text as it is, up to a mark, and JSON. Which of the two an argument is follows
+from its schema, and the parser is told the same (`told`), so that it reads what was written:
+
+    text    a string that its schema leaves free, but for a choice among given ones, or not to be empty
+    JSON    everything else, strings with a pattern or a format too: these then stand in quotes
+
+Text cannot contain the marks that end it, nor can strings within JSON, because parsers look for marks everywhere.
+Schemas are changed to say so (`Guard`). They also lose what the parser could not tell from a mark: keys that are not
+named in an object which names some.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, cast
+
+from node.engine.grammar.tool_spec import PREFIX, Json, Tool, Unfit
+
+UNHELD: Final = frozenset({
+    "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "minProperties", "maxProperties", "propertyNames",
+    "dependentRequired", "dependentSchemas", "dependencies", "enum", "const",
+})  # fmt: skip
+"""What the parameters of a tool as a whole may not say where each of them is written for itself."""
+RULING: Final = frozenset({
+    "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
+})  # fmt: skip
+"""Keywords that make more of a string than text, apart from those that text can keep to."""
+LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
+WITHIN: Final = LISTED | {"properties", "patternProperties", "$defs", "definitions", "items", "additionalProperties"}
+"""Keywords that hold other schemas, or values, and those of them that are lists."""
+ANY: Final = "any-value"
+ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
+REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+SHARED: Final = frozenset({"$defs", "definitions"})
+LONGEST: Final = 1 << 19
+"""Characters of the definitions of a tool, times the arguments that refer to some."""
+MOST: Final = 1000
+"""Arguments of a tool."""
+MOST_STEPS: Final = 8
+"""References that are followed one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """An argument that is text: one of the `choices` if there are any, not blank if it is `filled`, or null."""
+
+    choices: tuple[str, ...] = ()
+    filled: bool = False
+    nullable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument. `schema` stands for itself: with the definitions it refers to, and llguidance's options."""
+
+    name: str
+    needed: bool
+    schema: Json
+
+    def text(self, *, nullable: bool) -> Text | None:
+        """Say how it is text; None where it is JSON. `nullable`: the parser reads the word null as null."""
+        found = _text(_resolved(self.schema))
+        return None if found is None or (found.nullable and not nullable) else found
+
+
+def check(schema: object) -> None:
+    """Refuse what is no schema where it would be looked into."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise Unfit(f"{PREFIX}a schema is an object, or true or false")
+    found = cast("Json", schema)
+    for key in WITHIN & found.keys():
+        part = found[key]
+        if isinstance(part, bool) and key in ("items", "additionalProperties"):
+            continue
+        if not isinstance(part, list if key in LISTED else dict):
+            raise Unfit(f"{PREFIX}{key} is {'a list' if key in LISTED else 'an object'}")
+        if key in ("items", "additionalProperties"):
+            check(cast("object", part))
+        elif key != "enum":
+            parts = cast("list[object]", part) if isinstance(part, list) else list(cast("Json", part).values())
+            for one in parts:
+                check(one)
+
+
+def arguments_of(tool: Tool) -> list[Argument]:
+    """Give the arguments that a tool's parameters name; Unfit where these say what cannot be held to."""
+    whole = _resolved(tool.schema)
+    if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
+        raise Unfit(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
+    properties = whole.get("properties", {})
+    if isinstance(properties, dict) and len(cast("Json", properties)) > MOST:
+        raise Unfit(f"{PREFIX}{tool.name} has more than {MOST} parameters")
+    if whole.get("type", "object") != "object" or not isinstance(properties, dict):
+        raise Unfit(f"{PREFIX}the parameters of {tool.name} are no object")
+    needed = names(whole.get("required"))
+    known = {**dict.fromkeys(needed, True), **cast("dict[str, object]", properties)}
+    named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
+    made = [Argument(name, name in needed, _document(known[name], whole, tool)) for name in named]
+    shared = len(json.dumps([whole.get("$defs"), whole.get("definitions")]))
+    if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > LONGEST:
+        raise Unfit(f"{PREFIX}the definitions that the parameters of {tool.name} share are too long together")
+    return made
+
+
+HERE: Final = "at their top, which calls in this model's format cannot be held to"
+
+
+def names(found: object) -> list[str]:
+    """Give the texts of a list, each once."""
+    listed = cast("list[object]", found) if isinstance(found, list) else []
+    return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
+
+
+def _document(schema: object, whole: Json, tool: Tool) -> Json:
+    made = dict(cast("Json", schema)) if isinstance(schema, dict) else {} if schema is True else None
+    if made is None:
+        raise Unfit(f"{PREFIX}a parameter of {tool.name} has no schema")
+    for key in SHARED:
+        if isinstance(whole.get(key), dict) and '"$ref"' in json.dumps(made):
+            made[key] = whole[key]
+    return {**made, "x-guidance": tool.schema.get("x-guidance")}
+
+
+def _resolved(schema: Json) -> Json:
+    """Follow a reference to a definition of the same schema; what stands beside it goes before."""
+    for _ in range(MOST_STEPS):
+        found = referred(schema, schema.get("$ref"))
+        if found is None:
+            return schema
+        schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
+    raise Unfit(f"{PREFIX}it refers to itself, or on and on")
+
+
+def referred(document: Json, reference: object) -> Json | None:
+    """Give the definition that is referred to; None where this is no reference to one."""
+    match = REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
+    if match is None:
+        return None
+    definitions = document.get(match[1])
+    found = cast("Json", definitions).get(match[2]) if isinstance(definitions, dict) else None
+    return cast("Json", found) if isinstance(found, dict) else None
+
+
+def _text(schema: Json) -> Text | None:
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(options, list) and RULING & schema.keys() <= {"anyOf", "oneOf"} and "type" not in schema:
+        return _optional(cast("list[object]", options), schema)
+    types = set(kinds(schema)) if "type" in schema else None
+    found = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
+    plain = all(isinstance(one, str) and _plain(one) for one in found if one is not None)
+    least = schema.get("minLength", 0)
+    if RULING & schema.keys() - {"minLength"} or least not in (0, 1) or not plain:
+        return None
+    if types is None and not any(isinstance(one, str) for one in found):
+        return None
+    if types is not None and (not types <= {"string", "null"} or "string" not in types):
+        return None
+    nullable = "null" in types if types is not None and not found else None in found
+    choices = tuple(one for one in found if isinstance(one, str))
+    return None if found and not choices else Text(choices, least == 1, nullable)
+
+
+def _optional(options: list[object], schema: Json) -> Text | None:
+    """Look at a choice between text and null."""
+    others = [one for one in options if one != {"type": "null"}]
+    if len(others) != 1 or not isinstance(others[0], dict):
+        return None
+    definitions = {key: schema[key] for key in SHARED & schema.keys()}
+    found = _text(_resolved({**cast("Json", others[0]), **definitions}))
+    return replace(found, nullable=True) if found is not None and len(options) == 2 else found
+
+
+def _plain(text: str) -> bool:
+    """Whether text is itself after blanks at its ends are dropped, and is not read as null."""
+    return bool(text) and text == text.strip() and text.lower() != "null"
+
+
+def kinds(schema: Json) -> list[str]:
+    """Give the types that a schema names."""
+    named = schema.get("type")
+    return [named] if isinstance(named, str) else names(named)
+
+
+def told(tools: Sequence[Tool], *, nullable: bool) -> str:
+    """Write the tools as a parser has to know them to read text as text and JSON as JSON."""
+    functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
+    return json.dumps([{"type": "function", "function": one} for one in functions])
+
+
+def _told(tool: Tool, nullable: bool) -> Json:
+    types = {one.name: "object" if one.text(nullable=nullable) is None else "string" for one in arguments_of(tool)}
+    return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
+
+
+def ways(tools: list[object]) -> tuple[list[object], ...]:
+    """Give the tools as a parser should know them, and as they came, if that is something else. Parsers look no further
+    than `type`, and read a number as text where it is said by a choice with null, a list, or a reference; so parameters
+    that have one type beside null say it plainly in the first. Never raises."""
+    plain = [_settled_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
+    return (tools,) if plain == tools else (plain, tools)
+
+
+def _settled_tool(tool: Json) -> Json:
+    function = tool.get("function")
+    parameters = cast("Json", function).get("parameters") if isinstance(function, dict) else None
+    properties = cast("Json", parameters).get("properties") if isinstance(parameters, dict) else None
+    if not isinstance(properties, dict):
+        return tool
+    whole = cast("Json", parameters)
+    plain = {name: _settled(one, whole) for name, one in cast("Json", properties).items()}
+    return {**tool, "function": {**cast("Json", function), "parameters": {**whole, "properties": plain}}}
+
+
+def _settled(schema: object, whole: Json) -> object:
+    if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
+        return cast("object", schema)
+    types = _types(cast("Json", schema), whole, MOST_STEPS) - {"null"}
+    return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
+
+
+def _types(schema: object, whole: Json, steps: int) -> set[str]:
+    """Name the types of a schema; a question mark stands for what is not known."""
+    if not isinstance(schema, dict) or not steps:
+        return {"?"}
+    found = cast("Json", schema)
+    if named := kinds(found):
+        return set(named)
+    if "$ref" in found:
+        return _types(referred(whole, found["$ref"]), whole, steps - 1)
+    options = found.get("anyOf", found.get("oneOf"))
+    if isinstance(options, list):
+        return {one for option in cast("list[object]", options) for one in _types(option, whole, steps - 1)}
+    listed = found.get("enum")
+    texts = isinstance(listed, list) and all(isinstance(one, str | None) for one in cast("list[object]", listed))
+    return {"string"} if texts and listed else {"?"}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Keeps marks out of the strings of a schema, and out of text. A mark begins with the only `<` in it, or is a
+    single sign."""
+
+    marks: tuple[str, ...]
+
+    @cached_property
+    def body(self) -> str:
+        """Write text without the marks as a regular expression: between a `<` and the next nothing may begin with what
+        follows the `<` of a mark. (Complements and intersections say it shorter, and take llguidance far longer.)"""
+        signs = "".join(re.escape(mark) for mark in self.marks if len(mark) == 1)
+        if "<" in self.marks:
+            return f"[^{signs}]*"
+        tails = [mark[1:] for mark in self.marks if len(mark) > 1]
+        return f"[^<{signs}]*(<{_beside(tails, signs)})*"
+
+    @property
+    def pattern(self) -> str:
+        """Write the same as a schema has it."""
+        return f"^{self.body}$"
+
+    def document(self, schema: Json) -> Json:
+        """Give a schema of JSON in which no mark stands; Unfit where it asks for one."""
+        made = self._node(schema)
+        definitions = cast("Json", made.get("$defs", {}))
+        return {**made, "$defs": {**definitions, ANY: self._anything()}}
+
+    def free(self, text: str) -> bool:
+        """Whether there is no mark in a text."""
+        return not any(mark in text for mark in self.marks)
+
+    def _anything(self) -> Json:
+        within: Json = {"patternProperties": {self.pattern: ANYTHING}, "additionalProperties": False}
+        return {"anyOf": [{"type": ["null", "boolean", "number"]}, {"type": "string", "pattern": self.pattern},
+                          {"type": "array", "items": ANYTHING}, {"type": "object", **within}]}  # fmt: skip
+
+    def _inside(self, found: object) -> object:
+        if found is True:
+            return ANYTHING
+        return self._node(cast("Json", found)) if isinstance(found, dict) else found
+
+    def _node(self, schema: Json) -> Json:
+        made = {key: self._part(key, value) for key, value in schema.items()}
+        if not self.free(json.dumps([schema.get("enum"), schema.get("const")], ensure_ascii=False)):
+            raise Unfit(f"{PREFIX}it names a value in which a mark of this model's format stands")
+        if {"$ref", "enum", "const"} & schema.keys() or (
+            {"anyOf", "oneOf", "allOf"} & schema.keys() and not kinds(schema)
+        ):
+            return made
+        types = kinds(schema) or ["string", "array", "object"]
+        if "string" in types:
+            added: Json = {"pattern": self.pattern}
+            made |= added if "pattern" not in made else {"allOf": [*cast("list[Json]", made.get("allOf", [])), added]}
+        if "array" in types:
+            made.setdefault("items", ANYTHING)
+        if "object" in types:
+            self._close(made)
+        return made
+
+    def _part(self, key: str, value: object) -> object:
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            return {name: self._inside(one) for name, one in cast("Json", value).items()}
+        if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            return [self._inside(one) for one in cast("list[object]", value)]
+        return self._inside(value) if key in ("items", "additionalProperties") else value
+
+    def _close(self, made: Json) -> None:
+        """Let an object have the keys that it names, or, where it names none, such without a mark."""
+        if "patternProperties" in made:
+            raise Unfit(f"{PREFIX}patternProperties cannot be held to in this model's format")
+        more = made.get("additionalProperties", ANYTHING)
+        properties = dict(cast("Json", made["properties"])) if isinstance(made.get("properties"), dict) else {}
+        for name in names(made.get("required")):
+            properties.setdefault(name, ANYTHING)
+        if not all(map(self.free, properties)):
+            raise Unfit(f"{PREFIX}it names a key in which a mark of this model's format stands")
+        if properties:
+            made["properties"] = properties
+        elif more is not False:
+            made["patternProperties"] = {self.pattern: more}
+        made["additionalProperties"] = False
+
+
+def _beside(tails: list[str], signs: str) -> str:
+    """Write text without `<`, or any of the signs, that begins with none of the tails."""
+    heads: dict[str, list[str]] = {}
+    for tail in tails:
+        heads.setdefault(tail[0], []).append(tail[1:])
+    apart = "".join(map(re.escape, heads))
+    going = [re.escape(head) + _beside(rest, signs) for head, rest in heads.items() if "" not in rest]
+    return "(" + "|".join([f"[^<{signs}{apart}][^<{signs}]*", *going]) + ")?"

@@ -1,0 +1,214 @@
+"""Calls whose arguments stand in brackets: as keywords of a Python call, or as an object with bare keys.
+
+Gemma writes text between marks of its own. So schemas are written as rules here, but for numbers and words:
+
+    value ─┬─ number, true, false, null      JSON, by llguidance's own reading of the schema
+           ├─ <mark>text<mark>
+           └─ {key:value,…}  [value,…]       where the parser reads more than one level
+"""
+
+import json
+import keyword
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+from node.engine.grammar.lark_builder import Sheet
+from node.engine.grammar.tool_arguments import Argument, Guard, Text, arguments_of, kinds, names, referred
+from node.engine.grammar.tool_spec import DEEPEST, PREFIX, Json, Tool, Unfit
+
+KEY: Final = re.compile(r"\w+", re.ASCII)
+SCALARS: Final = ("integer", "number", "boolean", "null")
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+KINDS: Final = ("string", *SCALARS, "array", "object")
+UNWRITTEN: Final = frozenset({
+    "allOf", "not", "if", "patternProperties", "prefixItems", "uniqueItems", "contains", "pattern", "format",
+    "minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
+    "unevaluatedProperties", "unevaluatedItems",
+})  # fmt: skip
+"""Keywords that are not written as rules."""
+
+
+def keyworded(sheet: Sheet, tool: Tool) -> str:
+    """Write a call as Python has it. JSON is Python there: mlx-lm's parser knows its true, false and null."""
+    for name in (tool.name, *(one.name for one in arguments_of(tool))):
+        if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+            raise Unfit(f"{PREFIX}{name[:40]!r} is no name in Python, in which this model writes its calls")
+    parts = [(f"{json.dumps(one.name + '=')} {_literal(sheet, one)}", one.needed) for one in arguments_of(tool)]
+    return f'{json.dumps(tool.name + "(")} {members(sheet, parts)} ")"'
+
+
+def _literal(sheet: Sheet, one: Argument) -> str:
+    value = sheet.json(one.schema)
+    free = kinds(one.schema) == ["boolean"] and not {"enum", "const"} & one.schema.keys()
+    return f'("True" | "False" | {value})' if free else value
+
+
+def members(sheet: Sheet, parts: Sequence[tuple[str, bool]]) -> str:
+    """Write parts in their order with commas between; those that are not needed may be left out."""
+    first = more = sheet.rule('""')
+    for part, needed in reversed(parts):
+        first = sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
+        more = sheet.rule(f'"," BLANK? {part} {more}' if needed else f'("," BLANK? {part})? {more}')
+    return first
+
+
+def braced(sheet: Sheet, tool: Tool, quote: str, *, nested: bool) -> str:
+    """Write a call as Gemma has it. `nested`: its parser reads objects and lists within others."""
+    if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
+        raise Unfit(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot write")
+    written = Braces(sheet, tool, quote, nested)
+    parts = [(written.member(one.name, one.schema), one.needed) for one in arguments_of(tool)]
+    return f'{json.dumps(f"call:{tool.name}{{")} {written.joined(parts)} "}}"'
+
+
+@dataclass(slots=True)
+class Braces:
+    """The values of one tool's arguments."""
+
+    sheet: Sheet
+    tool: Tool
+    quote: str
+    nested: bool
+    references: dict[str, str] = field(default_factory=dict[str, str])
+    level: int = 0
+
+    @property
+    def guard(self) -> Guard:
+        """Give what may not stand in text."""
+        return Guard((self.quote, self.sheet.calling.markers[1], "\0", *(() if self.nested else ("}",))))
+
+    def member(self, name: str, schema: Json) -> str:
+        """Write a key and its value."""
+        if not KEY.fullmatch(name):
+            raise Unfit(f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot write")
+        return f"{json.dumps(name + ':')} {self.value(schema, schema)}"
+
+    def joined(self, parts: Sequence[tuple[str, bool]]) -> str:
+        """Write members with commas between, and no blanks: a key is one only right after a bracket or a comma."""
+        first = more = self.sheet.rule('""')
+        for part, needed in reversed(parts):
+            first = self.sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
+            more = self.sheet.rule(f'"," {part} {more}' if needed else f'("," {part})? {more}')
+        return first
+
+    def value(self, found: object, document: Json) -> str:
+        """Write a value of a schema, a part of the document that has the definitions."""
+        schema: Json = cast("Json", found) if isinstance(found, dict) else {}
+        if not isinstance(found, dict) and found is not True:
+            raise Unfit(f"{PREFIX}a parameter of {self.tool.name} has no schema")
+        unwritten = sorted(UNWRITTEN & schema.keys())
+        if unwritten and self.tool.strict:
+            raise Unfit(
+                f"{PREFIX}{self.tool.name} uses {', '.join(unwritten)}, which this model's format cannot be held to"
+            )
+        if "$ref" in schema:
+            return self._reference(schema["$ref"], document)
+        options = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(options, list):
+            return self._either([self.value(one, document) for one in cast("list[object]", options)])
+        if "enum" in schema or "const" in schema:
+            chosen = cast("list[object]", schema["enum"] if "enum" in schema else [schema["const"]])
+            return self._either([self._constant(one) for one in chosen])
+        allowed = kinds(schema) or [kind for kind in KINDS if self.nested or kind not in ("array", "object")]
+        return self._either([self._kind(kind, schema, document) for kind in allowed])
+
+    def _either(self, options: Sequence[str]) -> str:
+        if not options:
+            raise Unfit(f"{PREFIX}nothing can be written that it allows")
+        return f"({' | '.join(dict.fromkeys(options))})"
+
+    def _reference(self, reference: object, document: Json) -> str:
+        key = str(reference)
+        if key not in self.references:
+            found = referred(document, reference)
+            if found is None:
+                raise Unfit(f"{PREFIX}the reference {key[:80]} leads nowhere")
+            self.references[key] = f"referred_{len(self.references)}_{len(self.sheet.rules)}"
+            self.level += 1
+            if self.level > DEEPEST:
+                raise Unfit(f"{PREFIX}its references go deeper than {DEEPEST} levels")
+            body = self.value(found, document)
+            self.level -= 1
+            self.sheet.rules[f"{self.references[key]}: {body}"] = self.references[key]
+        return self.references[key]
+
+    def _kind(self, kind: str, schema: Json, document: Json) -> str:
+        if kind == "string":
+            return self._string(schema)
+        if kind in SCALARS:
+            bounds = {key: one for key, one in schema.items() if key in BOUNDS}
+            return self.sheet.json({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
+        if kind not in KINDS:
+            raise Unfit(f"{PREFIX}there is no type {kind[:40]}")
+        if not self.nested:
+            raise Unfit(
+                f"{PREFIX}a parameter of {self.tool.name} is an {kind}, and this model's format has only texts, "
+                "numbers, true, false and null"
+            )
+        return self._array(schema, document) if kind == "array" else self._object(schema, document)
+
+    def _string(self, schema: Json) -> str:
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if self.tool.strict and (least not in (0, 1) or most is not None):
+            raise Unfit(
+                f"{PREFIX}{self.tool.name} limits the length of a text, which this model's format cannot be held to"
+            )
+        text = self.sheet.text(Text(filled=least == 1), self.quote, self.guard, null=False)
+        return f"{self.sheet.mark(self.quote)} {text}"
+
+    def _constant(self, value: object) -> str:
+        if isinstance(value, str):
+            if not self.guard.free(value):
+                raise Unfit(f"{PREFIX}it names a value in which a mark of this model's format stands")
+            return f"{self.sheet.mark(self.quote)} {json.dumps(value) if value else ''} {self.sheet.mark(self.quote)}"
+        if isinstance(value, dict | list):
+            raise Unfit(f"{PREFIX}it names an object or a list as a value, which this model's format cannot be held to")
+        return json.dumps(json.dumps(value))
+
+    def _array(self, schema: Json, document: Json) -> str:
+        item = (
+            self.sheet.rule(self.value(schema.get("items", True), document)) if "items" in schema else self._anything()
+        )
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if (
+            not isinstance(least, int)
+            or not isinstance(most, int | None)
+            or (most is not None and most < max(least, 0))
+        ):
+            raise Unfit(f"{PREFIX}a list cannot have {least} to {most} parts")
+        if most == 0:
+            return '"[]"'
+        times = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        listed = f'{item} ("," {item}){times}'
+        return f'"[" {listed} "]"' if least > 0 else f'"[" ({listed})? "]"'
+
+    def _object(self, schema: Json, document: Json) -> str:
+        properties = cast("Json", schema.get("properties") or {})
+        needed = names(schema.get("required"))
+        known = {**properties, **{name: True for name in needed if name not in properties}}
+        if not known:
+            return self._mapping(schema.get("additionalProperties", True), document)
+        parts: list[tuple[str, bool]] = []
+        for name, one in known.items():
+            if not KEY.fullmatch(name):
+                raise Unfit(f"{PREFIX}the key {name[:40]!r} is one that this model's format cannot write")
+            parts.append((f"{json.dumps(name + ':')} {self.value(one, document)}", name in needed))
+        return f'"{{" {self.joined(parts)} "}}"'
+
+    def _mapping(self, values: object, document: Json) -> str:
+        """Write an object whose keys nobody named."""
+        if values is False:
+            return '"{}"'
+        value = self._anything() if values is True else self.sheet.rule(self.value(values, document))
+        pair = self.sheet.rule(f"{self.sheet.rule('/[A-Za-z_][A-Za-z0-9_]*:/', 'KEY')} {value}")
+        return f'"{{" ({pair} ("," {pair})*)? "}}"'
+
+    def _anything(self) -> str:
+        """Write any value at all."""
+        if "anything" not in self.references:
+            self.references["anything"] = f"anything_{len(self.sheet.rules)}"
+            body = self._either([self._kind(kind, {}, {}) for kind in KINDS])
+            self.sheet.rules[f"{self.references['anything']}: {body}"] = self.references["anything"]
+        return self.references["anything"]

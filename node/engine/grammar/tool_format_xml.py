@@ -1,0 +1,97 @@
+"""Calls whose arguments stand between tags, each by itself: text as it is, everything else as JSON."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from node.engine.grammar.lark_builder import Sheet
+from node.engine.grammar.tool_arguments import Argument, Guard, Text, arguments_of, kinds
+from node.engine.grammar.tool_spec import PREFIX, Tool, Unfit
+
+COUNTED: Final = "/[0-9]{1,3}/"
+NAME: Final = re.compile(r"[^\s<>\"'&=]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How a format writes a call: what stands before its arguments, after them, and around each of them.
+
+    `marks` are what may not stand in a value, where the parser looks for them. `inner` parts a name from its value.
+    `several`: the markers hold more than one call. `nullable`: text that says null is null to the parser. `wrapped`:
+    text with a `<` in it stands in a CDATA section."""
+
+    open: str
+    close: str
+    before: str
+    after: str
+    marks: Sequence[str]
+    inner: str = ""
+    several: bool = False
+    nullable: bool = False
+    wrapped: bool = False
+
+
+QWEN: Final = Tags(
+    "\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "</parameter>",
+    ("</parameter>", "</function>", "</tool_call>"), nullable=True,
+)  # fmt: skip
+GLM: Final = Tags(
+    "{name}", "", "<arg_key>{key}</arg_key>", "</arg_value>", ("</arg_value>", "</tool_call>", "<arg_key>"),
+    inner="<arg_value>",
+)  # fmt: skip
+MINIMAX: Final = Tags(
+    '<invoke name="{name}">\n', "</invoke>", '<parameter name="{key}">', "</parameter>",
+    ("</parameter>", "</invoke>", "</minimax:tool_call>"), several=True, nullable=True,
+)  # fmt: skip
+MINICPM: Final = Tags(
+    '"{name}">', "", '<param name="{key}">', "</param>", ("</param>", "</function>"), nullable=True, wrapped=True,
+)  # fmt: skip
+KIMI_K3: Final = Tags(
+    '<|open|>call tool="{name}" index="{at}"<|sep|>', "<|close|>call<|sep|>",
+    '<|open|>argument key="{key}" type="{kind}"<|sep|>', "<|close|>argument<|sep|>",
+    ("<|open|>", "<|close|>", "<|sep|>"), several=True,
+)  # fmt: skip
+
+
+def tagged(sheet: Sheet, tags: Tags, tool: Tool) -> str:
+    """Write a call of a tool, between the markers of calls."""
+    guard = Guard(tuple(tags.marks))
+    parts = [_argument(sheet, tags, guard, one) for one in arguments_of(tool)]
+    end = sheet.mark(tags.close) if tags.close else ""
+    opened = [sheet.mark(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
+    before = f" {sheet.rule(COUNTED, 'AT')} ".join(opened)
+    return f"{before} BLANK? {' '.join(parts)} {end}"
+
+
+def _argument(sheet: Sheet, tags: Tags, guard: Guard, one: Argument) -> str:
+    if not NAME.fullmatch(one.name) or not guard.free(one.name):
+        raise Unfit(f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot write")
+    text = one.text(nullable=tags.nullable)
+    kind = "string" if text is not None else kind_of(one)
+    value = _json(sheet, tags, guard, one) if text is None else _text(sheet, tags, guard, text)
+    before = sheet.mark(tags.before.format(key=one.name, kind=kind))
+    inner = f"BLANK? {sheet.mark(tags.inner)}" if tags.inner else ""
+    rule = sheet.rule(f"{before} {inner} {value} BLANK?")
+    return rule if one.needed else f"{rule}?"
+
+
+def kind_of(one: Argument) -> str:
+    """Name the type of an argument that is JSON."""
+    named = kinds(one.schema)
+    return named[0] if len(named) == 1 and named[0] != "string" else "object"
+
+
+def _json(sheet: Sheet, tags: Tags, guard: Guard, one: Argument) -> str:
+    return f"{sheet.json(guard.document(one.schema))} BLANK? {sheet.mark(tags.after)}"
+
+
+def _text(sheet: Sheet, tags: Tags, guard: Guard, text: Text) -> str:
+    if not all(map(guard.free, text.choices)):
+        raise Unfit(f"{PREFIX}it names a value in which a mark of this model's format stands")
+    null = tags.nullable
+    if not tags.wrapped or text.choices:
+        return sheet.text(text, tags.after, guard, null=null)
+    plain = sheet.text(text, tags.after, Guard(("<",)), null=null)
+    section = sheet.text(text, "]]>", guard, null=null, section=True)
+    return f'({plain} | "<![CDATA[" {section} {sheet.mark(tags.after)})'

@@ -1,0 +1,153 @@
+"""Tool calls as a grammar: what each family of models writes between its markers.
+
+The counterpart of `calls`, which reads what came of it: whatever a form lets through, mlx-lm's parser of the same name
+has to read as the call that it says. What a parser cannot read apart is not let through, and where nothing would be
+left of what a tool asks for, there is no grammar but a sentence that says why: nothing is enforced by half.
+
+    calls    one call or several, with their markers
+    rest     the same after the first marker, for calls between words
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from node.engine.grammar.lark_builder import Sheet
+from node.engine.grammar.tool_arguments import Guard, check, told
+from node.engine.grammar.tool_format_pythonic import braced, keyworded
+from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, QWEN, Tags, tagged
+from node.engine.grammar.tool_spec import Calling, Tool, Unfit
+
+Form = Callable[[Sheet, Sequence[Tool], bool], str]
+"""Writes `calls` and `rest` of tools; the last argument: no more than one call."""
+
+BLANK = "BLANK: /[ \\n]{1,4}/\n"
+PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
+"""Parsers of models that write all arguments as JSON: their schemas are llguidance's matter alone."""
+SPOKEN_FOR: Final = frozenset({"kimi_k3"})
+"""Parsers of models that put their words between marks as well, so that calls cannot be told apart among them."""
+
+
+def rules(sheet: Sheet, tools: Sequence[Tool], *, free: bool, one: bool) -> str:
+    """Give the rules `calls` and, for calls between words, `spoken`; `one`: no more than one call."""
+    calling = sheet.calling
+    form = FORMS.get(calling.parser)
+    if form is None:
+        raise Unfit(
+            f"calls of this model's format ({calling.parser or 'unknown'}) cannot be enforced: leave out strict, "
+            "and use tool_choice auto"
+        )
+    if free and calling.parser in SPOKEN_FOR:
+        raise Unfit("strict tools of this model are for calls that it has to make: use tool_choice required, or a name")
+    if calling.parser not in PLAIN:
+        for tool in tools:
+            check(tool.schema)
+    text = form(sheet, tools, one)
+    return text + (_spoken(calling) if free else "") + sheet.written() + BLANK
+
+
+def as_read(parser: str, tools: Sequence[Tool]) -> str:
+    """Write the tools as the parser has to know them; empty where it reads them as they came."""
+    return told(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
+
+
+def quoted(parser: str) -> bool:
+    """Whether markers within JSON's quotes are words like any others; else they stand nowhere but at an end."""
+    return parser not in TAGS and parser not in ("gemma4", "function_gemma")
+
+
+def _spoken(calling: Calling) -> str:
+    """Give words with calls between them. A marker that is text ends the words at the first place where it stands."""
+    marker, token = calling.mark(calling.markers[0])
+    opening = f"opening: WORDS {marker}\n" if token else f"opening[lazy]: WORDS {marker}\n"
+    return f"spoken: (opening rest)* words\nwords: WORDS\n{opening}WORDS: /(.|\\n)*/\n"
+
+
+def _calls(one: bool) -> str:
+    return "calls: call\n" if one else "calls: call (BLANK? call)*\n"
+
+
+def _object(sheet: Sheet, tools: Sequence[Tool]) -> str:
+    """Give a call as an object with a name and arguments."""
+    chosen = " | ".join(
+        f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {sheet.json(tool.schema)}' for tool in tools
+    )  # fmt: skip
+    return f'object: "{{" BLANK? {_key("name")} named BLANK? "}}"\nnamed: {chosen}\n'
+
+
+def _key(name: str) -> str:
+    return f'{json.dumps(json.dumps(name))} BLANK? ":" BLANK?'
+
+
+def _json_tools(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+    start, end = map(sheet.mark, sheet.calling.markers)
+    return f"{_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_object(sheet, tools)}"
+
+
+def _mistral(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+    start = sheet.mark(sheet.calling.markers[0])
+    if "[ARGS]" in sheet.calling.template:
+        chosen = " | ".join(
+            f"{json.dumps(tool.name)} {sheet.mark('[ARGS]')} {sheet.json(tool.schema)}" for tool in tools
+        )  # fmt: skip
+        return f"calls: call{'' if one else '+'}\ncall: {start} rest\nrest: {chosen}\n"
+    more = "" if one else '(BLANK? "," BLANK? object)*'
+    return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_object(sheet, tools)}'
+
+
+def _kimi(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+    start, end = map(sheet.mark, sheet.calling.markers)
+    marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    begin, arguments, done = map(sheet.mark, marks)
+    guard = Guard(marks[-1:])
+    named = [(json.dumps(f"functions.{tool.name}:"), sheet.json(guard.document(tool.schema))) for tool in tools]
+    chosen = " | ".join(f"{name} NUMBER {arguments} {schema}" for name, schema in named)
+    return (
+        f"calls: {start} rest\nrest: each{'' if one else '+'} {end}\neach: {begin} named {done}\nnamed: {chosen}\n"
+        "NUMBER: /[0-9]{1,3}/\n"
+    )
+
+
+def _tagged(tags: Tags) -> Form:
+    def form(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+        start, end = map(sheet.mark, sheet.calling.markers)
+        chosen = " | ".join(tagged(sheet, tags, tool) for tool in tools)
+        if tags.several:
+            return f"calls: {start} rest\nrest: BLANK? (named BLANK?){'' if one else '+'} {end}\nnamed: {chosen}\n"
+        return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
+
+    return form
+
+
+def _pythonic(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+    start, end = map(sheet.mark, sheet.calling.markers)
+    chosen = " | ".join(keyworded(sheet, tool) for tool in tools)
+    more = "" if one else '("," BLANK? named)*'
+    return f'calls: {start} rest\nrest: "[" named {more} "]" {end}\nnamed: {chosen}\n'
+
+
+def _braced(quote: str, *, nested: bool) -> Form:
+    def form(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+        start, end = map(sheet.mark, sheet.calling.markers)
+        chosen = " | ".join(braced(sheet, tool, quote, nested=nested) for tool in tools)
+        return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
+
+    return form
+
+
+TAGS: dict[str, Tags] = {
+    "qwen3_coder": QWEN, "glm47": GLM, "laguna": GLM, "minimax_m2": MINIMAX, "minicpm5": MINICPM, "kimi_k3": KIMI_K3,
+}  # fmt: skip
+"""Formats that put each argument between tags."""
+FORMS: dict[str, Form] = {
+    "json_tools": _json_tools,
+    "longcat": _json_tools,
+    "mistral": _mistral,
+    "kimi_k2": _kimi,
+    "pythonic": _pythonic,
+    "gemma4": _braced('<|"|>', nested=True),
+    "function_gemma": _braced("<escape>", nested=False),
+    **{parser: _tagged(tags) for parser, tags in TAGS.items()},
+}
+"""mlx-lm's parsers, and how their calls are written as a grammar. The one that is missing (muse_spark) belongs to
+models whose whole answer has a format of its own, into which no grammar can be put."""

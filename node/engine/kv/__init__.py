@@ -1,0 +1,1 @@
+"""KV caches, their commitments and the prefix store."""

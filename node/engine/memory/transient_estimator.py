@@ -1,0 +1,363 @@
+"""What a forward will take for a moment: fitted to what forwards have taken, from the config alone before the first.
+
+The form is `wire.report.Transient`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the coefficients.
+
+- Before there are samples it is the attention formula (`node.models.catalogue.forecast`), which alone reaches 0.1 to
+  0.8 of the measured bytes.
+- With a few it is that formula, scaled up to the highest of them.
+- With samples of several shapes, some far into a prompt, it is a fit: non-negative least squares of relative errors
+  (relative, because a small chunk must be as well foreseen as a large one), raised until no sample lies above it.
+
+A sample above the estimate counts at once; one far below it does when it is the first of its kind. The samples are
+bounded: one of each kind of shape, and of many kinds those that are far apart.
+
+A measured profile narrows the gate's margin, and it covers only forwards as large as it has measured: chunks by tokens,
+joins and decode steps by rows. A larger one is charged with what the margin was narrowed by, until a few such have run
+(`Coverage`). A covered forward that takes more than was foreseen raises the residual from which the margin follows.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from operator import mul
+
+from msgspec.structs import replace
+
+from wire.capacity.arithmetic import prefill_transient, step_transient
+from wire.report import Transient
+
+MOST_SAMPLES = 32
+"""Kinds of shapes that are remembered of each kind of forward."""
+ROOM = 1.08
+"""The same forward takes up to this much more another time: the order of frees varies (measured: 6 %)."""
+NOISE = 0.006
+"""Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
+LARGE = 0.2
+"""Share of the largest sample from which one counts as large."""
+LOOSE = 1.2
+"""An estimate this far above a sample is worth a new fit."""
+TELLING = 64
+"""Tokens from which a last chunk tells what logits take: what few tokens take is hardly theirs."""
+RICH = 4
+"""Samples that a fit takes: fewer do not tell its terms apart."""
+PRIOR_WEIGHT = 0.3
+"""What the formula for the scores weighs in a fit, beside 1 for a sample: it holds where the samples see too little."""
+MOST_LINES = 4
+SEEN = 3
+"""Forwards of at least a size after which a profile covers it."""
+ROUNDS, ABOVE = 5, 20.0
+"""Rounds of a fit, and what a sample above it weighs in the next one."""
+
+CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
+"""Kinds of forwards that a profile covers, each up to a size."""
+Shape = tuple[int, int, bool]
+Sample = tuple[Shape, float]
+Point = tuple[tuple[float, ...], float, float]
+
+
+class Samples:
+    """Of shapes `(tokens, past, grew)` or `(rows, longest, grew)` that are about the same the one that was hardest to
+    foresee, with the bytes that it took. `grew`: its caches did."""
+
+    def __init__(self) -> None:
+        self._held: dict[Shape, Sample] = {}
+        self.unfitted = False
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
+        """Keep a sample, and whether it is worth a new fit: it lies above its estimate, or is the first far below."""
+        kind, foreseen = _kind(shape), estimate(shape)
+        kept = self._held.get(kind)
+        if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
+            self._held[kind] = (shape, taken)
+        if len(self._held) > MOST_SAMPLES:
+            del self._held[self._superfluous()]
+        self.unfitted |= taken > foreseen or (kept is None and foreseen > LOOSE * taken)
+
+    def _superfluous(self) -> Shape:
+        """Choose whom to forget: of the two kinds that are nearest to each other the one that took less."""
+        near = min(pairwise(sorted(self._held)), key=lambda pair: math.dist(*pair))
+        return min(near, key=lambda kind: self._held[kind][1])
+
+
+def _kind(shape: Shape) -> Shape:
+    """Give thirds of powers of two: shapes within 26 % of each other."""
+    return round(3 * math.log2(shape[0])), round(3 * math.log2(shape[1] + 64)), shape[2]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Up to which size forwards of one kind have been measured. Larger ones extend it once SEEN of them have run."""
+
+    most: int
+    _larger: list[int] = field(default_factory=list[int])
+
+    def ran(self, size: int) -> bool:
+        """Take a forward of this size that ran; return whether it was covered before."""
+        if size <= self.most:
+            return True
+        self._larger = sorted((*self._larger, size))
+        if len(self._larger) == SEEN:
+            self.most, self._larger = self._larger[0], self._larger[1:]
+        return False
+
+
+class Estimator:
+    """The transients of one model. `prior` is what its config lets one foresee."""
+
+    def __init__(self, prior: Transient) -> None:
+        self.transient = prior
+        self.highest = 0
+        """The highest transient ever observed, in bytes."""
+        self.residual = 0
+        """The most by which a forward that the profile covers went above its estimate since, in bytes."""
+        self._covered: dict[str, Coverage] = {}
+        """By kind of forward; empty without a profile, whose margin is the wide one then."""
+        self._narrowed: Callable[[], int] = lambda: 0
+        self._prior = prior
+        self._chunks = Samples()
+        self._steps = Samples()
+
+    def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+        """Give what a prefill of `tokens` behind `past` written ones must have room for, in bytes: what it will take
+        for a moment, and for more tokens than were measured what the margin was narrowed by."""
+        return self.foreseen(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Number of samples by kind of forward."""
+        return {CHUNKS: len(self._chunks), STEPS: len(self._steps)}
+
+    def uncovered(self, kind: str, size: int) -> int:
+        """Return the bytes that a forward of this kind and size is charged with because no profile covers it."""
+        covered = self._covered.get(kind)
+        return self._narrowed() if covered is not None and size > covered.most else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a decode step up to which the profile covers it; 0 without a profile."""
+        return min((self._covered[kind].most for kind in (JOINS, STEPS)), default=0) if self._covered else 0
+
+    def foreseen(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+        """Give what a prefill of `tokens` behind `past` written ones will take for a moment, in bytes."""
+        return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
+
+    def together(self, rows: int, tokens: int) -> int:
+        """Give what `rows` prompts of `tokens` each, padding included, must have room for when one forward reads them:
+        as much as one by one, all at once. That is above what they take, for what a forward takes for itself is taken
+        once."""
+        return rows * self.foreseen(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
+
+    def cover(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
+        """Begin with a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns
+        the bytes by which the margin is narrower than without profiles."""
+        self._covered = {CHUNKS: Coverage(tokens), JOINS: Coverage(rows), STEPS: Coverage(rows)}
+        self._narrowed, self.residual = narrowed, 0
+
+    def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
+        """Give what a decode step of a padded batch will take for a moment, in bytes."""
+        return step_transient(self.transient, rows, longest, grows=grows)
+
+    def widened_step(self, rows: int, longest: int) -> int:
+        """Return what a decode step must have room for, in bytes: its transient, and what the margin was narrowed by
+        for more rows than were measured."""
+        return self.step(rows, longest) + self.uncovered(STEPS, rows)
+
+    def join(self, grown: int, layers: int) -> int:
+        """Give what a join takes for a moment: it copies a batch, which then has `grown` bytes, layer by layer."""
+        return grown // max(1, layers)
+
+    def widened_join(self, grown: int, layers: int, rows: int) -> int:
+        """Return what a join into a batch of then `rows` rows must have room for, in bytes."""
+        return self.join(grown, layers) + self.uncovered(JOINS, rows)
+
+    def observe(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
+        """Learn from a prefill that took `taken` bytes beside what it wrote."""
+        taken = max(1, taken)
+        self.highest = max(self.highest, taken)
+        self._compare(CHUNKS, tokens, taken - self.foreseen(tokens, past, last=last, grows=grew))
+        if not last or tokens < TELLING:
+            self._chunks.add((tokens, past, grew), taken, self._foreseen)
+        elif taken > self.foreseen(tokens, past, last=True, grows=grew):
+            logits = (taken * ROOM - self.transient.fixed) / tokens
+            self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
+        if self._chunks.unfitted:
+            self._fit_chunks()
+
+    def observe_together(self, rows: int, tokens: int, taken: int) -> None:
+        """Learn from a forward over several prompts that took `taken` bytes beside what it wrote. What one row takes by
+        itself is seen in it only where it took more than was foreseen."""
+        self.highest, foreseen = max(self.highest, taken), rows * self.foreseen(tokens, 0)
+        self._compare(CHUNKS, rows * tokens, taken - foreseen)
+        if taken > foreseen:
+            self._chunks.add((tokens, 0, True), taken / rows, self._foreseen)
+            self._fit_chunks()
+
+    def _compare(self, kind: str, size: int, above: int) -> None:
+        """Take the bytes by which a forward went above its estimate: a covered one raises the residual."""
+        covered = self._covered.get(kind)
+        if covered is not None and covered.ran(size):
+            self.residual = max(self.residual, above)
+
+    def observe_join(self, rows: int, above: int) -> None:
+        """Learn from a join into a batch of then `rows` rows, which took `above` bytes more than was foreseen."""
+        self._compare(JOINS, rows, above)
+
+    def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
+        """Learn from a decode step that took `taken` bytes beside what it wrote."""
+        taken = max(1, taken)
+        self.highest = max(self.highest, taken)
+        self._compare(STEPS, rows, taken - self.step(rows, longest, grows=grew))
+        self._steps.add((rows, longest, grew), taken, self._foreseen_step)
+        if self._steps.unfitted:
+            self._fit_steps()
+
+    def _foreseen(self, shape: Shape) -> int:
+        return self.foreseen(shape[0], shape[1], grows=shape[2])
+
+    def _foreseen_step(self, shape: Shape) -> int:
+        return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
+
+    def adopt(self, transient: Transient, highest: int) -> None:
+        """Start from what was fitted before: it stands until there are samples enough for another fit."""
+        self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
+        self.highest = max(self.highest, highest)
+
+    def settle(self) -> None:
+        """Fit to all that was observed so far."""
+        if len(self._chunks):
+            self._fit_chunks()
+        if len(self._steps):
+            self._fit_steps()
+
+    def _fit_chunks(self) -> None:
+        samples = list(self._chunks)
+        rich = _tells_apart(samples)
+        fitted = _fit_rich(samples, self._prior) if rich else self._prior
+        self.transient = replace(self.transient, **{name: getattr(fitted, name) for name in _CHUNK})
+        self._raise(_CHUNK, samples, self._foreseen, 0.0 if rich else 1.0)
+        self._chunks.unfitted = False
+
+    def _fit_steps(self) -> None:
+        samples, prior = list(self._steps), self._prior
+        terms = prior.step_fixed, prior.step_row, prior.step_seen
+        rich = _tells_apart(samples)
+        if rich:
+            copied = self.transient.seen
+            terms = _least_squares([
+                ((1.0, rows, rows * longest), max(1.0, taken - grew * copied * rows * longest), 1.0)
+                for (rows, longest, grew), taken in samples
+            ])  # fmt: skip
+        self.transient = replace(self.transient, **dict(zip(_STEP, terms, strict=True)))
+        self._raise(_STEP, samples, self._foreseen_step, 0.0 if rich else 1.0)
+        self._steps.unfitted = False
+
+    def _raise(
+        self, names: Sequence[str], samples: Sequence[Sample], estimate: Callable[[Shape], int], least: float
+    ) -> None:
+        """Raise an estimate above all samples: by a factor (`least` at least) for the large ones, by what is still
+        missing, which is few bytes, for the small ones; and both by what the same forward may take another time."""
+        most = max(taken for _, taken in samples)
+        large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE * most]
+        self.transient = _scaled(self.transient, names, max(least, *large))
+        missing = max(0.0, *(taken - estimate(shape) for shape, taken in samples)) + NOISE * most
+        fixed = getattr(self.transient, names[0])
+        self.transient = replace(self.transient, **{names[0]: fixed + missing})
+        self.transient = _scaled(self.transient, names, ROOM)
+
+
+_CHUNK = ("fixed", "token", "pair", "seen", "least")
+_STEP = ("step_fixed", "step_row", "step_seen")
+
+
+def _scaled(transient: Transient, names: Iterable[str], by: float) -> Transient:
+    return replace(transient, **{name: by * getattr(transient, name) for name in names})
+
+
+def _tells_apart(samples: Sequence[Sample]) -> bool:
+    """Say whether samples are enough for a fit: several sizes, at several places, some behind more than they are."""
+    shapes = [shape for shape, _ in samples]
+    sizes, places = {shape[0] for shape in shapes}, {shape[1] for shape in shapes}
+    return len(shapes) >= RICH and len(sizes) > 1 and len(places) > 1 and any(past > size for size, past, _ in shapes)
+
+
+def _fit_rich(samples: Sequence[Sample], prior: Transient) -> Transient:
+    """Fit a prefill's terms. Where layers without attention are the higher ones, as in hybrids where a prompt begins,
+    the samples lie on another line, `least` for each token: of the lines that the samples offer the best is taken."""
+    lines = sorted({taken / shape[0] for shape, taken in samples if shape[1] <= shape[0]})[:MOST_LINES]
+    return min((_above(samples, line, prior) for line in (0.0, *lines)), key=lambda found: _error(samples, found))
+
+
+def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transient:
+    window = prior.window
+    points: list[Point] = []
+    for (tokens, past, grew), taken in samples:
+        if taken > ROOM * least * tokens:
+            seen = tokens + (min(past, window) if window else past)
+            points.append(((1.0, tokens, tokens * seen, grew * seen), taken, 1.0))
+    if points and prior.pair:
+        points.append(((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
+    fixed, token, pair, held = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
+    return Transient(fixed, token, pair, held, least, window=window)
+
+
+def _error(samples: Sequence[Sample], found: Transient) -> float:
+    """Give how far apart the ratios of estimate and sample are: scaling mends what they have in common."""
+    ratios = [prefill_transient(found, tokens, past, grows=grew) / taken
+              for (tokens, past, grew), taken in samples if taken > 0]  # fmt: skip
+    return sum(ratios) / len(ratios) / max(min(ratios), 1e-9) if ratios else 0.0
+
+
+def _least_squares(points: Sequence[Point]) -> tuple[float, ...]:
+    """Fit non-negative terms to `(features, value, weight)`, by relative error. What lies above the fit weighs more in
+    the next round, so that the fit comes to lie above nearly all."""
+    rows = [(tuple(one / value for one in features), weight) for features, value, weight in points if value > 0]
+    weights = [weight for _, weight in rows]
+    terms: tuple[float, ...] = (0.0,) * len(points[0][0])
+    for _ in range(ROUNDS):
+        terms = _positive([row for row, _ in rows], weights)
+        above = [sum(map(mul, terms, row)) < 1 for row, _ in rows]
+        weights = [weight * (ABOVE if high else 1) for (_, weight), high in zip(rows, above, strict=True)]
+    return terms
+
+
+def _positive(rows: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, ...]:
+    """Solve weighted least squares for `row · terms = 1`: of all subsets of the terms the best that is positive."""
+    width = len(rows[0])
+    both = list(zip(rows, weights, strict=True))
+    gram = [[sum(w * row[i] * row[j] for row, w in both) for j in range(width)] for i in range(width)]
+    goal = [sum(w * row[i] for row, w in both) for i in range(width)]
+    best, most = (0.0,) * width, 0.0
+    for count in range(1, width + 1):
+        for chosen in combinations(range(width), count):
+            found = _solve([[gram[i][j] for j in chosen] for i in chosen], [goal[i] for i in chosen])
+            if found is None or min(found) < 0:
+                continue
+            explained = sum(term * goal[place] for term, place in zip(found, chosen, strict=True))
+            if explained > most * (1 + 1e-9):
+                whole = dict(zip(chosen, found, strict=True))
+                best, most = tuple(whole.get(place, 0.0) for place in range(width)), explained
+    return best
+
+
+def _solve(matrix: list[list[float]], goal: list[float]) -> list[float] | None:
+    """Solve a small symmetric system; None when its columns depend on each other."""
+    width = len(goal)
+    sizes = [math.sqrt(matrix[i][i]) or 1.0 for i in range(width)]
+    rows = [[matrix[i][j] / sizes[i] / sizes[j] for j in range(width)] + [goal[i] / sizes[i]] for i in range(width)]
+    for i in range(width):
+        pivot = max(range(i, width), key=lambda place: abs(rows[place][i]))
+        if abs(rows[pivot][i]) < 1e-9:
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for j in range(width):
+            if j != i:
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [rows[i][width] / rows[i][i] / sizes[i] for i in range(width)]

@@ -1,0 +1,1 @@
+"""Models in memory: loading, unloading, profiling and the search for the longest context."""

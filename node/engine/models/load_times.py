@@ -1,0 +1,101 @@
+"""How long a load is expected to take, from earlier loads on this machine.
+
+A load reads the weights, compiles kernels in its warm-up, and measures a profile where none is kept. Each part is
+measured and kept beside the profiles, because the router places by these seconds: weights alone would predict 0.08 s
+where a load takes 7.6 s. The profile counts only until it is kept, so it is no part of the seconds of a model.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from node.engine.memory.gated_forward import LOAD_SPEED
+from node.engine.scheduling.chunk_policy import mean
+from wire.units import MIB
+
+WARM_SECONDS = 2.0
+"""Seconds of a warm-up until one was measured: kernels take 0.4 to 1.6 s each with g++."""
+FILE = "load-times.json"
+MIN_BYTES = 256 * MIB
+"""Weights below this say nothing about the speed of the disk."""
+MAX_MODELS = 256
+MAX_SECONDS = 3600.0
+
+log = structlog.get_logger("engine.load_times")
+
+
+class Kept(msgspec.Struct):
+    """What was measured; 0: nothing yet. `speed` in bytes per second, the rest in seconds; `models` by fingerprint,
+    without the profile, the newest last."""
+
+    speed: float = 0.0
+    warm: float = 0.0
+    probe: float = 0.0
+    models: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+
+
+class LoadTimes:
+    """The measured parts of loads, in a file of `folder`; None: kept in memory only."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = None if folder is None else folder / FILE
+        self._kept = _read(self._file)
+
+    @property
+    def kept(self) -> Kept:
+        """Measured load times."""
+        return self._kept
+
+    def expected(self, fingerprint: str, weights: int, probe: float) -> float:
+        """Return the expected seconds of a load. `probe` are those of a first profile until one was measured; 0: this
+        model has a profile."""
+        kept = self._kept
+        seconds = kept.models.get(fingerprint)
+        if seconds is None:
+            seconds = weights / (kept.speed or LOAD_SPEED) + (kept.warm or WARM_SECONDS)
+        return seconds + ((kept.probe or probe) if probe else 0.0)
+
+    def measured(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
+        """Record the parts of a load in seconds; `probe` is 0 where its profile was kept."""
+        kept = self._kept
+        if weights >= MIN_BYTES:
+            kept.speed = mean(kept.speed, weights / max(read, 1e-3))
+        kept.warm = mean(kept.warm, warm)
+        if probe:
+            kept.probe = mean(kept.probe, probe)
+        kept.models.pop(fingerprint, None)
+        kept.models[fingerprint] = min(read + warm, MAX_SECONDS)
+        while len(kept.models) > MAX_MODELS:
+            del kept.models[next(iter(kept.models))]
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        part = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(self._kept))
+            part.replace(self._file)
+        except OSError as error:
+            log.warning("load times not kept", error=str(error)[:200])
+
+
+def _read(file: Path | None) -> Kept:
+    """Read what was kept; nothing where there is no file, or its numbers cannot be."""
+    if file is None:
+        return Kept()
+    try:
+        kept = msgspec.json.decode(file.read_bytes(), type=Kept)
+    except FileNotFoundError:
+        return Kept()
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        log.warning("load times unreadable", error=str(error)[:200])
+        return Kept()
+    seconds = (kept.warm, kept.probe, *kept.models.values())
+    if not (0 <= kept.speed < 2**60 and all(0 <= one <= MAX_SECONDS for one in seconds)):
+        log.warning("load times unreadable", error="numbers that cannot be measured")
+        return Kept()
+    return kept

@@ -1,0 +1,348 @@
+"""What a model takes on this machine, measured: a short probe when it is loaded for the first time, a sweep by order.
+
+The probe runs the engine's own forwards over real text, from small to large, and asks the gate before each: what the
+gate refuses ends it. There is no blind stress; an out-of-memory of Metal ends the process and can not be caught. Each
+forward is a sample of the estimator, as every later one is, so the probe only makes sure that there are samples of many
+shapes from the start. What no fit can see is the residual: by how much a forward, read by the kernel's high-water mark
+where there is one, went above the bytes that it wrote and the estimate. The margin follows from it.
+The longest row that follows from the fit is then held against a reading (`node.engine.models.context_search`).
+
+Measurements are kept by `node.engine.models.profile`.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+
+import msgspec
+import structlog
+from tokenizers import Tokenizer
+
+from node.engine.kv.kv_cache import Layers, extent_of, new_cache
+from node.engine.memory.footprint import Height, clear_pool, give_back
+from node.engine.models.context_search import Settled, diagnosis, settle
+from node.engine.models.loaded_model import Resident, forward
+from node.engine.models.profile import Key, Profile, Profiles, key_of
+from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
+from node.engine.scheduling.sampling import greedy
+from node.memory.sensor import Sensor
+from wire.capacity.arithmetic import row_bytes
+from wire.report import Hardware
+from wire.units import show_size
+
+PROBE_SECONDS = 10.0
+"""Most seconds of the probe at a load."""
+FIRST = (8, 32, 64, 128, 256, 512)
+"""Tokens of the first forwards, each of a row of its own."""
+WALK = (512, 64, 256, 32, 128)
+"""Tokens of those that follow one upon the other, in turn."""
+REACH = 3072
+"""Tokens of the row that the probe at a load writes."""
+SWEEP_SECONDS = 600.0
+LARGER = (1024, 2048, 4096, 8192)
+"""Tokens of the further forwards of a sweep, as far as the engine runs such."""
+ROWS = (1, 2, 4, 8)
+MORE_ROWS = (16, 32, 64, 128, 256)
+DECODE_TOKENS = 512
+STEPS = 3
+
+log = structlog.get_logger("engine.profile")
+Ask = Callable[[int], bool]
+
+
+@dataclass(slots=True, eq=False)
+class Spike:
+    """How high a forward goes: by MLX's peak, and by the kernel's where it tells one."""
+
+    height: Height
+    sensor: Sensor
+    _phys: int | None = None
+
+    def mark(self) -> None:
+        """Measure from here."""
+        self.height.mark()
+        self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
+
+    def charged(self) -> int:
+        """Give what the process was charged above the mark in bytes; what MLX had active where nobody tells."""
+        highest = self.sensor.highs().interval
+        return self.height.above() if self._phys is None or highest is None else highest - self._phys
+
+
+@dataclass(slots=True)
+class Taken:
+    """One forward of the probe: its shape, the bytes that it wrote, and those that the process was charged."""
+
+    tokens: int
+    past: int
+    grew: bool
+    wrote: int
+    charged: int
+
+
+@dataclass(slots=True)
+class Stepped:
+    """One decode step of the probe: its shape, and the bytes that the process was charged beside what it wrote."""
+
+    rows: int
+    longest: int
+    grew: bool
+    charged: int
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """See the module. `ask(bytes)` asks the gate; `ids` is text of the model's own tokens; `chunk` and `batch` are the
+    most that the engine runs, `reach` the tokens to write. `whole`: a sweep, of the largest forwards, too."""
+
+    resident: Resident
+    ids: Sequence[int]
+    ask: Ask
+    spike: Spike
+    chunk: int
+    batch: int
+    reach: int
+    seconds: float
+    whole: bool = False
+    taken: list[Taken] = field(default_factory=list[Taken])
+    stepped: list[Stepped] = field(default_factory=list[Stepped])
+    joined: list[int] = field(default_factory=list[int])
+    """Bytes by which each join went above what it wrote and its estimate."""
+    rows: int = 0
+    held: int = 0
+    """Bytes that its rows have now, about."""
+    _ends: float = 0.0
+
+    def run(self) -> Iterator[None]:
+        """Measure, one forward at a step; what it took is given back at the end, however it ends."""
+        self._ends = time.monotonic() + self.seconds
+        try:
+            yield from self._run()
+        finally:
+            self.held = 0
+            self.resident.estimator.settle()
+            give_back()
+
+    def again(self) -> bool:
+        """Run the largest forward that was measured once more; whether there was room for it."""
+        if not self.taken:
+            return False
+        largest = max(self.taken, key=lambda one: one.tokens).tokens
+        self._ends = time.monotonic() + self.seconds
+        ran = self._chunk(new_cache(self.resident.model), largest, 0)
+        give_back()
+        return ran
+
+    def _run(self) -> Iterator[None]:
+        larger = LARGER if self.whole else ()
+        for tokens in self._sizes((*FIRST, *larger)):
+            cache = new_cache(self.resident.model)
+            if not self._chunk(cache, tokens, 0):
+                break
+            yield
+            del cache
+        yield from self._walk([tokens for tokens in (*WALK, *larger) if tokens <= max(self.chunk, WALK[0])])
+        self.held = 0
+        yield from self._decode()
+
+    def _sizes(self, wanted: Sequence[int]) -> list[int]:
+        return sorted({min(tokens, self.chunk) for tokens in wanted})
+
+    def _walk(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Write one long row."""
+        cache, past = new_cache(self.resident.model), 0
+        for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
+            if past + tokens > self.reach or not self._chunk(cache, tokens, past):
+                return
+            past += tokens
+            self.held = row_bytes(self.resident.kv, past)
+            yield
+
+    def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
+        """Run one forward if there are time and room for it; whether it ran."""
+        resident, estimator = self.resident, self.resident.estimator
+        expected = resident.pace.seconds(tokens, past)
+        if time.monotonic() + expected > self._ends:
+            return False
+        needed = row_bytes(resident.kv, past + tokens) - row_bytes(resident.kv, past)
+        if not self.ask(needed + estimator.chunk(tokens, past)):
+            return False
+        before = extent_of(cache)
+        clear_pool()
+        self.spike.mark()
+        forward(resident.model, islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens), cache,
+                last=False)  # fmt: skip
+        after = extent_of(cache)
+        wrote, grew = after.size - before.size, after.room > before.room
+        estimator.observe(tokens, past, self.spike.height.above() - wrote, grew=grew)
+        self.taken.append(Taken(tokens, past, grew, wrote, self.spike.charged()))
+        return True
+
+    def _decode(self) -> Iterator[None]:
+        """Let batches of more and more rows take a few steps."""
+        for tokens in self._sizes((64, DECODE_TOKENS)):
+            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.whole else ())) if rows <= self.batch]:
+                if not self._steps(rows, tokens):
+                    break
+                self.rows = max(self.rows, rows)
+                yield
+
+    def _steps(self, rows: int, tokens: int) -> bool:
+        resident, estimator = self.resident, self.resident.estimator
+        expected = resident.pace.seconds(tokens, 0) + STEPS * resident.step_seconds * rows
+        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS + 1)
+        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS))
+        if time.monotonic() + expected > self._ends or not self.ask(needed + most):
+            return False
+        ids = list(islice(cycle(self.ids), tokens))
+        cache = new_cache(resident.model)
+        forward(resident.model, ids[:-1], cache, last=False)
+        logits = forward(resident.model, ids[-1:], cache, last=True)
+        assert logits is not None  # noqa: S101  the last were asked for
+        batch: DecodeBatch[int] = DecodeBatch(resident.model)
+        layers, held = len(cache), extent_of(cache).size
+        clear_pool()
+        self.spike.mark()
+        batch.join([Joining(row, Guard(greedy, ())) for row in range(rows)], ids, cache, logits)
+        grown = batch.nbytes()
+        self.joined.append(self.spike.charged() - (grown - held) - estimator.join(grown, layers))
+        for step in range(STEPS):
+            before = batch.nbytes()
+            self.spike.mark()
+            batch.step()
+            batch.wait()
+            grown = batch.nbytes() - before
+            estimator.observe_step(rows, tokens + step + 1, self.spike.height.above() - grown, grew=grown > 0)
+            self.stepped.append(Stepped(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
+        return True
+
+    def residual(self) -> int:
+        """Return the most by which a chunk, a join or a decode step was charged above what it wrote and its fitted
+        estimate, in bytes."""
+        estimator = self.resident.estimator
+        chunks = (
+            one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew) for one in self.taken
+        )
+        steps = (one.charged - estimator.step(one.rows, one.longest, grows=one.grew) for one in self.stepped)
+        return max(*self.joined, *chunks, *steps, 0, 0)
+
+    def profile(self, key: Key) -> Profile:
+        """Give what was measured."""
+        resident = self.resident
+        return Profile(
+            key, resident.estimator.transient, resident.kv, max(0, self.residual()), resident.estimator.highest,
+            max((one.tokens for one in self.taken), default=0),
+            max((one.past + one.tokens for one in self.taken), default=0), self.rows,
+            round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
+        )  # fmt: skip
+
+
+def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
+    """Give `count` tokens of real text, this program's own, in the model's tokens; varied numbers where its tokenizer
+    is of another kind. Experts are chosen by what is written: a ramp of numbers would wake few of them."""
+    text = "".join(file.read_text() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
+    try:
+        found: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text[: 16 * count]).ids
+    except Exception as error:  # the library raises plain Exception
+        log.info("profile text", cause=f"no text in this model's tokens: {error}"[:200])
+        found = []
+    varied = ((n * n * 7919 + n * 31) % vocabulary for n in range(count))
+    return list(islice(cycle([token for token in found if token < vocabulary] or varied), count))
+
+
+class Profiler:
+    """Gives every model that is loaded its profile: the kept one, or a new one. `ask` asks the gate for bytes,
+    `longest` gives the longest row that follows from what a model takes, in tokens, `narrowed` the bytes
+    by which the margin is narrowed, `context` is the one that a person set (0: none)."""
+
+    def __init__(
+        self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, longest: Callable[[Resident], int],
+        narrowed: Callable[[], int], *, chunk: int, batch: int, context: int, on: bool,
+    ) -> None:  # fmt: skip
+        self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
+        self._longest, self._narrowed, self._context = longest, narrowed, context
+        self._chunk, self._batch, self._on = chunk, batch, on
+        self._keys: dict[str, Key] = {}
+        self._known: set[str] = set()
+
+    def seconds(self, fingerprint: str) -> float:
+        """Return the most seconds that the profile of a model will take at its next load; 0: it has one."""
+        if not self._on or fingerprint in self._known:
+            return 0.0
+        if fingerprint not in self._keys:
+            self._keys[fingerprint] = key_of(fingerprint, self._hardware)
+        if not self._profiles.has(self._keys[fingerprint]):
+            return PROBE_SECONDS
+        self._known.add(fingerprint)
+        return 0.0
+
+    def probe(self, resident: Resident, *, alone: bool) -> Iterator[None]:
+        """Give a model its profile, one forward at a step. A probe that breaks costs the profile, not the load."""
+        if not self._on:
+            return
+        key = key_of(resident.found.fingerprint, self._hardware)
+        kept = self._profiles.read(key)
+        if kept is not None and kept.kv == resident.kv:
+            self._adopt(resident, kept)
+            log.info("profile", model=resident.name, source="kept", residual=show_size(kept.residual))
+            if kept.failed:
+                log.warning("profile", model=resident.name, cause=kept.failed)
+            return
+        try:
+            probe = self._probe(resident, REACH, PROBE_SECONDS, whole=False)
+            yield from probe.run()
+            yield from self._measured(probe, key, self._ask if alone else None)
+            if resident.profile is not None and resident.profile.failed:
+                log.warning("profile", model=resident.name, cause=resident.profile.failed)
+        except Exception as error:
+            log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
+
+    def sweep(self, resident: Resident) -> Probe:
+        """Give a probe that goes as far as the gate lets it; `swept` makes a profile of what it found."""
+        return self._probe(resident, resident.found.context, SWEEP_SECONDS, whole=True)
+
+    def swept(self, probe: Probe, ask: Ask | None) -> Generator[None, None, Settled | None]:
+        """Keep what a sweep found in place of what was kept before. Gives what the longest row came to; None where
+        there was other work, so that no reading could be held against it (`ask` is None)."""
+        key = key_of(probe.resident.found.fingerprint, self._hardware)
+        return (yield from self._measured(probe, key, ask))
+
+    def _probe(self, resident: Resident, reach: int, seconds: float, *, whole: bool) -> Probe:
+        reach = min(reach, resident.found.context, self._context or reach)
+        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, REACH))
+        return Probe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
+
+    def _measured(self, probe: Probe, key: Key, ask: Ask | None) -> Generator[None, None, Settled | None]:
+        """Keep what a probe found, held against a reading where one may be asked."""
+        resident, settled, profile = probe.resident, None, probe.profile(key)
+        if probe.taken and ask is not None:
+            settled = yield from self._settle(probe, ask)
+            failed = "" if settled.ok else diagnosis(resident.name, settled)
+            profile = msgspec.structs.replace(profile, share=settled.share, failed=failed)
+        if probe.taken:
+            self._profiles.write(profile)
+            self._adopt(resident, profile)
+        log.info(
+            "profile", model=resident.name, source="measured", forwards=len(probe.taken), chunk=profile.chunk,
+            reach=profile.reach, rows=profile.rows, seconds=profile.seconds, residual=show_size(profile.residual),
+            highest=show_size(profile.highest), settled=None if settled is None else settled.tokens,
+        )  # fmt: skip
+        return settled
+
+    def _settle(self, probe: Probe, ask: Ask) -> Generator[None, None, Settled]:
+        """Hold the longest row against a reading. One that a person set is not searched for, only tried."""
+        resident = probe.resident
+        tokens = min(self._context, resident.found.context) or self._longest(resident)
+
+        def passes(tokens: int) -> bool:
+            transient = resident.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
+            return ask(row_bytes(resident.kv, tokens) + transient) and probe.again()
+
+        return (yield from settle(tokens, passes, search=not self._context))
+
+    def _adopt(self, resident: Resident, profile: Profile) -> None:
+        resident.estimator.adopt(profile.transient, profile.highest)
+        resident.estimator.cover(profile.chunk, profile.rows, self._narrowed)
+        resident.profile = profile

@@ -1,0 +1,1 @@
+"""Engine process: entry point, inference thread, interface of engines, crash recorder and device."""

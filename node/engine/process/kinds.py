@@ -1,0 +1,6 @@
+"""Kinds of engine and their modules. A kind is named, not imported: the agent lists kinds without a model library."""
+
+from typing import Final
+
+KINDS: Final = {"mlx": "node.engine.engine", "scripted": "node.engine.scripted.engine"}
+"""Kind → the module with its `build`."""

@@ -1,0 +1,155 @@
+"""The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`. Beside it two
+threads tokenize the prompts that the I/O thread does not, once the engine has found room for that: one of them only
+long texts.
+
+One turn: drain the inbox, one decode step of every row, at most one gated prefill, publish. When nothing is due it
+waits on a condition and does not wake. Since when it is busy, and for how long it expects to be, is published before
+every native call, so that the I/O thread can answer for it: dead, busy and hung are three things.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+from node.engine.process.crash_recorder import Last
+from node.engine.process.interface import Engine, Halted, Work
+from node.engine.requests.tokenize_admission import Unread
+from node.engine.requests.tokenize_queue import UnreadQueue
+from wire.frames import EngineReport, Frame
+
+PUBLISH_EVERY = 0.1
+"""Seconds between two published snapshots at least."""
+
+READ_EXPECTED = 60.0
+"""Seconds in which a prompt is in tokens: one of 8 MB takes 9 on a quiet machine."""
+READ_LONGEST = 5 * READ_EXPECTED
+"""Seconds after which a prompt counts as one that will never be in tokens (`supervise.Patience.turn_factor`)."""
+
+log = structlog.get_logger("engine")
+
+
+class Loop:
+    """Runs an engine on the thread that calls `run`."""
+
+    def __init__(
+        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], Last | None] = lambda: None
+    ) -> None:  # fmt: skip
+        self._engine = engine
+        self._send = send
+        self._reading = reading
+        self._inbox: deque[Work] = deque()
+        self._wake = threading.Condition()
+        self._stopped = False
+        self._busy_since: float | None = None
+        self._published: EngineReport | None = None
+        self._publish_at: float | None = 0.0
+        self._published_at = 0.0
+        self._guard: dict[str, object] = {}
+        self._unread, self._long = UnreadQueue(), UnreadQueue()
+
+    def put(self, work: Work) -> None:
+        """Hand in prepared work from another thread."""
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End `run` once the native call in flight has returned; on any thread."""
+        self._engine.halt()
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+
+    def busy(self, now: float) -> tuple[float, float]:
+        """Give for how many seconds the present native call, or else the present turn, lasts already (0: resting), and
+        how many were expected; instead of it a prompt that takes longer than any should, whose tokenizer hangs."""
+        read = self._reading()
+        if read is not None and now - read.since > READ_LONGEST:
+            return now - read.since, READ_EXPECTED
+        call, turn = self._engine.call(), self._busy_since
+        if call is not None:
+            return max(0.0, now - call.since), call.expected
+        return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        while True:
+            work = self._next()
+            if self._stopped:
+                return
+            self._busy_since = time.monotonic()
+            try:
+                self._turn(work)
+            except Halted:
+                return
+            self._busy_since = None
+
+    def read(self) -> None:
+        """Tokenize prompts of usual length, one after the other, on a thread of its own. Never returns."""
+        while True:
+            self.put(self._unread.get().read())
+
+    def read_long(self) -> None:
+        """Tokenize long texts, one after the other, on a thread of its own. Never returns."""
+        while True:
+            self.put(self._long.get().read())
+
+    def _next(self) -> Sequence[Work]:
+        """Wait until a frame is here or something is due."""
+        with self._wake:
+            while not self._inbox and not self._stopped:
+                now = time.monotonic()
+                due = self._due(now)
+                if due is not None and due <= now:
+                    break
+                self._wake.wait(None if due is None else due - now)
+            work = list(self._inbox)
+            self._inbox.clear()
+        return work
+
+    def _due(self, now: float) -> float | None:
+        times = [when for when in (self._engine.due(now), self._publish_at) if when is not None]
+        return min(times, default=None)
+
+    def _turn(self, work: Sequence[Work]) -> None:
+        now = time.monotonic()
+        for one in work:
+            self._answer(self._engine.take(one, now))
+        due = self._engine.due(now)
+        worked = due is not None and due <= now
+        if worked:
+            self._answer(self._engine.step(now))
+        if (work or worked) and self._publish_at is None:
+            self._publish_at = max(now, self._published_at + PUBLISH_EVERY)
+        if self._publish_at is not None and now >= self._publish_at:
+            self._publish(now)
+
+    def _answer(self, frames: Iterable[Frame | Unread]) -> None:
+        for frame in frames:
+            if isinstance(frame, Unread):
+                (self._long if frame.long else self._unread).put(frame)
+            else:
+                self._send(frame)
+
+    def _publish(self, now: float) -> None:
+        """Send a snapshot, unless the last one said the same."""
+        self._publish_at, self._published_at = None, now
+        self._log_guard()
+        report = self._engine.report(now)
+        if report != self._published:
+            self._published = report
+            self._send(report)
+
+    def _log_guard(self) -> None:
+        """Log what the guard resolved to, once for every change: after new limits, and when profiles come or go."""
+        guard = self._engine.gate.describe()
+        if guard["state"] == "closed" or guard == self._guard:
+            return
+        self._guard = guard
+        if guard["state"] == "on" and guard["margin"]:
+            log.info("gate", **guard)
+        else:
+            log.warning("gate", **guard)

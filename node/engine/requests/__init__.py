@@ -1,0 +1,1 @@
+"""Requests before they are scheduled: tokenization, preflight checks and sequences."""

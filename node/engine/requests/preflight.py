@@ -1,0 +1,89 @@
+"""The checks at the door, before anything is promised: is this request possible at all, and is it possible now?
+
+"Can never fit" is said only with an exact count of tokens, and with the numbers in the sentence.
+"""
+
+from dataclasses import dataclass
+
+from node.engine.memory.gate import Gate, Site
+from wire.capacity import arithmetic
+from wire.frames import Generate
+from wire.refusals import Code, Numbers, Refused
+from wire.report import Memory, Model
+from wire.units import show_size
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A request in numbers: prompt tokens, most tokens of one answer, tokens to promise for it, and answers."""
+
+    prompt: int
+    limit: int
+    promised: int
+    choices: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row as promised."""
+        return self.prompt + self.promised
+
+    def of(self, choices: int) -> "Shape":
+        """Give the same request with fewer answers to write."""
+        return Shape(self.prompt, self.limit, self.promised, choices)
+
+
+def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Shape:
+    """Put a request into numbers; `natural` is the length of an answer that no max_tokens limits.
+
+    A resumed one counts as if nothing had happened. Where its answer is longer than this node would have let it become,
+    another limit was in force: it ends with its next token."""
+    asked = request.params.max_tokens
+    known = max(map(len, request.resume), default=0)
+    limit = asked if asked is not None else max(1, min(natural, context - prompt))
+    if asked is None and known > limit:
+        limit = known + 1
+    return Shape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
+
+
+def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Refused | None:
+    """Say why no state of the memory would let this request run; None when one might."""
+    if request.model != model.name:
+        return Refused(Code.NO_MODEL, f"this node serves {model.name}, not {request.model}")
+    if request.params.grammar is not None and "grammar" not in model.features:
+        return Refused(Code.UNSUPPORTED, f"{model.name} cannot keep an answer to a format here")
+    if shape.choices < 1 or shape.limit < 1:
+        return Refused(Code.INVALID, "n and max_tokens must be at least 1")
+    if shape.choices > batch:
+        return Refused(Code.UNSUPPORTED, f"n is {shape.choices}, and at most {batch} answers are written at once")
+    if shape.prompt + shape.limit > model.context:
+        return Refused(Code.CONTEXT, (
+            f"the prompt has {shape.prompt} tokens and the answer up to {shape.limit}, together "
+            f"{shape.prompt + shape.limit}; {model.name} takes {model.context}: shorten the prompt or lower max_tokens"
+        ))  # fmt: skip
+    return None
+
+
+def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
+    """Say with all numbers that the request would not fit even if nothing else ran here; None when it would."""
+    if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
+        return None
+    needed = arithmetic.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
+    holds = max(0, arithmetic.most_bytes(memory))
+    numbers = Numbers(
+        needed + memory.margin, memory.cap, memory.current, memory.reserved, needed - model.weights, memory.margin,
+        memory.cap, memory.headroom, memory.bound_by,
+    )  # fmt: skip
+    return Refused(Code.TOO_LARGE, (
+        f"needs {show_size(needed)} (weights {show_size(model.weights)}, {shape.length} tokens × {shape.choices}), "
+        f"this node can hold {show_size(holds)}: shorten the prompt or lower max_tokens or n"
+    ), numbers)  # fmt: skip
+
+
+def admit(shape: Shape, memory: Memory, model: Model, cost: int, gate: Gate) -> Refused | None:
+    """Ask the gate whether `cost` bytes may be promised now. What can never fit is told from what does not fit now."""
+    answer = gate.check(Site.PREFLIGHT, memory, cost)
+    if not isinstance(answer, Refused):
+        return None
+    if answer.code is Code.NO_ROOM:
+        return too_large(shape, memory, model) or answer
+    return answer

@@ -1,0 +1,208 @@
+"""Puts a request's text into tokens, or refuses it for good: on the I/O thread, or on the threads of prompts.
+
+No MLX here. Several prompts are tokenized at the same time, on their threads. A lock is held only while a tokenizer is
+loaded or a grammar compiled, which the I/O thread never does (`inline`). A refusal is the fault of the request or of
+its model, and touches no other request. Whether there is room is decided on the inference thread.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import structlog
+
+from node.engine.grammar.compiler import Grammar, Grammars
+from node.engine.grammar.tool_spec import Unfit
+from node.engine.models.model_descriptor import Found
+from node.engine.process.interface import Recording
+from node.engine.requests.prepared import Prepared
+from node.engine.requests.tokenize_admission import text_bytes
+from node.engine.text.detokenizer import TextPipeline
+from node.engine.text.tokenizer import FILES, Prompt, TemplateFailed, Tokenizer, TokenizerError, TooLong, load
+from node.engine.text.tokenizer_trial import Trials
+from node.models.catalogue import Library
+from wire.capacity.arithmetic import reading_bytes
+from wire.frames import Count, Finished, Generate, Params, Refusal
+from wire.refusals import Code, Refused
+
+FEATURES = ("grammar", "logprobs", "sampling", "tools")
+"""What the engine can do for requests beyond the plain ones."""
+log = structlog.get_logger("engine.door")
+
+
+class Door:
+    """Holds the tokenizers, loaded at the first request for their model, after a trial where there are `trials`.
+    `context(found)` returns the most tokens of a row of a model, `barred(found)` why it cannot be used now."""
+
+    def __init__(
+        self, library: Library, context: Callable[[Found], int] = lambda found: found.context, *,
+        barred: Callable[[Found], str] = lambda found: found.cause, recorder: Recording | None = None,
+        trials: Trials | None = None,
+    ) -> None:  # fmt: skip
+        self._library = library
+        self._context = context
+        self._barred = barred
+        self._reading = _unrecorded if recorder is None else recorder.reading
+        self._trials = trials
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._grammars = Grammars()
+        self._loading, self._compiling = threading.Lock(), threading.Lock()
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """Loaded tokenizers by folder and fingerprint of their model."""
+        return self._tokenizers
+
+    def inline(self, frame: Generate | Count) -> bool:
+        """Return whether the I/O thread may prepare this prompt itself: it is short, waits for no lock, and compiles no
+        grammar."""
+        found = self._library.look(frame.model)
+        if found is None or found.cause:
+            return True
+        guided = isinstance(frame, Generate) and frame.params.grammar is not None
+        return not guided and _key(found) in self._tokenizers and not self.need(frame)
+
+    def need(self, frame: Generate | Count) -> int:
+        """Give the bytes that it takes for a moment to put this prompt into tokens; 0: it may be done unasked."""
+        found = self._library.look(frame.model)
+        if found is None or found.cause:
+            return 0
+        tokenizer = self._tokenizers.get(_key(found))
+        guided = isinstance(frame, Generate) and frame.params.grammar is not None
+        files = _files(Path(found.folder))
+        trial = self._trials.need(found.fingerprint, files) if self._trials is not None and tokenizer is None else 0
+        return trial + reading_bytes(
+            text_bytes(frame), files, loads=tokenizer is None,
+            guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
+            context=self._context(found) if isinstance(frame, Generate) else 0,
+        )  # fmt: skip
+
+    def features(self, found: Found) -> tuple[str, ...]:
+        """Name what may be asked for with a model (wire.report.Model); all of it until the first request has read its
+        tokenizer, so that none is refused for what is not known."""
+        tokenizer = self._tokenizers.get(_key(found))
+        lacking: set[str] = set()
+        if tokenizer is not None:
+            lacking |= {"tools"}.difference(tokenizer.features)
+            lacking |= set() if tokenizer.constrainable else {"grammar"}
+        return tuple(one for one in FEATURES if one not in lacking)
+
+    def prepare(self, request: Generate) -> Prepared:
+        """Put a request into tokens. Never raises: on the thread that is the engine's life line, and on one that it
+        waits for."""
+        try:
+            with self._reading(request.model, request.request):
+                return self._prepared(request)
+        except Exception as error:
+            log.exception("door", request=request.request, request_id=request.request_id)
+            return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+
+    def count(self, asked: Count) -> Finished | Refusal:
+        """Return the number of a prompt's tokens. Never raises either."""
+        request = Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created,
+                           tools=asked.tools, template=asked.template)  # fmt: skip
+        try:
+            tokenizer = self._for(request)
+            if isinstance(tokenizer, Refused):
+                return Refusal(asked.request, tokenizer)
+            with self._reading(asked.model, asked.request):
+                return Finished(asked.request, (), tokenizer.count(request), 0)
+        except TemplateFailed as error:
+            return Refusal(asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {error}"))
+        except Exception as error:
+            log.exception("count", request=asked.request)
+            return Refusal(
+                asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+            )
+
+    def _for(self, request: Generate) -> Tokenizer | Refused:
+        """Return the tokenizer of a request's model, or why the request has none."""
+        found = self._library.look(request.model)
+        if found is None:
+            return Refused(Code.NO_MODEL, f"this node has no model {request.model}")
+        if cause := self._barred(found):
+            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        try:
+            tokenizer = self.tokenizer(found)
+        except TokenizerError as error:
+            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
+        if request.tools and "tools" not in tokenizer.features:
+            return Refused(Code.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
+        return tokenizer
+
+    def _prepared(self, request: Generate) -> Prepared:
+        tokenizer = self._for(request)
+        if isinstance(tokenizer, Refused):
+            return Prepared(request, refused=tokenizer)
+        found = self._library.find(request.model)
+        most = 0 if found is None else self._context(found)
+        try:
+            prompt = tokenizer.prompt(request, most)
+            grammar = self._grammar(request, tokenizer, prompt)
+            shared = tokenizer.shared(request, prompt)
+        except TooLong as error:
+            text = f"{error}; {request.model} takes {most}: shorten the prompt"
+            return _refused(request, Code.CONTEXT, text)
+        except TemplateFailed as error:
+            return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {error}")
+        except Unfit as error:
+            return _refused(request, Code.INVALID, str(error))
+        params = request.params
+
+        def voice(choice: int) -> TextPipeline:
+            if request.text or request.ids:
+                return tokenizer.plain_pipeline(params.stop)
+            return tokenizer.pipeline(
+                request.request_id, choice, params.stop, request.tools, prompt.thinking, one_call=params.one_call,
+                grammar=grammar,
+            )  # fmt: skip
+
+        return Prepared(
+            request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar, shared=shared
+        )
+
+    def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: Prompt) -> Grammar | None:
+        """Compile what the answer has to be like; Unfit if it cannot be, whatever goes wrong."""
+        asked = request.params.grammar
+        if asked is None:
+            return None
+        try:
+            with self._compiling:
+                return self._grammars.compile(tokenizer, asked, request.tools, prompt, one=request.params.one_call)
+        except Unfit:
+            raise
+        except Exception as error:
+            log.exception("grammar", request=request.request, request_id=request.request_id)
+            raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
+
+    def tokenizer(self, found: Found) -> Tokenizer:
+        """Return the tokenizer of a model, tried and loaded at the first call; TokenizerError where it cannot be."""
+        tokenizer = self._tokenizers.get(_key(found))
+        if tokenizer is not None:
+            return tokenizer
+        with self._loading:
+            tokenizer = self._tokenizers.get(_key(found))  # another thread may have loaded it meanwhile
+            if tokenizer is None:
+                if self._trials is not None:
+                    self._trials.run(Path(found.folder), found.fingerprint, _files(Path(found.folder)))
+                tokenizer = self._tokenizers[_key(found)] = load(Path(found.folder))
+        return tokenizer
+
+
+def _unrecorded(model: str, request: int = 0) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _key(found: Found) -> str:
+    return f"{found.folder}:{found.fingerprint}"
+
+
+def _files(folder: Path) -> int:
+    """Give the bytes of a tokenizer's files; 0 where none can be read, which loading it will say."""
+    sizes = (path.stat().st_size for name in FILES if (path := folder / name).is_file())
+    return sum(sizes)
+
+
+def _refused(request: Generate, code: Code, message: str) -> Prepared:
+    return Prepared(request, refused=Refused(code, message))

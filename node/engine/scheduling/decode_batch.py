@@ -1,0 +1,301 @@
+"""The one place that knows mlx-lm's `GenerationBatch` (0.32.2): a padded batch of rows that decode together.
+
+What it does that its interface does not say (read and tried; tests/unit/node/engine/scheduling/test_decode_batch.py
+holds it to this)
+- Its constructor runs a forward over each row's last known token, unless it has no rows. So a batch is begun empty and
+  given its rows as that forward would have left them: their first token comes from the last forward of the prefill.
+- `next()` launches step N+1 before it gives the tokens of step N. A row that ended has one token too many in flight.
+- `extend` and `filter` are lazy: unevaluated they keep the old batch alive whole. Here each layer is evaluated by
+  itself, which frees its old arrays before the next layer is copied.
+- After an exception out of it nothing it holds may be trusted (going on gave wrong tokens, silently). The owner
+  discards the object and rebuilds the rows from their ids.
+
+Stop sequences, limits and the cache that it extracts (lazily) at a row's end are not used: rows end by `drop`, and
+`extract` copies one out.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, StopSequences
+from mlx_lm.models.cache import BatchKVCache, TokenBuffer
+
+from node.engine.grammar.logits_mask import Masker
+from node.engine.kv.kv_cache import Layer, Layers, TextModel, evaluate, nbytes_of, owned
+from node.engine.scheduling.sampling import Processor, Sampler, greedy
+
+NO_STOPS = StopSequences()
+NO_LIMIT = 2**62
+K = TypeVar("K")
+
+
+class Guard:
+    """Stands between a row's sampler and processors and the batch: what they raise fails that row alone. The `masker`
+    comes after all other processors, and hears each token before the step that follows on it."""
+
+    def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: Masker | None = None) -> None:
+        self.error: Exception | None = None
+        self.masker = masker
+        self.sampler = sampler if sampler is greedy else self._sample
+        whole = processors if masker is None else (*processors, masker)
+        self.processors = tuple(self._guarded(processor) for processor in whole)
+        self._sampler = sampler
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        if self.error is None:
+            try:
+                return self._sampler(logprobs)
+            except Exception as error:
+                self.error = error
+        return greedy(logprobs)
+
+    def _guarded(self, processor: Processor) -> Processor:
+        def guarded(tokens: mx.array, logits: mx.array) -> mx.array:
+            if self.error is None:
+                try:
+                    return processor(tokens, logits)
+                except Exception as error:
+                    self.error = error
+            return logits
+
+        return guarded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joining(Generic[K]):
+    """A row that joins: who it is, and its guarded sampler and processors."""
+
+    row: K
+    guard: Guard
+
+
+@dataclass(frozen=True, slots=True)
+class Token(Generic[K]):
+    """One row's next token, and the log probabilities (vocabulary,) that it was drawn from."""
+
+    row: K
+    token: int
+    logprobs: mx.array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Newcomers(Generic[K]):
+    """Rows ready to be admitted: a batch of their own, and who they are in it."""
+
+    batch: GenerationBatch
+    rows: dict[int, Joining[K]]
+
+
+class DecodeBatch(Generic[K]):
+    """Rows of one model that decode together.
+
+    A step is launched ahead: it takes as long as its call (`called`, the last in seconds) and the wait for it, if any.
+    """
+
+    def __init__(self, model: TextModel) -> None:
+        self.called: float | None = None
+        self._model = model
+        self._batch: GenerationBatch | None = None
+        self._rows: dict[int, Joining[K]] = {}
+        self._next = 0
+        self._told: set[int] = set()
+        """Rows whose next token is known to the outside: the first of an answer, or the last of a prompt."""
+        self._asked: set[int] = set()
+        """Of these the rows whose next token is the prompt's last, not the answer's first."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def join(
+        self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers, logits: mx.array
+    ) -> list[Token[K]]:
+        """Take in rows that share a past: `cache` holds all of `ids` and is used up, `logits` (1, vocabulary) are those
+        of the last. Give each row's first token; no step gives it again. After an exception the whole batch must be
+        discarded.
+        """
+        past, layers = list(ids), _merged(cache, len(joining))
+        drawn = [_drawn(one.guard, mx.array(past), logits) for one in joining]
+        tokens = mx.concatenate([token for token, _ in drawn])
+        made = self._made(joining, [past for _ in joining], layers, tokens, [logprobs for _, logprobs in drawn])
+        self.admit(made)
+        return [
+            Token(one.row, cast("int", token.item()), logprobs)
+            for one, (token, logprobs) in zip(joining, drawn, strict=True)
+        ]
+
+    def ready(self, joining: Sequence[Joining[K]], ids: Sequence[Sequence[int]], cache: Layers) -> Newcomers[K]:
+        """Make rows ready to `admit` that were read together, each with a past of its own: a row's cache holds all of
+        its `ids` but the last, which is its input to the next step and gives its first token. The batch itself is not
+        touched: an exception costs these rows alone. `cache` is used up."""
+        pasts = [list(one[:-1]) for one in ids]
+        last = mx.array([one[-1] for one in ids], mx.uint32)
+        layers = _aligned(cache, [len(past) for past in pasts])
+        made = self._made(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
+        self._asked.update(made.rows)
+        return made
+
+    def admit(self, newcomers: Newcomers[K]) -> None:
+        """Take in rows made ready. After an exception the whole batch must be discarded."""
+        if self._batch is None:
+            self._batch = newcomers.batch
+        else:
+            self._batch.extend(newcomers.batch)
+            newcomers.batch.prompt_cache = []  # the copies to come alone hold them, each until it is made
+            self._settle()
+        self._rows.update(newcomers.rows)
+        self._told.update(newcomers.rows)
+
+    def _made(
+        self,
+        joining: Sequence[Joining[K]],
+        pasts: Sequence[list[int]],
+        layers: list[Layer],
+        tokens: mx.array,
+        logprobs: list[mx.array],
+    ) -> Newcomers[K]:
+        """Make a batch that stands where its constructor's forward would have left it: its caches hold the `pasts`, the
+        `tokens` (rows,) come next."""
+        count = len(joining)
+        uids = list(range(self._next, self._next + count))
+        self._next += count
+        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], greedy, [], [], [])
+        state = cast("Any", batch)
+        state.uids, state.prompt_cache, state.tokens = uids, layers, [past.copy() for past in pasts]
+        state.samplers = [one.guard.sampler for one in joining]
+        state.logits_processors = [list(one.guard.processors) for one in joining]
+        state.stop_sequences, state.max_tokens = [NO_STOPS] * count, [NO_LIMIT] * count
+        state._next_tokens, state._next_logprobs = tokens, logprobs
+        state._token_context = [TokenBuffer(past) for past in pasts]
+        state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
+        evaluate(tokens, logprobs)
+        return Newcomers(batch, dict(zip(uids, joining, strict=True)))
+
+    def wait(self) -> None:
+        """Wait for the step that is launched already, so that what comes next can be timed."""
+        if self._batch is not None:
+            evaluate(cast("Any", self._batch)._next_tokens)
+
+    def step(self) -> list[Token[K]]:
+        """Give every row's next token, but not the first again, and launch the step after it. The first of those that
+        were read together is not kept back for that: it is waited for."""
+        if self._batch is None:
+            return []
+        self._tell_maskers(self._batch)
+        found = self._batch.next()
+        told, self._told, self._asked = self._told, self._asked, set()
+        tokens = [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
+        return tokens + [one for uid, one in self._launched() if uid in self._told] if self._told else tokens
+
+    def last(self) -> list[Token[K]]:
+        """Give what `step` gives, for rows that all end by it: no step is launched that nobody waits for."""
+        if self._batch is None or self._told:
+            return self.step()
+        self._told.update(self._batch.uids)
+        return [token for _, token in self._launched()]
+
+    def _launched(self) -> list[tuple[int, Token[K]]]:
+        """Wait for the step that is launched, and give its tokens by row."""
+        assert self._batch is not None  # noqa: S101  the callers have one
+        state, uids = cast("Any", self._batch), self._batch.uids
+        tokens = cast("list[int]", state._next_tokens.tolist())
+        return [
+            (uid, Token(self._rows[uid].row, token, logprobs))
+            for uid, token, logprobs in zip(uids, tokens, state._next_logprobs, strict=True)
+        ]
+
+    def _tell_maskers(self, batch: GenerationBatch) -> None:
+        """Wait for the tokens of the step that is launched, and tell them to those who need them for the next."""
+        maskers = [None if uid in self._asked else self._rows[uid].guard.masker for uid in batch.uids]
+        if any(masker is not None for masker in maskers):
+            tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
+            for masker, token in zip(maskers, tokens, strict=True):
+                if masker is not None:
+                    masker.hear(token)
+
+    def errors(self) -> list[tuple[K, Exception]]:
+        """Give the rows whose sampler or processors raised, and what."""
+        return [(one.row, one.guard.error) for one in self._rows.values() if one.guard.error is not None]
+
+    def rows(self) -> list[K]:
+        """Give the rows in it."""
+        return [one.row for one in self._rows.values()]
+
+    def drop(self, rows: Collection[K]) -> None:
+        """Take rows out and give their memory back."""
+        if self._batch is None:
+            return
+        gone = {uid for uid, one in self._rows.items() if one.row in rows}
+        if not gone:
+            return
+        for uid in gone:
+            del self._rows[uid]
+        if not self._rows:
+            self._batch = None
+            return
+        self._batch.filter([place for place, uid in enumerate(self._batch.uids) if uid not in gone])
+        self._settle()
+
+    def ids(self, row: K) -> list[int]:
+        """Give the tokens that a row's cache holds: all that were given of it, the last included, but a first token
+        that came with the join and no step has taken in yet."""
+        assert self._batch is not None  # noqa: S101  a row is in it
+        return list(self._batch.tokens[self._place(row)])
+
+    def extract(self, row: K) -> Layers:
+        """Copy a row's cache out, without padding, evaluated: it holds what `ids` says."""
+        assert self._batch is not None  # noqa: S101  a row is in it
+        place = self._place(row)
+        return owned(layer.extract(place) for layer in self._batch.prompt_cache)
+
+    def _place(self, row: K) -> int:
+        assert self._batch is not None  # noqa: S101  the callers have one
+        return next(place for place, uid in enumerate(self._batch.uids) if self._rows[uid].row is row)
+
+    def nbytes(self) -> int:
+        """Give the bytes of its caches."""
+        return 0 if self._batch is None else nbytes_of(self._batch.prompt_cache)
+
+    def _settle(self) -> None:
+        assert self._batch is not None  # noqa: S101  the callers have one
+        for layer in self._batch.prompt_cache:
+            evaluate(layer.state)
+
+
+def _drawn(guard: Guard, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Draw a row's first token, shape (1,), and give the log probabilities (vocabulary,) that it was drawn from."""
+    for processor in guard.processors:
+        logits = processor(ids, logits)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return guard.sampler(logprobs), logprobs[0]
+
+
+def _merged(cache: Layers, count: int) -> list[Layer]:
+    """Turn one row's cache into a batch of `count` equal rows, layer by layer, freeing as it goes."""
+    merged: list[Layer] = []
+    while cache:
+        layer = cache.pop(0)
+        both = layer.merge([layer] * count)
+        evaluate(both.state)
+        merged.append(both)
+    return merged
+
+
+def _aligned(cache: Layers, lengths: Sequence[int]) -> list[Layer]:
+    """Turn the plain caches of rows that are padded right into those of a batch, padded left, layer by layer, freeing
+    as it goes. Rows of one length are not copied at all."""
+    longest = max(lengths)
+    padding = [longest - length for length in lengths]
+    aligned: list[Layer] = []
+    while cache:
+        plain = cast("Any", cache.pop(0))
+        layer = cast("Any", BatchKVCache)([0] * len(lengths))
+        layer.keys, layer.values, layer._idx = plain.keys, plain.values, longest
+        layer.offset = layer.offset + longest
+        del plain
+        layer.prepare(right_padding=padding)
+        layer.finalize()
+        evaluate(layer.state)
+        aligned.append(layer)
+    return aligned

@@ -1,0 +1,94 @@
+"""The rules that rows, batches, prefills and the ledger obey between two turns. Pure.
+
+    a live request's row that has not ended is in exactly one place:
+        one prefill            its commitment is in the ledger and has not joined
+        one decode batch       its commitment is in the ledger, has joined, and names that batch
+        a preempted request    its commitment is empty and in no ledger
+
+A broken rule means a row that is never served, memory that is never released, or an exception in a later turn, which
+ends the engine process with every request on it. Every engine test checks the rules after each turn; a running engine
+checks them when it has nothing to do, and logs what it finds.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from node.engine.models.loaded_model import Resident
+from node.engine.requests.sequence import Row, Sequence
+from node.engine.scheduling.prefill import Prefill
+
+
+def violations(
+    live: Mapping[int, Sequence],
+    prefills: Iterable[Prefill],
+    preempted: Iterable[Sequence],
+    residents: Mapping[str, Resident],
+) -> list[str]:
+    """Return one sentence for each broken rule; an empty list when all hold."""
+    prefilling = list(prefills)
+    waiting = {id(sequence) for sequence in preempted}
+    places = Counter[int]()
+    found = [text for prefill in prefilling for text in _prefill(prefill, live, places)]
+    for resident in residents.values():
+        found += _batches(resident, live, places)
+        found += _ledger(resident, prefilling)
+    for sequence in live.values():
+        found += _sequence(sequence, sequence.request.model in residents, id(sequence) in waiting, places)
+    absent = waiting - {id(sequence) for sequence in live.values()}
+    return [*found, f"{len(absent)} preempted requests are not live"] if absent else found
+
+
+def _prefill(prefill: Prefill, live: Mapping[int, Sequence], places: Counter[int]) -> Iterator[str]:
+    number = prefill.sequence.number
+    if live.get(number) is not prefill.sequence:
+        yield f"a prefill of request {number}, which is not live"
+    if not prefill.rows:
+        yield f"a prefill of request {number} without rows"
+    for row in prefill.rows:
+        places[id(row)] += 1
+        if row.reason:
+            yield f"{_name(row)} is in a prefill and has ended: {row.reason}"
+        if row.commitment.joined:
+            yield f"{_name(row)} is in a prefill and counts as joined"
+        if not prefill.resident.ledger.holds(row.commitment):
+            yield f"{_name(row)} is in a prefill without a commitment"
+
+
+def _batches(resident: Resident, live: Mapping[int, Sequence], places: Counter[int]) -> Iterator[str]:
+    for number, batch in resident.batches.items():
+        if not len(batch):
+            yield f"batch {number} of {resident.name} is empty"
+        for row in batch.rows():
+            places[id(row)] += 1
+            if live.get(row.sequence.number) is not row.sequence:
+                yield f"{_name(row)} decodes and is not live"
+            elif row.reason:
+                yield f"{_name(row)} decodes and has ended: {row.reason}"
+            elif not resident.ledger.holds(row.commitment) or resident.ledger.batch_of(row.commitment) != number:
+                yield f"{_name(row)} decodes in batch {number} of {resident.name} without a commitment there"
+            elif not row.commitment.joined:
+                yield f"{_name(row)} decodes and does not count as joined"
+
+
+def _ledger(resident: Resident, prefills: list[Prefill]) -> Iterator[str]:
+    rows = sum(len(prefill.rows) for prefill in prefills if prefill.resident is resident) + resident.rows()
+    if len(resident.ledger) != rows:
+        yield f"{resident.name} has {len(resident.ledger)} commitments and {rows} rows"
+
+
+def _sequence(sequence: Sequence, loaded: bool, preempted: bool, places: Counter[int]) -> Iterator[str]:
+    if not loaded:
+        yield f"request {sequence.number} is live and its model {sequence.request.model} is not loaded"
+    rows = list(sequence.writing())
+    if not rows:
+        yield f"request {sequence.number} is live and all of its rows have ended"
+    for row in rows:
+        if places[id(row)] != (0 if preempted else 1):
+            state = "preempted" if preempted else "running"
+            yield f"{_name(row)} is {state} and in {places[id(row)]} prefills and batches"
+        if preempted and row.commitment.promised:
+            yield f"{_name(row)} is preempted and holds a commitment of {row.commitment.promised} tokens"
+
+
+def _name(row: Row) -> str:
+    return f"row {row.choice} of request {row.sequence.number}"

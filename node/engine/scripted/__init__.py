@@ -1,0 +1,1 @@
+"""Scripted engine: real frames, admission and pace without a model."""

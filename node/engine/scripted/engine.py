@@ -1,0 +1,457 @@
+"""The scripted engine: real frames, real admission and real pace over a model that is only pretended.
+
+Nothing is computed, everything else is meant: rows are committed in the ledger before they begin, every prefill, join
+and growth asks the gate, a decode step serves all rows at once and comes at absolute deadlines, so that delays never
+add up. It holds no clock and no socket; `loop` drives it.
+
+    Generate ─► preflight ─► waiting ─► prefill, join ─► rows in decode ─► Finished
+                   └ Refusal      └ Refusal                 └ Failed (no room to grow)
+
+Every request ends in exactly one of the three, unless it was cancelled: then nothing more is said about it. A Cancel
+that overtakes its Generate is remembered, and the Generate dropped.
+
+A prefill takes no time and gives no token; the first token comes with the row's first decode step. A row may write
+what was promised for it and then asks for GROWTH tokens more; where the gate says no, that request ends.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from node.engine.kv.commitments import Commitment, Ledger
+from node.engine.memory.gate import Gate, Site, Use
+from node.engine.process.interface import Call, Recording, Work
+from node.engine.requests import preflight
+from node.engine.requests.preflight import Shape
+from node.engine.scripted import answers
+from node.engine.text.stop_strings import Stops
+from node.memory.reading import Reading, Recent
+from node.settings import NodeSettings, ScriptedSettings
+from wire.capacity.arithmetic import shed
+from wire.capacity.fairness import Waiting, in_turn
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Channel,
+    Count,
+    Delta,
+    Enforce,
+    EngineReport,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Load,
+    MakeRoom,
+    Ping,
+    Profile,
+    Refusal,
+    Timings,
+    Unload,
+    delta_frames,
+)
+from wire.refusals import Code, Refused
+from wire.report import Counts, Kv, Level, Memory, Model
+from wire.units import GIB, parse_size
+
+GROWTH = 64
+"""Tokens promised at a time to an answer that outgrows what was expected."""
+GATHERING = 0.5
+"""Seconds for which tokens of a request that is not streamed are gathered."""
+REMEMBERED = 1024
+"""Cancelled requests that are remembered until their Generate comes."""
+LATE = 1.0
+"""Seconds behind after which steps are no longer made up for: the machine slept."""
+PREFILL_SPEED = 100_000.0
+"""Tokens per second told to the router for prefills that take no time: it divides by it."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One answer being written. The first `heard` of its tokens were heard from another node."""
+
+    choice: int
+    commitment: Commitment
+    stops: Stops
+    voice: answers.Voice
+    produced: int = 0
+    reason: str = ""
+    gathered: list[Delta] = field(default_factory=list[Delta])
+    heard: int = 0
+
+    def gather(self) -> Delta:
+        """Give what was gathered as one delta."""
+        gathered, self.gathered = self.gathered, []
+        ids = tuple(token for delta in gathered for token in delta.ids)
+        text = "".join(text for delta in gathered for _, text in delta.pieces)
+        return Delta(gathered[0].request, self.choice, ids, ((Channel.CONTENT, text),) if text else ())
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One admitted request. `ends`: the token of its answers that is the last by itself, past the limit if none is."""
+
+    request: Generate
+    shape: Shape
+    ends: int
+    crashes: bool
+    arrived: float
+    rows: list[Row] = field(default_factory=list["Row"])
+    begun: float = 0.0
+    told: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """The coordinator's number for it."""
+        return self.request.request
+
+    def writing(self) -> Iterator[Row]:
+        """Give the rows that are not at their end."""
+        return (row for row in self.rows if not row.reason)
+
+
+class Scripted:
+    """See the module's text. The word that the settings name ends the process."""
+
+    def __init__(self, settings: ScriptedSettings, recorder: Recording) -> None:
+        self.gate = Gate()
+        self._settings = settings
+        self._recorder = recorder
+        self._step = settings.step_ms / 1000
+        self._total = parse_size(settings.memory)
+        self._weights = parse_size(settings.weights)
+        self._metal = parse_size(settings.metal)
+        self._ledger = Ledger(Kv(settings.kv_per_token))
+        self._recent = Recent()
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._rows = self._wanted = 0
+        self._deadline = 0.0
+        self._acked = self._enforced = self._sheds = self._forwards = self._steps = self._roomed = 0
+        self._cancelled: dict[int, None] = {}
+
+    def prepare(self, frame: Frame) -> Work | None:
+        """Nothing is slow here."""
+        return None if isinstance(frame, Ping) else frame
+
+    def take(self, work: Work, now: float) -> list[Frame]:
+        """Take in one piece of work and return what is answered at once."""
+        if isinstance(work, Generate):
+            return self._generate(work, now)
+        if isinstance(work, Cancel):
+            self._cancel(work.request, now)
+        elif isinstance(work, Limits):
+            self.gate.hold(work)
+        elif isinstance(work, Enforce):
+            return self._enforce(work, now)
+        elif isinstance(work, MakeRoom):
+            self._roomed = work.number  # nothing here could be given up
+        elif isinstance(work, Load | Unload | Profile):
+            return [self._ordered(work)]
+        elif isinstance(work, Count):
+            return [self._counted(work)]
+        return []
+
+    def step(self, now: float) -> list[Frame]:
+        """Decode where a step is due, then try one prefill."""
+        frames: list[Frame] = []
+        if self._running and now >= self._deadline:
+            frames = self._decode(now)
+            missed = now - self._deadline > LATE
+            self._deadline = (now if missed else self._deadline) + self._step
+        following = self._next()
+        if following is not None:
+            self._leave(following)
+            frames += self._prefill(following, now)
+        self._observe(now)
+        return frames
+
+    def due(self, now: float) -> float | None:
+        """Say when the next step is due, or when the recent height falls; None when nothing will change by itself."""
+        if self._next() is not None:
+            return now
+        if self._running:
+            return self._deadline
+        return self._recent.falls_at(self._active(), now)
+
+    def call(self) -> Call | None:
+        """No native call is ever made."""
+        return None
+
+    def report(self, now: float) -> EngineReport:
+        """Give the snapshot."""
+        return EngineReport(
+            self._memory(now), (self._model(),), len(self._running), len(self._waiting),
+            sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
+            Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps,
+                   sheds=self._sheds),
+            held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(), roomed=self._roomed,
+            metal_limit=self._metal,
+        )  # fmt: skip
+
+    def halt(self) -> None:
+        """No native call is ever made."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # requests
+
+    def _ordered(self, order: Load | Unload | Profile) -> Frame:
+        """Answer an order about models: there is one, and it is always loaded."""
+        name = self._settings.model
+        if order.model != name:
+            return Refusal(order.request, Refused(Code.NO_MODEL, f"this node serves {name}, not {order.model}"))
+        if isinstance(order, Load):
+            return Finished(order.request, (), 0, 0)
+        if isinstance(order, Profile):
+            return Refusal(order.request, Refused(Code.UNSUPPORTED, f"{name} is scripted: there is nothing to measure"))
+        return Refusal(order.request, Refused(Code.IN_USE, f"{name} is scripted: there is nothing to unload"))
+
+    def _counted(self, asked: Count) -> Frame:
+        if asked.model != self._settings.model:
+            text = f"this node serves {self._settings.model}, not {asked.model}"
+            return Refusal(asked.request, Refused(Code.NO_MODEL, text))
+        return Finished(asked.request, (), answers.count_tokens(asked.messages), 0)
+
+    def _generate(self, request: Generate, now: float) -> list[Frame]:
+        self._acked = max(self._acked, request.seq)
+        number = request.request
+        if number in self._cancelled:
+            del self._cancelled[number]
+            return []
+        if any(sequence.number == number for sequence in (*self._waiting, *self._running)):
+            return []
+        prompt = answers.prompt_tokens(request)
+        pieces = self._pieces(request, prompt)
+        shape = preflight.shape_of(request, prompt, len(pieces) or self._settings.tokens, self._settings.context)
+        refused = self._refused(request, shape, now)
+        if refused is not None:
+            return [Refusal(number, refused, prompt)]
+        sequence = self._sequence(request, shape, pieces, now)
+        if not any(sequence.writing()):  # all was said before it came here, only its end was not heard
+            sequence.begun = now
+            return [Admitted(number, prompt), self._finished(sequence, now)]
+        self._waiting.append(sequence)
+        self._wanted += len(sequence.rows)
+        return [Admitted(number, prompt)]
+
+    def _pieces(self, request: Generate, prompt: int) -> list[str]:
+        """Give the tokens of an echo; none in the other modes, and none of a prompt that will be refused anyway."""
+        echo = self._settings.text == "echo" and prompt < self._settings.context
+        return answers.echo_pieces(answers.said(request)) if echo else []
+
+    def _refused(self, request: Generate, shape: Shape, now: float) -> Refused | None:
+        model, memory = self._model(), self._memory(now)
+        refused = self.gate.closed() or preflight.impossible(request, shape, model, self._settings.batch)
+        if refused is not None:
+            return refused
+        cost = self._ledger.cost(shape.length, shape.choices)
+        if self._must_refuse(request):
+            answer = self.gate.check(Site.PREFLIGHT, memory, max(cost, (memory.headroom or 0) + GIB))
+            return answer if isinstance(answer, Refused) else None
+        return preflight.admit(shape, memory, model, cost, self.gate)
+
+    def _must_refuse(self, request: Generate) -> bool:
+        word = self._settings.refuse
+        return word == "*" or (bool(word) and answers.mentions(answers.said(request), word))
+
+    def _sequence(self, request: Generate, shape: Shape, pieces: list[str], now: float) -> Sequence:
+        word = self._settings.crash
+        crashes = bool(word) and answers.mentions(answers.said(request), word)
+        rows = [
+            Row(choice, commitment, Stops(request.params.stop), self._voice(pieces, choice))
+            for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
+        ]
+        unlimited = request.params.max_tokens is None
+        ends = len(pieces) or (self._settings.tokens if unlimited else shape.limit + 1)
+        sequence = Sequence(request, shape, ends, crashes, now, rows)
+        for row in rows:
+            self._replay(sequence, row, now)
+        return sequence
+
+    def _replay(self, sequence: Sequence, row: Row, now: float) -> None:
+        """Let a row stand where it was after the ids that were heard: their text is not said again."""
+        for _ in sequence.request.known(row.choice):
+            self._token(sequence, row, now)
+            if row.reason:
+                self._ledger.release(row.commitment)
+                break
+        row.heard, row.commitment.written = row.produced, 0
+
+    def _voice(self, pieces: list[str], choice: int) -> answers.Voice:
+        if pieces:
+            return answers.echo_voice(pieces)
+        return answers.clock_voice if self._settings.text == "clock" else answers.words_voice(choice)
+
+    def _cancel(self, number: int, now: float) -> None:
+        for sequence in (*self._waiting, *self._running):
+            if sequence.number == number:
+                self._drop(sequence)
+                self._observe(now)
+                return
+        self._cancelled[number] = None
+        while len(self._cancelled) > REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a request and give back all that was promised to it."""
+        for row in sequence.writing():
+            self._ledger.release(row.commitment)
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._rows -= sum(1 for _ in sequence.writing())
+        elif sequence in self._waiting:
+            self._leave(sequence)
+
+    def _enforce(self, order: Enforce, now: float) -> list[Frame]:
+        """End the newest request that runs, where the agent says so: nothing here could be given back otherwise."""
+        self._enforced = order.poll
+        if order.level < Level.OVER_HARD or not self._running:
+            return []
+        newest = max(self._running, key=lambda sequence: (sequence.arrived, sequence.number))
+        refused = shed(self._memory(now), order.excess)
+        delivered = any(row.produced > len(row.gathered) + row.heard for row in newest.rows)
+        self._drop(newest)
+        self._recent = Recent().observed(self._active(), now)
+        self._sheds += 1
+        if delivered:
+            return [Failed(newest.number, "memory_pressure", refused.message)]
+        return [Refusal(newest.number, refused, newest.shape.prompt)]
+
+    # prefill and decode
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._wanted -= len(sequence.rows)
+
+    def _next(self) -> Sequence | None:
+        """Give the request whose turn it is, if the batch has room for it."""
+        if not self._waiting or self._rows >= self._settings.batch:
+            return None
+        if self._rows + self._wanted <= self._settings.batch:  # there is room for all
+            return self._waiting[0]
+        taken = Counter(one.request.owner.name for one in self._running for _ in one.writing())
+        waiting = [Waiting(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
+        following = self._waiting[next(in_turn(waiting, taken))]
+        return following if self._rows + len(following.rows) <= self._settings.batch else None
+
+    def _prefill(self, sequence: Sequence, now: float) -> list[Frame]:
+        """Write the prompt, then join the decode batch; each asks the gate, and a no takes back all of it."""
+        refused = self._checked(Site.PREFILL, now)
+        if refused is None:
+            self._forwards += 1
+            for row in sequence.writing():
+                row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.heard, True
+            refused = self._checked(Site.JOIN, now)
+        if refused is not None:
+            self._drop(sequence)
+            return [Refusal(sequence.number, refused, sequence.shape.prompt)]
+        self._forwards += 1
+        if not self._running:
+            self._deadline = now + self._step
+        sequence.begun = sequence.told = now
+        self._running.append(sequence)
+        self._rows += sum(1 for _ in sequence.writing())
+        return []
+
+    def _checked(self, site: Site, now: float) -> Refused | None:
+        """Ask the gate about rows whose bytes are all promised: the ledger holds the estimate already."""
+        answer = self.gate.check(site, self._memory(now), 0)
+        return answer if isinstance(answer, Refused) else None
+
+    def _decode(self, now: float) -> list[Frame]:
+        """Give every row one token: one Deltas frame for all, then the ends."""
+        deltas: list[Delta] = []
+        ends: list[Frame] = []
+        self._steps += 1
+        for sequence in self._running.copy():
+            if sequence.crashes:
+                self._recorder.crash(self._settings.model, sequence.number)
+            end = self._decode_sequence(sequence, deltas, now)
+            if end is not None:
+                ends.append(end)
+        return [*delta_frames(deltas), *ends]
+
+    def _decode_sequence(self, sequence: Sequence, deltas: list[Delta], now: float) -> Frame | None:
+        for row in list(sequence.writing()):
+            refused = self._grow(sequence, row, now)
+            if refused is not None:
+                self._drop(sequence)
+                return Failed(
+                    sequence.number, "no_headroom", f"the answer outgrew what was expected: {refused.message}"
+                )
+            row.gathered.append(self._token(sequence, row, now))
+            if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
+                deltas.append(row.gather())
+                sequence.told = now
+            if row.reason:
+                self._ledger.release(row.commitment)
+                self._rows -= 1
+        if any(sequence.writing()):
+            return None
+        self._running.remove(sequence)
+        return self._finished(sequence, now)
+
+    def _grow(self, sequence: Sequence, row: Row, now: float) -> Refused | None:
+        """Promise the next GROWTH tokens to a row that has written all that it had; a refusal when there is no room.
+        Where the memory cannot be read rows go on growing: only what is new is refused for that."""
+        commitment = row.commitment
+        if commitment.written < commitment.promised:
+            return None
+        more = min(GROWTH, sequence.shape.limit - row.produced)
+        answer = self.gate.check(Site.GROW, self._memory(now), self._ledger.extension(commitment, more))
+        if isinstance(answer, Refused) and answer.code is not Code.UNREADABLE:
+            return answer
+        self._ledger.extend(commitment, more)
+        return None
+
+    def _token(self, sequence: Sequence, row: Row, now: float) -> Delta:
+        token, text = row.voice(row.produced, now)
+        row.produced += 1
+        row.commitment.written += 1
+        shown, stopped = row.stops.feed(text)
+        if stopped:
+            row.reason = "stop"
+        elif row.produced >= min(sequence.ends, sequence.shape.limit):
+            row.reason = "stop" if row.produced == sequence.ends else "length"
+            shown += row.stops.flush()
+        return Delta(sequence.number, row.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
+
+    def _finished(self, sequence: Sequence, now: float) -> Finished:
+        stops = tuple(row.stops.found for row in sequence.rows)
+        return Finished(
+            sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
+            sum(row.produced for row in sequence.rows),
+            timings=Timings(sequence.begun - sequence.arrived, 0.0, now - sequence.begun),
+            stops=stops if any(stops) else (),
+        )  # fmt: skip
+
+    # memory
+
+    def _active(self) -> int:
+        return self._weights + self._ledger.written()
+
+    def _observe(self, now: float) -> None:
+        self._recent = self._recent.observed(self._active(), now)
+
+    def _memory(self, now: float) -> Memory:
+        active = self._active()
+        use = Use(active, self._recent.highest(now), self._ledger.reserved())
+        return self.gate.memory(use, Reading(active, "scripted", now), self._total, now)
+
+    def _model(self) -> Model:
+        settings = self._settings
+        return Model(
+            name=settings.model, fingerprint=settings.identity or f"scripted:{settings.model}", loaded=True,
+            weights=self._weights, kv_per_token=settings.kv_per_token, context=settings.context,
+            prefill_speed=PREFILL_SPEED,
+            decode_speed=1000 / max(settings.step_ms, 0.001), groups=self._ledger.groups(),
+            expected_output=settings.tokens, features=("tools",) if settings.tools else (),
+        )  # fmt: skip
+
+
+def build(settings: NodeSettings, recorder: Recording) -> Scripted:
+    """Make the scripted engine."""
+    return Scripted(settings.engine.scripted, recorder)

@@ -1,0 +1,236 @@
+"""From token ids to what a client sees: content, reasoning and tool calls. A pure function of the ids.
+
+    id ─► text (whole characters) ─► cut at markers ─┬─► reasoning   without newlines at its ends
+                                                     ├─► tool block ─► calls, or content as it was written
+                                                     └─► content ─► stop strings
+
+Streams are resumed by feeding the same ids to a new pipeline and dropping what comes out; so nothing here may depend on
+anything else: no clock, no chance, no state shared between pipelines. Each stage holds back only what later text can
+still change: half a character, what may become a marker, newlines that may end a thought, the beginning of a stop
+string. `finish` gives all of it.
+
+Rules
+- Nothing of a stop string is ever shown, and nothing after it. Only content is searched: reasoning and calls are not.
+- Newlines beside a marker belong to it: a thought has none at its ends, content none after a marker. Once content
+  was shown, newlines after a marker part it from more content; they vanish where no more comes.
+- No text is lost: a block that is no call, or is not finished, becomes content with its markers.
+- Nothing raises, whatever the ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from node.engine.text.markers import INNER, NORMAL, REASONING, TOOL, Place
+from node.engine.text.stop_strings import Stops
+from node.engine.text.tool_call_parser import Calls
+from wire.frames import Channel
+
+Pieces = tuple[tuple[Channel, str], ...]
+
+
+class Decoder(Protocol):
+    """Token ids to text, whole characters only."""
+
+    def feed(self, token: int) -> str:
+        """Take an id; give the text that became final."""
+        ...
+
+    def flush(self) -> str:
+        """Give what was held back, broken characters replaced."""
+        ...
+
+
+class Cutter(Protocol):
+    """Text cut at markers, which are taken out."""
+
+    def feed(self, text: str) -> Sequence[tuple[Place, str]]:
+        """Take text; give each place passed with the text in it, from the current place on."""
+        ...
+
+    def flush(self) -> str:
+        """Give what was held back as the possible beginning of a marker: text of the current place."""
+        ...
+
+
+class AnswerFormat(Protocol):
+    """Format that a grammar forces on an answer."""
+
+    @property
+    def tools(self) -> str:
+        """Tools as the parser of calls needs them, as JSON; empty for those of the request."""
+        ...
+
+    def beginning(self) -> Place:
+        """Return the place of the first token."""
+        ...
+
+    def cutter(self) -> Cutter:
+        """Return a cutter for the text of one answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one token gave. `stopped`: a stop string is complete, and no more will come."""
+
+    pieces: Pieces = ()
+    stopped: bool = False
+
+
+class TextPipeline:
+    """One choice's text; see the module's text. `place` is where the answer begins; with `one_call` it ends with its
+    first call. `thought` counts the tokens that were reasoning."""
+
+    def __init__(
+        self, decoder: Decoder, cutter: Cutter, place: Place, stops: Stops, calls: Calls, *, one_call: bool = False
+    ) -> None:
+        self._decoder = decoder
+        self._cutter = cutter
+        self._place = place
+        self._stops = stops
+        self._calls = calls
+        self._one_call = one_call
+        self.thought = 0
+        self._reasoning = _Thoughts()
+        self._block: list[str] = []
+        self._gap: str | None = None
+        self._shown = False
+        self._stopped = False
+        self._pieces: list[tuple[Channel, str]] = []
+
+    def feed(self, token: int) -> Step:
+        """Take one token of the answer; the token that only ends it gives nothing."""
+        if not self._stopped:
+            self._take(self._decoder.feed(token))
+            self.thought += self._place.state == REASONING
+        return Step(self._given(), self._stopped)
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the answer; empty if none did."""
+        return self._stops.found
+
+    def finish(self, reason: str) -> tuple[Pieces, str]:
+        """End the answer: give what was held back, and the reason (`stop` or `length`) as a client should read it."""
+        if not self._stopped:
+            self._take(self._decoder.flush())
+            self._put(self._cutter.flush())
+            self._end_block()
+        if not self._stopped:
+            self._show(Channel.CONTENT, self._stops.flush())
+        elif reason == "length":
+            reason = "stop"
+        return self._given(), "tool_calls" if reason == "stop" and self._calls.count else reason
+
+    def _given(self) -> Pieces:
+        pieces, self._pieces = self._pieces, []
+        return tuple(pieces)
+
+    def _take(self, text: str) -> None:
+        for place, part in self._cutter.feed(text) if text else ():
+            if self._stopped:
+                return
+            if place != self._place:
+                self._move(place)
+            self._put(part)
+
+    def _move(self, place: Place) -> None:
+        left, self._place = self._place, place
+        if left.state in (TOOL, INNER):
+            self._close_block(left, place)
+        elif left.state == REASONING:
+            self._gap = ""
+        if place.state == REASONING:
+            self._reasoning.open()
+        elif place.state in (TOOL, INNER):
+            self._block = []
+
+    def _put(self, text: str) -> None:
+        """Add text of the current place. Text of places that only a model's own format knows is not for the client."""
+        if not text or self._stopped:
+            return
+        if self._place.state == NORMAL:
+            self._add_content(text)
+        elif self._place.state == REASONING:
+            self._show(Channel.REASONING, self._reasoning.feed(text))
+        elif self._place.state in (TOOL, INNER):
+            self._block.append(text)
+
+    # tool blocks
+
+    def _close_block(self, left: Place, place: Place) -> None:
+        body = "".join(self._block)
+        if left.state == INNER and place.marker != self._calls.end:
+            self._show(Channel.REASONING, self._reasoning.feed(left.marker + body))
+            self._gap = ""
+        else:
+            self._read_block(body, left.marker, place.marker)
+
+    def _end_block(self) -> None:
+        """Take the block that the end of the answer cut off; it is whole only for parsers that know no end."""
+        if self._stopped or self._place.state not in (TOOL, INNER):
+            return
+        body = "".join(self._block)
+        if self._calls.end:
+            self._add_content(self._place.marker + body)
+        else:
+            self._read_block(body, self._place.marker, "")
+
+    def _read_block(self, body: str, start: str, end: str) -> None:
+        calls = self._calls.read(body)
+        shown = calls[:1] if self._one_call else calls
+        self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
+        if calls:
+            self._gap = ""
+            self._stopped = self._one_call
+        else:
+            self._add_content(start + body + end)
+
+    # what is shown
+
+    def _add_content(self, text: str) -> None:
+        if self._gap is not None:
+            words = text.lstrip("\n")
+            self._gap += text[: len(text) - len(words)]
+            if not words:
+                return
+            text = (self._gap if self._shown else "") + words
+            self._gap = None
+        self._shown = True
+        shown, self._stopped = self._stops.feed(text)
+        self._show(Channel.CONTENT, shown)
+
+    def _show(self, channel: Channel, text: str) -> None:
+        if not text:
+            return
+        if self._pieces and self._pieces[-1][0] is channel:
+            text = self._pieces.pop()[1] + text
+        self._pieces.append((channel, text))
+
+
+class _Thoughts:
+    """Reasoning without newlines at either end, in one block or several; a newline parts two blocks."""
+
+    def __init__(self) -> None:
+        self._fresh = True
+        self._shown = False
+        self._held: str = ""
+
+    def open(self) -> None:
+        """Begin a block: what the last one held back was its end."""
+        self._fresh = True
+        self._held = "\n" if self._shown else ""
+
+    def feed(self, text: str) -> str:
+        """Take text of the block; give what is certainly not its end."""
+        if self._fresh:
+            text = text.lstrip("\n")
+        if not text:
+            return ""
+        self._fresh = False
+        text = self._held + text
+        shown = text.rstrip("\n")
+        self._held = text[len(shown) :]
+        self._shown = self._shown or bool(shown)
+        return shown

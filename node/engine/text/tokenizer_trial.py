@@ -1,0 +1,125 @@
+"""Try the chat template and the tokenizer of a model in a separate process before the engine uses them.
+
+Both come with the model. A template that never ends, or a regular expression of a tokenizer with unbounded time, would
+block a thread of the engine and every request on it. The process loads the tokenizer and tokenizes some prompts
+(`tokenizer_trial_main`), with a limit of CPU time and of memory. Results are kept by fingerprint: a model is tried once
+on a machine.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from node.engine.text.tokenizer import TokenizerError
+from node.memory.sensor import footprint_of
+from wire.units import MIB, show_size
+
+CPU_SECONDS = 30
+"""Seconds of CPU for the trial. Importing transformers takes 2, a tokenizer of 262,000 tokens 4, the prompts 1."""
+CLOCK_SECONDS = 120.0
+"""Seconds of the clock, for a machine that is busy."""
+MEMORY = 768 * MIB
+"""Bytes that the process may take beside 40 times the files of the tokenizer. It takes 350 MB with a small one."""
+PER_FILE_BYTE = 40
+LOOK = 0.02
+FILE = "trials.json"
+MOST = 1024
+"""Models that are kept; of more the oldest are tried again."""
+FAILED = 3
+"""The exit code of a process whose tokenizer cannot be loaded: `load` says why."""
+
+log = structlog.get_logger("engine.trial")
+
+
+class Trials:
+    """What was tried, in a file of `folder`; None: kept in memory only."""
+
+    def __init__(self, folder: Path | None, *, cpu: int = CPU_SECONDS, memory: int = MEMORY) -> None:
+        self._file = None if folder is None else folder / FILE
+        self._cpu = cpu
+        self._memory = memory
+        self._passed: dict[str, None] = dict.fromkeys(_read(self._file))
+        self._failed: dict[str, str] = {}
+
+    def run(self, folder: Path, fingerprint: str, files: int) -> None:
+        """Try the model in `folder`, unless its fingerprint was tried before; `files` are the bytes of its tokenizer.
+        Raises TokenizerError with the reason where the model may not be used."""
+        if fingerprint in self._passed:
+            return
+        if fingerprint not in self._failed:
+            began = time.monotonic()
+            wrong = self._try(folder, files)
+            log.info("trial", model=folder.name, wrong=wrong, seconds=round(time.monotonic() - began, 2))
+            if not wrong:
+                self._keep(fingerprint)
+                return
+            self._failed[fingerprint] = wrong
+        raise TokenizerError(f"{folder.name}: {self._failed[fingerprint]}")
+
+    def cause(self, fingerprint: str) -> str:
+        """Return why the model with this fingerprint may not be used; empty when it passed or was not tried yet."""
+        return self._failed.get(fingerprint, "")
+
+    def need(self, fingerprint: str, files: int) -> int:
+        """Return the bytes that a trial of this model may take; 0 where none is needed."""
+        tried = fingerprint in self._passed or fingerprint in self._failed
+        return 0 if tried else self._memory + PER_FILE_BYTE * files
+
+    def _try(self, folder: Path, files: int) -> str:
+        """Run the process; return what is wrong with the model, empty if nothing is."""
+        most, deadline = self._memory + PER_FILE_BYTE * files, time.monotonic() + CLOCK_SECONDS
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", "node.engine.text.tokenizer_trial_main", str(folder), str(self._cpu)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            try:
+                while process.poll() is None:
+                    taken = footprint_of((process.pid,)) or 0
+                    if taken > most:
+                        return (
+                            f"its template or tokenizer took {show_size(taken)} for prompts of 20 kB "
+                            f"({show_size(most)} are allowed): it is not used"
+                        )  # fmt: skip
+                    if time.monotonic() > deadline:
+                        return f"its template or tokenizer did not end within {CLOCK_SECONDS:.0f} s: it is not used"
+                    try:
+                        process.wait(LOOK)
+                    except subprocess.TimeoutExpired:
+                        continue
+            finally:
+                if process.poll() is None:
+                    process.kill()
+        if process.returncode in (0, FAILED):
+            return ""
+        return f"its template or tokenizer took more than {self._cpu} s for prompts of 20 kB: it is not used"
+
+    def _keep(self, fingerprint: str) -> None:
+        self._passed[fingerprint] = None
+        while len(self._passed) > MOST:
+            del self._passed[next(iter(self._passed))]
+        if self._file is None:
+            return
+        part = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(list(self._passed)))
+            part.replace(self._file)
+        except OSError as error:
+            log.warning("trials not kept", error=str(error)[:200])
+
+
+def _read(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[str])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("trials unreadable", error=str(error)[:200])
+        return []

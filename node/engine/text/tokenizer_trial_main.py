@@ -1,0 +1,58 @@
+"""Loads a model's tokenizer and puts prompts into tokens, as the process that `trial` starts:
+
+    python -P -m node.engine.text.tokenizer_trial_main FOLDER CPU_SECONDS
+
+It ends itself by a timer of CPU time, which no native call delays. Errors of the template or the tokenizer are no
+reason to refuse the model: each fails the request that meets it.
+"""
+
+import contextlib
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from node.engine.text.tokenizer import TemplateFailed, TokenizerError, load
+from node.engine.text.tokenizer_trial import FAILED
+from wire.frames import Generate, Message, Params
+
+LENGTH = 20_000
+"""Characters of the longest texts: more than an expression with exponential time needs to show it."""
+PIECES = (
+    "a", " ", "\n", "1", "!", "a ", "aA1!", "\u00e9", "\u6f22", "\U0001f44d\U0001f3fd", ". ", "\t \n", "_-",
+    "'s ", "\r\n", "<|", "{{", "a" * 63 + "!",
+)  # fmt: skip
+"""Texts are repetitions of these, alone and with another end: what expressions of tokenizers match greedily."""
+TOOLS = '[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]'
+
+
+def prompts() -> Iterator[Generate]:
+    """Yield the prompts of a trial: conversations of usual shapes, with and without tools, and long texts."""
+    user, model = Message("user", "Hello, how are you?"), Message("assistant", "Fine!")
+    for messages in ((user,), (Message("system", "Be brief."), user), (user, model, user), (user, model) * 20):
+        for tools in ("", TOOLS):
+            yield Generate(1, 1, "trial", "m", messages, Params(), 0, tools=tools)
+    for piece in PIECES:
+        for end in ("", "!", "\u00e9"):
+            text = (piece * LENGTH)[:LENGTH] + end
+            yield Generate(1, 1, "trial", "m", (Message("user", text),), Params(), 0)
+
+
+def main() -> int:
+    """Try the model in the folder that the command line names; return the exit code."""
+    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        tokenizer = load(folder)
+    except TokenizerError:
+        return FAILED
+    for prompt in prompts():
+        with contextlib.suppress(TemplateFailed):
+            tokenizer.prompt(prompt)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Supervision of the engine process: start, restart, quarantine of models, environment and stderr."""

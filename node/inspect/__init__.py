@@ -1,0 +1,1 @@
+"""Descriptions of a node for `cluster doctor` and `cluster config`."""

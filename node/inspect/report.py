@@ -1,0 +1,184 @@
+"""Tells what the node's side of this machine looks like, as JSON, and changes nothing: `python -m node.inspect.report`.
+
+`cluster doctor` and `cluster config` start it, because the coordinator's package knows nothing of the node's settings,
+identity and memory. Where a node runs in the state folder, its own settings are what the machine is judged by; where
+none runs, those that a start would use. It prints no secret: of the identity only what its certificate tells everybody.
+"""
+
+import argparse
+import json
+import os
+import socket
+import ssl
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from host.settings_loader import (
+    Flat,
+    Resolved,
+    SettingsError,
+    drifted,
+    explained,
+    faults,
+    from_environment,
+    from_pairs,
+    from_tree,
+)
+from node.agent.enrollment import EnrolError, parse_address
+from node.agent.identity import Identity, IdentityError, authority_context, load_identity, proves_coordinator
+from node.agent.machine_id import machine_id
+from node.inspect.running_settings import running
+from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
+from node.memory.metal_limit import read_device
+from node.memory.sensor import open_machine
+from node.models.catalogue import hub_folder
+from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
+from wire.certificate import read_certificate
+
+OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
+DIAL_SECONDS = 2.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what was asked for; exit code 0 unless the arguments are wrong."""
+    parser = argparse.ArgumentParser(prog="examine", allow_abbrev=False)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--file", type=Path, help="another file than STATE/config.toml")
+    parser.add_argument("--set", action="append", default=[], dest="pairs")
+    parser.add_argument("--settings-only", action="store_true")
+    options = parser.parse_args(arguments)
+    file: Path = options.file or options.state / "config.toml"
+    found = settings(file, os.environ, options.pairs)
+    made, now = found.pop("made"), running(options.state / "node", OTHERS)
+    found["running"] = None if now is None else about_running(now, file)
+    if not options.settings_only:
+        found |= about_machine(options.state, made if now is None else now.value)
+    print(json.dumps(found, default=str))
+    return 0
+
+
+def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
+    """Give the node's settings one by one with their origins, or what is wrong with them; `made` is the value."""
+    layers: list[tuple[str, Flat]] = []
+    try:
+        layers.append((str(file), from_tree(tomllib.loads(file.read_text()) if file.exists() else {})))
+        layers += [("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
+        resolved = resolve(layers, OTHERS)
+    except (OSError, ValueError) as error:
+        wrong = [one for _, flat in layers for one in faults(NodeSettings, flat, OTHERS, check)]
+        resolved = _without(layers, {one.key for one in wrong})
+        told: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
+    else:
+        told = {"error": "", "faults": []}
+    return {**told, "settings": list(explained(resolved)), "made": resolved.value}
+
+
+def about_running(now: Resolved[NodeSettings], file: Path) -> dict[str, Any]:
+    """Give the settings of the node that runs, one by one, and which of them its file tells differently by now."""
+    rows = explained(now)
+    try:
+        later = drifted(rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS)
+    except (OSError, ValueError):
+        later = []  # what is wrong in the file is told as that
+    return {"settings": rows, "drift": [asdict(one) for one in later]}
+
+
+def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Resolved[NodeSettings]:
+    """Resolve what is left without the settings that are wrong; the defaults where the rest contradicts itself."""
+    kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
+    try:
+        return resolve(kept, OTHERS)
+    except SettingsError:
+        return resolve([], OTHERS)
+
+
+def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
+    """Give the machine, its identity, what its cap follows from, the folders of models, and who answers where."""
+    machine = machine_id(made.node.machine)
+    standing = open_machine(made)
+    bounds = standing.bounds()
+    device = read_device(state / "node", standing.hardware, bounds.wired)
+    return {
+        "machine": machine,
+        "hardware": asdict_of(standing.hardware),
+        "memory": {**memory(made, with_device(bounds, device)), "metal_reported": device is not None},
+        "engine": made.engine.kind,
+        "video": {"enabled": made.worker.enabled, "first_port": made.worker.ray_ports},
+        "folders": [str(Path(folder).expanduser()) for folder in made.models.folders]
+        + ([str(hub_folder(os.environ))] if made.models.hub else []),
+        "sections": sorted(SECTIONS),
+        **identity(state / "node" / "identity", machine),
+    }
+
+
+def asdict_of(struct: Any) -> dict[str, Any]:
+    """Give a msgspec struct as a dictionary."""
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
+    """Give the cap in bytes with the term that binds, or why there is none; `safe` is the highest wired limit in bytes
+    that leaves the system what the tier says."""
+    told: dict[str, Any] = {"total": bounds.total, "metal": bounds.metal, "container": bounds.container,
+                            "safe": safe_wired_limit(made.memory.tier, bounds.total)}  # fmt: skip
+    try:
+        cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.above_metal)
+        margin = resolve_margin(made.memory.margin, cap.bytes)
+    except SettingsError as error:
+        return {**told, "error": str(error)}
+    return {**told, "error": "", "cap": cap.bytes, "bound_by": cap.bound_by, "remedy": cap.remedy,
+            "warning": cap.warning or margin.warning, "margin": margin.bytes,
+            "margin_measured": made.memory.margin == AUTO, "guard": made.memory.guard}  # fmt: skip
+
+
+def identity(folder: Path, machine: str) -> dict[str, Any]:
+    """Give who this node is and who answers at the addresses that it remembers; None where it has not joined."""
+    try:
+        known = load_identity(folder, machine)
+    except IdentityError as error:
+        return {"identity": None, "identity_error": str(error), "dialled": []}
+    if known is None:
+        return {"identity": None, "identity_error": "", "dialled": []}
+    leaf = read_certificate(known.certificate)
+    with ThreadPoolExecutor(max(1, len(known.addresses))) as pool:
+        waiting = [pool.submit(dial, known, address) for address in known.addresses]
+        dialled = [one.result() for one in waiting]
+    return {
+        "identity": {"node": known.node, "name": known.name, "cluster": known.cluster, "expires": leaf.expires,
+                     "authority_expires": read_certificate(known.ca).expires},
+        "identity_error": "",
+        "dialled": dialled,
+    }  # fmt: skip
+
+
+def dial(known: Identity, address: str) -> dict[str, Any]:
+    """Connect to an address, prove who answers by the cluster's CA, and hang up before a word is said."""
+    told: dict[str, Any] = {"address": address, "errno": None, "seconds": None, "proven": None, "error": "",
+                            "expires": None}  # fmt: skip
+    try:
+        where, began = parse_address(address), time.monotonic()
+        with socket.create_connection(where, DIAL_SECONDS) as line:
+            told |= {"errno": 0, "seconds": time.monotonic() - began}
+            with authority_context(known.ca).wrap_socket(line) as secure:
+                der = secure.getpeercert(binary_form=True)
+                told |= {"proven": proves_coordinator(secure, known.cluster),
+                         "expires": read_certificate(der).expires if der else None}  # fmt: skip
+    except ssl.SSLCertVerificationError as error:
+        told |= {"proven": False, "error": error.verify_message}
+    except TimeoutError:
+        told["error"] = "no answer"
+    except OSError as error:
+        told |= {"errno": error.errno if told["errno"] is None else 0, "error": error.strerror or str(error)}
+    except EnrolError as error:
+        told["error"] = str(error)
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

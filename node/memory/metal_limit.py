@@ -1,0 +1,51 @@
+"""Metal's limit as this machine's device reported it, kept in STATE/node/metal.json (0600) for later starts.
+
+A figure belongs to a chip, its RAM, a version of the system and a value of `iogpu.wired_limit_mb`. A file that differs
+from this machine in one of them is ignored, as is one that cannot be read: a guess serves until the engine's report.
+"""
+
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from host.private_files import private_folder, write_private
+from node.memory.cap import Device
+from wire.report import Hardware
+
+FILE = "metal.json"
+
+log = structlog.get_logger("node.memory.metal_limit")
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file: what the figure belongs to, and the figure; sizes in bytes."""
+
+    chip: str
+    memory: int
+    system: str
+    wired: int | None
+    limit: int
+
+
+def read_device(folder: Path, hardware: Hardware, wired: int | None) -> Device | None:
+    """Return the figure that was kept for this machine, whose `iogpu.wired_limit_mb` is now `wired` bytes (None: not
+    set); None where there is none."""
+    try:
+        kept = msgspec.json.decode((folder / FILE).read_bytes(), type=_Kept)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    device = Device(kept.limit, wired)
+    return device if kept.limit > 0 and kept == _belongs(hardware, device) else None
+
+
+def write_device(folder: Path, hardware: Hardware, device: Device) -> None:
+    """Keep a figure for later starts. A disk that takes no more stops no node: the next start guesses again."""
+    try:
+        write_private(private_folder(folder) / FILE, msgspec.json.encode(_belongs(hardware, device)))
+    except OSError as error:
+        log.warning("metal limit not kept", error=str(error))
+
+
+def _belongs(hardware: Hardware, device: Device) -> _Kept:
+    return _Kept(hardware.chip, hardware.memory, hardware.system, device.wired, device.limit)

@@ -1,0 +1,151 @@
+"""The poll: reads the engine and the machine from outside, puts limits in force, and lets the enforcer act.
+
+It is the agent's half of the memory safety, and runs for as long as the agent does: whatever happens in one look, the
+next is planned. What changes at the engine (work came, a new process is up) brings the next look forward.
+"""
+
+import asyncio
+import time
+
+import structlog
+from msgspec.structs import replace
+
+from node.engine_process.supervisor import Supervisor
+from node.memory import enforcer
+from node.memory.enforcer import End, Seen, State, Tell
+from node.memory.limits import Limiter
+from node.memory.reading import Spare
+from node.memory.sensor import Machine
+from node.memory.timer import Alarm
+from wire.capacity.arithmetic import Fits, judge_load
+from wire.frames import Limits
+from wire.report import Enforcement, Level, Memory, System
+
+WARN_EVERY = 600.0
+"""Seconds after which the log says again what makes this node less safe than it could be."""
+
+log = structlog.get_logger("node.memory.poll")
+
+
+def margin_in_force(limits: Limits, said: Memory) -> int:
+    """Return the margin in bytes by which the engine's gate judges, from its report `said`.
+
+    The gate decides an automatic margin, because only the engine has the profiles from which it follows. It depends on
+    the cap: before the first report under the present cap the margin without profiles holds.
+    """
+    decided = limits.margin_auto and said.cap == limits.cap > 0
+    return said.margin if decided else limits.margin
+
+
+class Poll:
+    """Drives limiter and enforcer over one engine. Everything runs on the loop that called `start`."""
+
+    def __init__(self, limiter: Limiter, machine: Machine, supervisor: Supervisor) -> None:
+        self._limiter = limiter
+        self._machine = machine
+        self._supervisor = supervisor
+        self._alarm = Alarm(self.look)
+        self._looked = 0.0
+        self._warned = time.monotonic()
+        self._phys: int | None = None
+        self._spare: Spare = machine.spare()
+        self.state = State()
+
+    def start(self) -> None:
+        """Look now, so that the first engine finds its limits, and from now on."""
+        self.look()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._alarm.cancel()
+
+    def changed(self) -> None:
+        """Something changed at the engine: look sooner where that is due, and at once at a new process."""
+        now = asyncio.get_running_loop().time()
+        new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
+        self._alarm.sooner(now if new else max(now, self._looked + self._pause()))
+
+    def look(self) -> None:
+        """Read, put limits in force, enforce."""
+        loop = asyncio.get_running_loop()
+        self._looked = loop.time()
+        try:
+            self._look(time.monotonic())
+        finally:
+            self._alarm.set(self._looked + self._pause())
+
+    def _look(self, now: float) -> None:
+        supervisor = self._supervisor
+        self._phys, self._spare = supervisor.phys().phys, self._machine.spare()
+        report = supervisor.report
+        if report is not None and supervisor.ready is not None:
+            self._limiter.report_metal(supervisor.ready, report.metal_limit)
+        limits = self._limiter.poll(self._held(), supervisor.set_limits)
+        seen = Seen(supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until)
+        before = self.state.level
+        self.state, actions = enforcer.step(self.state, seen, now)
+        if self.state.level != before and self._tells(seen.memory):
+            log.warning("over", level=self.state.level.name, phys=self._phys, cap=limits.cap, ceiling=limits.ceiling,
+                        margin=seen.memory.margin, leases=limits.leases, bound_by=limits.bound_by)  # fmt: skip
+        for action in actions:
+            self._act(action)
+        if self.state.asked:
+            supervisor.ping()
+        if now - self._warned >= WARN_EVERY:
+            self._warned = now
+            self._limiter.warn()
+
+    def _tells(self, memory: Memory) -> bool:
+        """Return whether the level deserves a warning. A load may take the margin (`arithmetic.judge_load`):
+        a headroom below 0 is none while models are loaded and everything held fits under the ceiling."""
+        if self.state.level is not Level.OVER_SOFT:
+            return self.state.level is Level.OVER_HARD
+        return not isinstance(judge_load(memory, 0), Fits)
+
+    def _held(self) -> int | None:
+        """Return the footprint in bytes that the ceiling follows from: 0 without an engine, None when unreadable."""
+        return 0 if self._supervisor.pid is None else self._phys
+
+    def _judged(self, limits: Limits) -> Memory:
+        """Put our own reading, and the limits of this moment, into what the engine last said of itself."""
+        report = self._supervisor.report
+        said = report.memory if report else Memory()
+        return replace(
+            said, phys=self._phys, cap=limits.cap, ceiling=limits.ceiling, margin=margin_in_force(limits, said),
+            leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard,
+        )  # fmt: skip
+
+    def _act(self, action: enforcer.Action) -> None:
+        match action:
+            case Tell():
+                self._supervisor.enforce(action.order)
+            case End():
+                log.error("engine ended", reason=action.blame)
+                self._supervisor.end(action.blame)
+
+    def _pause(self) -> float:
+        report = self._supervisor.report
+        models = report.models if report else ()
+        busy = bool(self._supervisor.live) or any(model.loading for model in models)
+        return enforcer.pause(self.state, busy=busy, loaded=any(model.loaded for model in models))
+
+    def memory(self) -> Memory:
+        """Read the engine now, and put it beside the limits of this moment."""
+        self._phys = self._supervisor.phys().phys
+        return self._judged(self._limiter.now(self._held()))
+
+    # what the report says of it
+
+    def system(self) -> System:
+        """Give the last reading of the machine, with its age."""
+        spare = self._spare
+        age = max(0.0, time.monotonic() - spare.at)
+        return System(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
+
+    def enforcement(self) -> Enforcement:
+        """Give what the engine is held to, and how that went."""
+        state, limiter, highs = self.state, self._limiter, self._supervisor.highs()
+        return Enforcement(
+            state.level, self._phys, highs.lifetime, highs.interval, limiter.cap.bound_by, limiter.standing.remedy,
+            limiter.tier, (*limiter.warnings(), *self._supervisor.warnings), state.polls, state.over_caps, state.kills,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Models on the disk of this Mac, and the embedded model."""

@@ -1,0 +1,515 @@
+"""The models that lie on this machine: found in folders and in Hugging Face's cache, described without loading them.
+
+A model is a folder with `config.json` and `model*.safetensors`. A diffusers package (`model_index.json`) is something
+else and never taken for one, nor are its parts. What cannot be served keeps its name and says why, so that a person who
+asks for it learns it.
+
+Two nodes hold the same model if its fingerprints are equal: sha256 over the files that change prompts or answers
+(`_IDENTITY`), the headers of its weights (names, shapes, types and offsets of every tensor) and samples of every
+tensor: its first, middle and last SAMPLE bytes. Other weights of the same shapes are therefore another model. A change
+that touches no sample is not seen; hashing everything takes seconds for each GiB, samples of 111 tensors 1.4 ms.
+
+The files of a loaded model may be replaced. Its description is kept while it is loaded (`hold`), because the weights in
+memory, their tokenizer and their fingerprint belong together; `replacement` returns what the disk holds by now.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import structlog
+
+from node.engine.models.model_descriptor import Found
+from node.settings import ModelSettings
+from wire.identity import valid_model
+from wire.report import Kv, Transient
+
+MODEL, PACKAGE = "config.json", "model_index.json"
+"""The files by which a model and a diffusers package are known."""
+DEPTH = 3
+"""Levels below a configured folder: FOLDER/publisher/model and one more."""
+MOST_FOLDERS = 20_000
+"""Folders looked at in one scan; a home directory by mistake must not hang a node."""
+LONGEST_HEADER = 100 * 1024 * 1024
+"""Bytes of a safetensors header (the format's own limit)."""
+FRESH = 2.0
+"""Seconds for which a scan is not repeated because of an unknown name."""
+EVERY = 30.0
+"""Seconds between two scans of a node that is at rest."""
+STEP = 256
+DEFAULT_CONTEXT = 4096
+EMBEDDED = Path(__file__).with_name("macpool-tiny")
+SAMPLE = 4096
+"""Bytes of one sample of a tensor: a page of most disks, so a smaller one is read no sooner."""
+GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
+_IDENTITY = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "tiktoken.model", "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "modules.json", "1_Pooling/config.json",
+)  # fmt: skip
+"""Files beside the weights that change prompts or answers."""
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+_NESTED = ("text_config", "language_config", "llm_config")
+_OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
+_FUSED = frozenset({64, 72, 80, 96, 128})
+"""Head sizes for which Metal has attention that writes no scores (read in MLX)."""
+_LATENT = frozenset({
+    "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_linear", "mistral4",
+})  # fmt: skip
+"""Models whose compressed attention (MLA) keeps what is compressed; others expand it to keys and values first."""
+_INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Of these, models that keep an index beside it, as keys and (empty) values."""
+_STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
+_WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
+
+Config = Mapping[str, Any]
+log = structlog.get_logger("node.models.catalogue")
+
+
+class Digest(Protocol):
+    """A hash that takes bytes."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take more."""
+        ...
+
+
+class Library:
+    """The models known at the last scan. Scanned on one thread; the others see a whole picture or the one before."""
+
+    def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
+        self._settings = settings
+        self._hub = hub_folder(environment) if settings.hub else None
+        self._known: Mapping[str, Found] = {}
+        self._held: Mapping[str, Found] = {}
+        self._described: dict[Path, tuple[tuple[object, ...], Found]] = {}
+        self._scanned = -EVERY
+
+    def known(self) -> Mapping[str, Found]:
+        """Return all models by name, with those that cannot be served."""
+        return {**self._known, **self._held}
+
+    def find(self, name: str) -> Found | None:
+        """Return a model by its name; None if it is not known."""
+        return self._held.get(name) or self._known.get(name)
+
+    def look(self, name: str) -> Found | None:
+        """Return a model by its name, after a new scan if it is not known: it may just have been downloaded."""
+        if self.find(name) is None and time.monotonic() - self._scanned > FRESH:
+            self.scan()
+        return self.find(name)
+
+    def hold(self, found: Found) -> None:
+        """Keep the description of a model that is loaded, until `release`."""
+        self._held = {**self._held, found.name: found}
+
+    def release(self, name: str) -> None:
+        """Describe a model by what the disk holds again: it was unloaded."""
+        self._held = {other: found for other, found in self._held.items() if other != name}
+
+    def replacement(self, found: Found) -> Found | None:
+        """Return the model that the disk held at the last scan in place of a loaded one; None if it is the same, or is
+        gone, or cannot be loaded."""
+        newest = self._known.get(found.name)
+        return None if newest is None or newest.cause or newest.fingerprint == found.fingerprint else newest
+
+    def unchanged(self, found: Found) -> bool:
+        """Describe a model again, whatever the last scan found, and return whether it is still the same."""
+        try:
+            newest = describe(found.name, Path(found.folder))
+        except OSError:
+            return False
+        if newest is not None and newest.fingerprint != found.fingerprint:
+            self._known = {**self._known, found.name: newest}
+        return newest is not None and newest.fingerprint == found.fingerprint
+
+    def refresh(self) -> bool:
+        """Scan again if the last time was long ago; say whether anything changed."""
+        if time.monotonic() - self._scanned < EVERY:
+            return False
+        before = self._known
+        self.scan()
+        return self._known != before
+
+    def scan(self) -> None:
+        """Look through all folders. The embedded model is served where nothing else is."""
+        found: dict[str, Found] = {}
+        for name, folder in self._places():
+            if name not in found and valid_model(name):
+                described = self._describe(name, folder)
+                if described is not None:
+                    found[name] = described
+        if all(one.cause for one in found.values()):
+            embedded = self._describe(EMBEDDED.name, EMBEDDED)
+            found |= {embedded.name: embedded} if embedded is not None else {}
+        self._known, self._scanned = found, time.monotonic()
+
+    def _places(self) -> Iterator[tuple[str, Path]]:
+        for folder in self._settings.folders:
+            yield from roots(Path(folder).expanduser())
+        if self._hub is not None:
+            yield from snapshots(self._hub)
+
+    def _describe(self, name: str, folder: Path) -> Found | None:
+        """Describe a folder, or take the description from last time if none of its files changed."""
+        try:
+            state = _state(folder)
+            kept = self._described.get(folder)
+            if kept is not None and kept[0] == (name, *state):
+                return kept[1]
+            found = describe(name, folder)
+        except OSError as error:
+            return Found(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
+        except Exception as error:  # whatever a stranger's files make of us, the others are served
+            return Found(name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
+        if found is not None:
+            self._described[folder] = ((name, *state), found)
+        return found
+
+
+def hub_folder(environment: Mapping[str, str]) -> Path:
+    """Say where Hugging Face's cache is, by the variables that its own library reads."""
+    if "HF_HUB_CACHE" in environment:
+        return Path(environment["HF_HUB_CACHE"])
+    home = environment.get("HF_HOME") or os.path.join(
+        environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    return Path(home) / "hub"
+
+
+def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+    """Find model folders at or below `top`, or diffusers packages by their marker; a name is the path below it, or the
+    folder's own name for itself. Neither lies in the other."""
+    looked = 0
+    waiting: list[tuple[Path, int]] = [(top, 0)]
+    while waiting and looked < MOST_FOLDERS:
+        folder, depth = waiting.pop(0)
+        looked += 1
+        names = _names(folder)
+        kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
+        if kind == marker or (kind is None and marker == MODEL and _has_gguf(names)):
+            yield (folder.name if folder == top else str(folder.relative_to(top))), folder
+        if kind is None and depth < DEPTH:
+            waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
+
+
+def _has_gguf(names: Iterable[str]) -> bool:
+    return any(name.lower().endswith(".gguf") for name in names)
+
+
+def _descend(path: Path) -> bool:
+    return not path.name.startswith((".", "models--")) and path.is_dir()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+    """Find what is downloaded: `models--publisher--name/snapshots/REVISION`, the revision that `main` names."""
+    for entry in _names(hub):
+        kind, _, rest = entry.partition("--")
+        if kind != "models" or not rest:
+            continue
+        folder = hub / entry
+        snapshot = _snapshot(folder, marker)
+        if snapshot is not None and (marker == PACKAGE or not (snapshot / PACKAGE).exists()):
+            yield rest.replace("--", "/"), snapshot
+
+
+def _snapshot(folder: Path, marker: str) -> Path | None:
+    try:
+        revision = (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        revision = ""
+    named = folder / "snapshots" / revision
+    if revision and (named / marker).exists():
+        return named
+    held = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
+    found = next((one for one in held if (one / marker).exists()), None)
+    if found is None and marker == MODEL:
+        found = next((one for one in held if _has_gguf(_names(one))), None)
+    return found
+
+
+def _state(folder: Path) -> tuple[object, ...]:
+    """Give what changes when any file that matters changes."""
+    files = [folder / name for name in _IDENTITY] + sorted(folder.glob("*.safetensors"))
+    stats = [(str(file), file.stat()) for file in files if file.exists()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def describe(name: str, folder: Path) -> Found | None:
+    """Describe a model's folder; None when it holds no text model. OSError when it cannot be read."""
+    if not (folder / MODEL).exists() and _has_gguf(_names(folder)):
+        return Found(name, folder, cause=GGUF)
+    digest = hashlib.sha256()
+    for part in _IDENTITY:
+        if (folder / part).exists():
+            digest.update(part.encode() + b"\0" + (folder / part).read_bytes())
+    try:
+        config = _object((folder / "config.json").read_bytes())
+    except ValueError as error:
+        return Found(name, folder, cause=f"its config.json is no JSON object: {error}")
+    if not is_text(config):
+        return None
+    if config.get("model_file") is not None:
+        return Found(name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run")
+    weights = read_weights(folder, digest)
+    missing = unknown(config)
+    if missing:
+        log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
+    context = _context(config)
+    return Found(
+        name, folder, digest.hexdigest()[:32], loaded_size(config, weights), context,
+        foresee(config, weights.float_size), weights.cause, forecast(config, weights.float_size), weights.size,
+    )  # fmt: skip
+
+
+def is_text(config: Config) -> bool:
+    """Say whether a config is that of a model that writes text."""
+    if not isinstance(config.get("model_type"), str):
+        return False
+    named = config.get("architectures")
+    if not isinstance(named, Sequence) or not named:
+        return True
+    names = [str(one) for one in cast("Sequence[object]", named)]
+    if any("CausalLM" in one or "LMHeadModel" in one for one in names):
+        return True
+    return "text_config" in config and any("ConditionalGeneration" in one for one in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of all tensors, bytes of one unquantized number, why they cannot be used, and bytes of tensors in fp8."""
+
+    size: int = 0
+    float_size: int = 2
+    cause: str = ""
+    fp8: int = 0
+
+
+def read_weights(folder: Path, digest: Digest) -> Weights:
+    """Read the headers of all weight files and samples of their tensors, feeding both to `digest`."""
+    files = sorted(folder.glob("model*.safetensors"))
+    missing = sorted(_indexed(folder) - {file.name for file in files})
+    if missing:
+        return Weights(cause=f"{len(missing)} of its weight files are missing, {missing[0]} for one: download it again")
+    if not files:
+        return Weights(cause="it has no model*.safetensors")
+    found = Weights()
+    for file in files:
+        try:
+            size, float_size, fp8 = _header(file, digest)
+        except ValueError as error:
+            return Weights(cause=f"{file.name}: {error}")
+        found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
+    return found
+
+
+def loaded_size(config: Config, weights: Weights) -> int:
+    """Return the bytes that weights are expected to take once loaded; building the model gives the exact number.
+
+    mlx-lm converts fp8 checkpoints to bf16, two bytes for one, except where they stay packed (`load_model` in
+    mlx_lm/utils.py: mxfp8, power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt).
+    """
+    found: object = config.get("quantization_config") or _text_config(config).get("quantization_config")
+    method: Config = cast("Config", found) if isinstance(found, dict) else {}
+    packed = method.get("quant_method") not in (None, "fp8") or (
+        method.get("scale_fmt") == "ue8m0" and method.get("weight_block_size") == [32, 32]
+    )
+    return weights.size + (0 if packed or "quantization" in config else weights.fp8)
+
+
+def _indexed(folder: Path) -> set[str]:
+    try:
+        index = _object((folder / "model.safetensors.index.json").read_bytes())
+    except (OSError, ValueError):
+        return set()
+    named = index.get("weight_map")
+    return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
+
+
+def _header(file: Path, digest: Digest) -> tuple[int, int, int]:
+    """Read one header and samples of its tensors. Return the bytes of its tensors, of one of its unquantized numbers
+    (0: none), and of all of its tensors in fp8. ValueError when it is broken."""
+    raw, end = read_header(file)
+    tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
+    digest.update(raw)
+    _sample(file, 8 + len(raw), [one["data_offsets"] for one in tensors], digest)
+    fp8 = sum(one["data_offsets"][1] - one["data_offsets"][0] for one in tensors if one.get("dtype") in _FP8)
+    return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0), fp8
+
+
+def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
+    """Feed the first, middle and last bytes of every tensor to `digest`, in the order of the header. Extents count from
+    `begin`, the end of the header."""
+    with file.open("rb", buffering=0) as opened:
+        for first, last in extents:
+            size = last - first
+            starts = range(0, size, SAMPLE) if size <= 3 * SAMPLE else (0, (size - SAMPLE) // 2, size - SAMPLE)
+            for start in starts:
+                digest.update(os.pread(opened.fileno(), min(SAMPLE, size - start), begin + first + start))
+
+
+def read_header(file: Path) -> tuple[bytes, int]:
+    """Read the header of a safetensors file: as it is, and the bytes of its tensors. ValueError when it is broken, or
+    the file is not whole."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= LONGEST_HEADER:
+            raise ValueError(f"it is no safetensors file, its header claims {length} bytes")
+        raw = opened.read(length)
+        held = os.fstat(opened.fileno()).st_size
+    if len(raw) < length:
+        raise ValueError(f"it is cut off in its header, at {held} bytes")
+    tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
+    end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
+    if 8 + length + end > held:
+        raise ValueError(f"it is cut off: it has {held} bytes of {8 + length + end}, download it again")
+    return raw, end
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """Read a JSON object; ValueError for anything else."""
+    try:
+        found: object = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")  # noqa: TRY004  one error for all broken files
+    return cast("dict[str, Any]", found)
+
+
+def _text_config(config: Config) -> Config:
+    """Give the part of a config that is about text, with older names beside today's. What is nested counts even where
+    the top says a number of layers, too: that may be those of an encoder of pictures."""
+    inner = next((found for key in _NESTED if _counts_layers(found := config.get(key))), None)
+    text = {**config, **cast("Config", inner)} if inner is not None else config
+    return {**{today: text[old] for old, today in _OLDER.items() if old in text}, **text}
+
+
+def _counts_layers(found: object) -> bool:
+    return isinstance(found, dict) and ("num_hidden_layers" in found or "n_layer" in found)
+
+
+def unknown(config: Config) -> tuple[str, ...]:
+    """Name what a config does not say and the bytes of a row follow from; no such byte is foreseen, and the gate asked
+    all the same."""
+    text = _text_config(config)
+    said = {
+        "num_hidden_layers": _whole(text.get("num_hidden_layers")),
+        "num_attention_heads": _whole(text.get("num_attention_heads")),
+        "head_dim or hidden_size": _head_size(text),
+    }
+    return tuple(name for name, value in said.items() if not value)
+
+
+def _context(config: Config) -> int:
+    text = _text_config(config)
+    return next((value for key in _CONTEXTS if (value := _whole(text.get(key)))), DEFAULT_CONTEXT)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def foresee(config: Config, float_size: int) -> Kv:
+    """Foresee what a row takes, from the config alone; measured once the model is loaded (`engine.cache.kv_of`).
+
+    Every layer counts with full keys and values unless the config names its kind; their numbers have the size of the
+    base type, whatever the weights are quantized to.
+    """
+    text = _text_config(config)
+    number = _float_size(text, float_size)
+    layer = _kept(text) * number
+    full, windowed, states = _layers(text)
+    window = _whole(text.get("sliding_window")) if windowed else 0
+    return Kv(full * layer, STEP, states * _state_bytes(text, number), window, windowed * layer)
+
+
+def _kept(text: Config) -> int:
+    """Count the numbers that one layer of attention keeps of a token."""
+    latent, rope = _whole(text.get("kv_lora_rank")), _whole(text.get("qk_rope_head_dim"))
+    kind, nope, value = text.get("model_type"), _whole(text.get("qk_nope_head_dim")), _whole(text.get("v_head_dim"))
+    if latent and kind in _LATENT:
+        return latent + rope + (2 * _whole(text.get("index_head_dim")) if kind in _INDEXED else 0)
+    if latent and nope:
+        return _whole(text.get("num_attention_heads")) * (nope + rope + (value or nope))
+    heads = _whole(text.get("num_key_value_heads")) or _whole(text.get("num_attention_heads")) or 1
+    return 2 * heads * _head_size(text)
+
+
+def _state_bytes(text: Config, number: int) -> int:
+    """Give the bytes that one layer without attention keeps of a row, whatever its length: the end of a convolution,
+    with a delta net its memory in full precision, too; of kinds that we do not know a guess by their width."""
+    hidden, kernel = _whole(text.get("hidden_size")), _whole(text.get("conv_L_cache"))
+    if kernel:
+        return (kernel - 1) * hidden * number
+    sizes = [_whole(text.get(f"linear_{name}")) for name in (
+        "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")]  # fmt: skip
+    if all(sizes):
+        key_heads, key, value_heads, value, kernel = sizes
+        convolved = 2 * key_heads * key + value_heads * value
+        return (kernel - 1) * convolved * number + value_heads * value * key * 4
+    return hidden * 4 * 4
+
+
+def forecast(config: Config, float_size: int) -> Transient:
+    """Foresee what a forward takes for a moment, from the config alone: the scores of one layer (4 bytes each, where
+    attention is not fused), its keys and values once more while they grow, its inner numbers, the logits. Measured
+    forwards take up to ten times as much; nothing is foreseen of what a config does not say."""
+    text = _text_config(config)
+    heads, size = _whole(text.get("num_attention_heads")), _head_size(text)
+    kv_heads = _whole(text.get("num_key_value_heads")) or heads
+    numbers = _whole(text.get("hidden_size")) + _whole(text.get("intermediate_size")) + heads * size
+    logits = 4.0 * _whole(text.get("vocab_size"))
+    pair = 0.0 if sys.platform == "darwin" and size in _FUSED else 4.0 * heads
+    seen = 2.0 * kv_heads * size * _float_size(text, float_size)
+    full, windowed, _ = _layers(text)
+    window = _whole(text.get("sliding_window")) if windowed and not full else 0
+    return Transient(
+        token=4.0 * numbers, pair=pair, seen=seen, logits=logits, step_row=4.0 * numbers + logits,
+        step_seen=4.0 * heads, window=window,
+    )  # fmt: skip
+
+
+def _float_size(text: Config, otherwise: int) -> int:
+    return _SIZES.get(str(text.get("torch_dtype") or text.get("dtype")), 0) or otherwise
+
+
+def _head_size(text: Config) -> int:
+    return _whole(text.get("head_dim")) or _whole(text.get("hidden_size")) // (
+        _whole(text.get("num_attention_heads")) or 1
+    )
+
+
+def _layers(text: Config) -> tuple[int, int, int]:
+    """Count the layers with full attention, with a window, and with a state."""
+    count = _whole(text.get("num_hidden_layers"))
+    kinds = text.get("layer_types")
+    if isinstance(kinds, Iterable) and not isinstance(kinds, str):
+        names = [str(kind) for kind in cast("Iterable[object]", kinds)]
+        states = sum(name in _STATES for name in names)
+        windowed = sum(name in _WINDOWS for name in names) if _whole(text.get("sliding_window")) else 0
+        return len(names) - states - windowed, windowed, states
+    pattern = _whole(text.get("sliding_window_pattern"))
+    if pattern and _whole(text.get("sliding_window")):
+        full = count // pattern
+        return full, count - full, 0
+    interval = _whole(text.get("full_attention_interval"))
+    if interval:
+        return count // interval, 0, count - count // interval
+    return count, 0, 0

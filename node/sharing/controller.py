@@ -1,0 +1,192 @@
+"""Keeps to `node.sharing.policy`: the pause on the disk, the clocks and readings that decide, and what follows from it.
+
+The pause is a file (`host.pause_file`): `cluster pause` on this machine writes it, whether node or coordinator run or
+not, and the coordinator asks for it by a frame. It is looked at once a second, and outlives both.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from host.pause_file import Pause as Kept
+from host.pause_file import PauseFile
+from host.power import Power, read_power
+from node.settings import AgentSettings
+from node.sharing.policy import (
+    SHARED,
+    Act,
+    Facts,
+    Grace,
+    Holds,
+    Pause,
+    Rule,
+    Standing,
+    When,
+    due,
+    read_hours,
+    standing,
+    too_low,
+)
+from wire.frames import Pause as Order
+from wire.report import Sharing
+
+LOOK_SECONDS = 1.0
+"""From one look at the pause, the clock and what is left here to the next."""
+READ_SECONDS = 5.0
+"""From one reading of mains and last touch to the next: each starts two tools of the system."""
+
+log = structlog.get_logger("node.sharing.controller")
+
+
+class Holder(Protocol):
+    """The node as the sharer sees it."""
+
+    def holds(self) -> Holds:
+        """Say what is here."""
+        ...
+
+    def act(self, act: Act, standing: Standing) -> None:
+        """Do something about it."""
+        ...
+
+    def sharing_changed(self) -> None:
+        """The answer is another: tell the coordinator."""
+        ...
+
+
+class Sharer:
+    """Owns the answer to "does this Mac take work now". Everything runs on the loop that called `start`."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        folder: Path,
+        *,
+        read: Callable[[], Power] = read_power,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        hours = read_hours(settings.share_hours) if settings.share_hours else None
+        self._rule = Rule(When(settings.share), hours, settings.share_idle, settings.share_battery)
+        self._grace = Grace(settings.share_grace, settings.share_video_grace)
+        self._file = PauseFile(folder)
+        self._read, self._wall = read, wall
+        self._power = Power()
+        self._read_at = -math.inf
+        self._low = False
+        self._stamp: tuple[int, int] | None = None
+        self._pause: Pause | None = None
+        self._changed_at = -math.inf
+        self._task: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
+        self.standing: Standing = SHARED
+        self.holder: Holder | None = None
+
+    async def start(self) -> None:
+        """Find the answer before anything is taken, and keep to it from now on."""
+        await self.read_power()
+        self.look()
+        log.info("sharing", when=self._rule.when.value, hours=str(self._rule.hours or ""), battery=self._rule.battery,
+                 shared=self.standing.shared, why=self.standing.why)  # fmt: skip
+        self._task = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Something that was here has ended: look now."""
+        self._woken.set()
+
+    def told(self) -> Sharing:
+        """Give the answer for the report."""
+        one = self.standing
+        return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
+
+    def retry_after(self) -> float | None:
+        """Give the seconds until it shares again, where that is known."""
+        until = self.standing.until
+        return None if until is None else max(1.0, until - self._wall())
+
+    def obey(self, order: Order) -> None:
+        """Pause or resume because the coordinator says so."""
+        try:
+            if order.seconds is None or order.seconds > 0:
+                until = None if order.seconds is None else self._wall() + order.seconds
+                self._file.write(Kept(until, order.by))
+            else:
+                self._file.remove()
+        except OSError as error:
+            log.error("pause unwritable", error=str(error))  # noqa: TRY400  the sentence is for a person
+        self.look()
+
+    def look(self) -> None:
+        """Decide, tell whom it concerns, and do what is due."""
+        now, clock = self._wall(), asyncio.get_running_loop().time()
+        self._read_file()
+        facts = Facts(self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery,
+                      self._low)  # fmt: skip
+        self._low = too_low(self._rule, facts)
+        before, self.standing = self.standing, standing(self._rule, facts, now)
+        if before.shared != self.standing.shared:
+            self._changed_at = clock
+            log.info("shared" if self.standing.shared else "paused", why=self.standing.why, until=self.standing.until)
+        if self.holder is None:
+            return
+        if before != self.standing:
+            self.holder.sharing_changed()
+        for act in due(self.standing.shared, self.holder.holds(), clock - self._changed_at, self._grace):
+            self.holder.act(act, self.standing)
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._woken.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._woken.wait()
+            try:
+                if loop.time() - self._read_at >= READ_SECONDS:
+                    await self.read_power()
+                self.look()
+            except Exception:
+                log.exception("sharing")  # the next look may go well, and until then the last answer holds
+
+    async def read_power(self) -> None:
+        """Read the power supply and the battery, where the rule depends on them."""
+        if self._rule.when in (When.PLUGGED_IN, When.IDLE) or self._rule.battery:
+            self._power = await asyncio.to_thread(self._read)
+        self._read_at = asyncio.get_running_loop().time()
+
+    def _read_file(self) -> None:
+        """Take note of a pause that was written, changed or removed. What cannot be read still means that somebody
+        wanted one."""
+        try:
+            stamp = self._file.stamp()
+            if stamp != self._stamp:
+                kept = None if stamp is None else self._file.read()
+                self._pause = None if kept is None else Pause(kept.until, kept.by)
+        except FileNotFoundError:
+            return  # it was removed just now: the next look sees that
+        except (OSError, ValueError) as error:
+            log.error("pause unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
+            self._pause = Pause(None, "a file that cannot be read: `cluster resume` removes it")
+            stamp = self._file_stamp()
+        self._stamp = stamp
+
+    def _file_stamp(self) -> tuple[int, int] | None:
+        with suppress(OSError):
+            return self._file.stamp()
+        return None
+
+
+def _second_of_day(now: float) -> float:
+    local = time.localtime(now)
+    return local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec

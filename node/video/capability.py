@@ -1,0 +1,119 @@
+"""What this node offers in video: its packages and its environment, looked at now and then on a thread of its own."""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from msgspec.structs import replace
+
+from node.models.catalogue import hub_folder
+from node.settings import NodeSettings
+from node.video import environment, packages
+from node.video.packages import Package
+
+EVERY = 30.0
+"""Seconds between two looks."""
+
+log = structlog.get_logger("node.video")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One look: the packages by name, and why there is nothing to run them with (empty: there is)."""
+
+    packages: Mapping[str, Package]
+    missing: str = ""
+
+
+NOTHING = Found({}, "this node is still looking for its video packages")
+
+
+class Offer:
+    """Keeps the newest look. `changed` is called on the loop when it differs from the one before."""
+
+    def __init__(self, settings: NodeSettings, state: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self._settings = settings
+        self.environments = environments_folder(settings, state)
+        self._hub = hub_folder(environ) if settings.models.hub else None
+        self._found = NOTHING
+        self._task: asyncio.Task[None] | None = None
+        self.looked = asyncio.Event()
+        """Set once it has been looked."""
+        self.changed: Callable[[], None] = lambda: None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether video is wanted at all, and by an engine of real models."""
+        return self._settings.worker.enabled
+
+    @property
+    def packages(self) -> Mapping[str, Package]:
+        """The packages by name."""
+        return self._found.packages
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of the worker's environment."""
+        return environment.interpreter(environment.named(self.environments, environment.locks()))
+
+    @property
+    def unready(self) -> str:
+        """Why no video is made here; empty when it is."""
+        if not self.enabled:
+            return "video is switched off on this node (worker.enabled)"
+        if self._found.missing:
+            return self._found.missing
+        if not any(not one.described.cause for one in self._found.packages.values()):
+            return "no video package is here that can be used: download one, or name its folder (models.folders)"
+        return ""
+
+    def start(self) -> None:
+        """Look now, and from now on; nobody waits for it."""
+        self.looked.clear()
+        if self.enabled:
+            self._task = asyncio.create_task(self._keep())
+        else:
+            self.looked.set()
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            found = await asyncio.to_thread(self._look)
+            if found != self._found:
+                self._found = found
+                log.info("video", packages=sorted(found.packages), unready=self.unready)
+                self.changed()
+            self.looked.set()
+            await asyncio.sleep(EVERY)
+
+    def _look(self) -> Found:
+        try:
+            return self._seen()
+        except OSError as error:
+            return Found({}, f"packages and environment cannot be looked at: {error}")
+
+    def _seen(self) -> Found:
+        engine = environment.engine_of(environment.locks())
+        missing = environment.missing(self.environments)
+        found = packages.find(self._settings.models.folders, self._hub)
+        return Found(
+            {
+                name: Package(one.folder, replace(one.described, engine="" if missing else engine))
+                for name, one in found.items()
+            },
+            missing,
+        )
+
+
+def environments_folder(settings: NodeSettings, state: Path) -> Path:
+    """Say where environments are kept."""
+    wanted = settings.worker.environments
+    return Path(wanted).expanduser() if wanted else state / "node" / "video" / "environments"

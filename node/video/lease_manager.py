@@ -1,0 +1,506 @@
+"""Lends memory to video jobs, one lease at a time. The shell around `node.video.leases`: what it decides is done here.
+
+Covers: the grant in two phases, the lease's life on the disk, its worker's watch, its end on every path, what was made
+until the coordinator has it. Does not cover: the start of a worker (`node.video.ray.local_ray`,
+`node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages (`node.video.capability`).
+
+A restarted agent finds its lease on the disk: it ends what is left of the worker (its attendant has done so already, by
+the lock that went with the agent), and says that the job was lost. Until that is verified the ceiling stays lowered.
+"""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from host.private_files import private_folder, write_private
+from node.engine.memory.wired_limit import Wire
+from node.engine_process.supervisor import Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import Poll
+from node.settings import NodeSettings
+from node.video import leases
+from node.video.capability import Offer
+from node.video.leases import Held, Ledger, Phase, Worker
+from node.video.worker import watchdog_policy
+from node.video.worker.job_spec import Spec, read_spec
+from node.video.worker.lease_files import GRANT, OUT, SCRATCH, Grant, read_claim
+from node.video.worker.watchdog_policy import Bounds, End
+from node.video.worker.worker_monitor import COMPLETED, LOOK, Watch, kill, worker_environment
+from wire.capacity.arithmetic import judge
+from wire.frames import Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.refusals import Refused
+from wire.units import show_size
+from wire.video import Artifact, LeaseState, VideoState
+
+CONFIRM_SECONDS = 5.0
+"""Longest wait for the engine to say that it holds to lower limits, or that it made room."""
+ACKNOWLEDGED = "acknowledged"
+NO_DISK = "disk_full"
+STOPPING = "node_stopping"
+SILENT = "engine_silent"
+PAUSED = "node_paused"
+RETRY_SOON = 2.0
+LEFT = 64 * 1024
+"""Bytes that a disk has to have left: with less a worker that ends has ended for that."""
+KEPT = 32
+"""Leases that ended and are not acknowledged yet; of more the oldest are forgotten with their files."""
+PREFIX = "artifact:"
+
+log = structlog.get_logger("node.video.lease_manager")
+
+
+class Lender:
+    """Owns the leases of this node. Everything runs on the loop that called `start`."""
+
+    def __init__(
+        self, settings: NodeSettings, limiter: Limiter, poll: Poll, supervisor: Supervisor, offer: Offer, folder: Path
+    ) -> None:
+        self._settings = settings
+        self._limiter = limiter
+        self._poll = poll
+        self._supervisor = supervisor
+        self._offer = offer
+        self._folder = folder
+        self._ledger = Ledger()
+        self._watch: Watch | None = None
+        self._asked: tuple[str, int] | None = None
+        self._order = ""
+        self._unstarted = ""
+        self._stopping = False
+        self._paused = ""
+        self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._told: tuple[object, ...] = ()
+        self.say: Callable[[Frame], None] = lambda frame: None
+        """Sends a frame to the coordinator, or nobody when there is no link."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when the report would be another."""
+        self.begin: Callable[[str, int, str, int], None] = lambda lease, generation, folder, size: None
+        """Starts the actor of a granted lease (lease, generation, its folder, its size in bytes)."""
+        self.finish: Callable[[str], None] = lambda lease: None
+        """Ends the actor of a lease."""
+
+    # what it knows
+
+    @property
+    def holding(self) -> bool:
+        """Whether memory is lent now."""
+        return self._limiter.leases > 0
+
+    def states(self) -> tuple[LeaseState, ...]:
+        """Give all leases as they stand."""
+        return tuple(self._state(held) for held in self._ledger.leases)
+
+    def _state(self, held: Held) -> LeaseState:
+        watch = self._watch
+        if held.ended is not None or watch is None or watch.held.lease != held.lease:
+            return leases.state_of(held, Phase.GRANTING if watch is None else Phase.ENDING)
+        job = watch.job
+        phase = Phase.ENDING if self._order else job.phase
+        state = leases.state_of(held, phase, job.step, job.steps, watch.footprint, watch.peak)
+        return state if self.holding else replace(state, size=0, phase=Phase.ENDING)
+
+    def tellable(self) -> tuple[object, ...]:
+        """Give what is worth a report of its own."""
+        return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
+
+    def video(self) -> VideoState:
+        """Give what the report says of video here, but for Ray."""
+        offer = self._offer
+        packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
+        return VideoState(not offer.unready, offer.unready, "", packages, self.states())
+
+    def artifact(self, what: str) -> Path | None:
+        """Find the file that `artifact:LEASE/NAME` names; None when it is none of ours."""
+        lease, _, name = what.removeprefix(PREFIX).partition("/")
+        held = next((one for one in self._ledger.leases if one.lease == lease and one.ended is not None), None)
+        known = held is not None and held.ended is not None and any(one.name == name for one in held.ended.artifacts)
+        return self._place(held) / OUT / name if held is not None and known else None
+
+    # what the coordinator says
+
+    def ask(self, ask: Lease) -> None:
+        """Take a request for a lease; it is answered by a frame, at once or within seconds."""
+        held = self._ledger.find(ask.lease, ask.generation)
+        if held is not None:
+            self._repeat(held)
+        elif self._stopping:
+            self.say(leases.no(ask, STOPPING, "this node is stopping", leases.RETRY_READY))
+        elif self._paused:
+            self.say(self._no_more(ask))
+        elif self._task is not None or self._asked is not None:
+            holding = self._ledger.holding
+            what, wait = (f"to {holding.job}", leases.RETRY_HELD) if holding is not None else ("already", RETRY_SOON)
+            self.say(leases.no(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
+        else:
+            self._asked, self._order = (ask.lease, ask.generation), ""
+            self._task = asyncio.get_running_loop().create_task(self._live(ask))
+
+    def _no_more(self, ask: Lease) -> LeaseRefused:
+        return leases.no(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.RETRY_READY)
+
+    def _repeat(self, held: Held) -> None:
+        """Answer again what was answered before; while it is being decided there is nothing to say yet."""
+        if held.ended is not None:
+            self.say(held.ended)
+        elif self._watch is not None:
+            self.say(LeaseGranted(held.lease, held.generation, str(self._watch.folder)))
+
+    def release(self, order: Release) -> None:
+        """End a lease, or forget one whose end was heard."""
+        held = self._ledger.find(order.lease, order.generation)
+        if held is None and self._asked == (order.lease, order.generation):
+            self._order = order.cause or "released"
+        elif held is None:
+            if order.cause != ACKNOWLEDGED:  # an answer to an acknowledgement would be acknowledged, for ever
+                self.say(
+                    LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, "this node knows of no such lease")
+                )
+        elif held.ended is None:
+            self._order = order.cause or "released"
+            self._news.set()
+        elif order.cause == ACKNOWLEDGED:
+            self._forget(held)
+        else:
+            self.say(held.ended)
+
+    def pause(self, why: str) -> None:
+        """Lend nothing new, because of `why`; an empty text: lend again. A lease that is held goes on."""
+        self._paused = why
+
+    def end(self, why: str) -> None:
+        """End the lease that is held, because the node takes no work any more."""
+        if self.holding and not self._order:
+            self._paused, self._order = why, PAUSED
+            self._news.set()
+
+    def linked(self) -> None:
+        """Say again, on a new link, what was not acknowledged."""
+        for held in self._ledger.leases:
+            if held.ended is not None:
+                self.say(held.ended)
+
+    def not_started(self, lease: str, why: str) -> None:
+        """End a lease whose actor could not be started; one whose worker is here goes on."""
+        watch = self._watch
+        if watch is not None and watch.held.lease == lease and watch.worker is None:
+            self._unstarted = why
+            self._news.set()
+
+    def engine_changed(self) -> None:
+        """Something was heard of the engine."""
+        self._news.set()
+
+    # the lease's life
+
+    async def start(self) -> None:
+        """Take up what an earlier agent left: end its worker, give its lease back."""
+        private_folder(self._folder)
+        self._ledger = self._load()
+        held = self._ledger.holding
+        if held is None:
+            return
+        self._limiter.leases = held.size
+        place = self._place(held)
+        claim = read_claim(place)
+        worker = held.worker or (Worker(pid=claim.worker, born=claim.born) if claim is not None else None)
+        if worker is not None:
+            await kill(worker, 0.0)
+        self._give_back()
+        (place / GRANT).unlink(missing_ok=True)
+        shutil.rmtree(place / SCRATCH, ignore_errors=True)
+        log.warning("lease recovered", lease=held.lease, job=held.job, size=show_size(held.size))
+        self._conclude(held, End(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
+
+    async def stop(self) -> None:
+        """End the worker and give the lease back; nothing is lent any more."""
+        self._stopping = True
+        if self._task is not None:
+            self._order = self._order or STOPPING
+            self._news.set()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _live(self, ask: Lease) -> None:
+        """Grant, watch and end one lease."""
+        try:
+            granted = await self._grant(ask)
+            if isinstance(granted, LeaseRefused):
+                log.info("lease refused", lease=ask.lease, job=ask.job, code=granted.code, message=granted.message)
+                self.say(granted)
+                return
+            await self._serve(granted)
+        except Exception:
+            log.exception("lease")
+            self._restore()
+            raise
+        finally:
+            self._task = self._asked = None
+            self._order = ""
+            self.changed()
+
+    # the grant
+
+    async def _grant(self, ask: Lease) -> LeaseRefused | Watch:
+        spec = self._readable(ask)
+        refused = spec if isinstance(spec, LeaseRefused) else await self._fitted(ask)
+        if refused is not None or isinstance(spec, LeaseRefused):
+            return refused or leases.no(ask, leases.INVALID, "no job")
+        held = Held(lease=ask.lease, generation=ask.generation, job=ask.job, model=ask.model, size=ask.size)
+        refused = leases.no(ask, NO_DISK, "the lease cannot be written down on this node", leases.RETRY_READY)
+        if self._keep(held):
+            refused = await self._lowered(ask)
+        if refused is None and self._paused:
+            refused = self._no_more(ask)
+        if refused is None:
+            try:
+                return self._open(held, spec)
+            except OSError as error:
+                refused = leases.no(ask, NO_DISK, f"there is no place for the job: {error}", leases.RETRY_READY)
+        self._restore()
+        return refused
+
+    def _readable(self, ask: Lease) -> LeaseRefused | Spec:
+        """Check all that needs no reading of the memory."""
+        refused = (
+            leases.unnamed(ask)
+            or leases.fenced(ask, self._ledger)
+            or leases.barred(ask, self._poll.memory(), self._offer.unready)
+        )
+        if refused is not None:
+            return refused
+        package = self._offer.packages.get(ask.model)
+        if package is None or package.described.cause:
+            cause = package.described.cause if package is not None else "it is not here"
+            return leases.no(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
+        spec = read_spec(ask.spec)
+        return leases.no(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
+
+    async def _fitted(self, ask: Lease) -> LeaseRefused | None:
+        """Judge; where it does not fit, let the engine give up once what can be had again, and judge anew."""
+        refused = self._judged(ask)
+        if refused is None or not self._short(refused):
+            return refused
+        number = self._supervisor.make_room(ask.size)
+        await self._until(lambda: self._supervisor.roomed >= number)
+        return self._judged(ask)
+
+    def _short(self, refused: LeaseRefused) -> bool:
+        return refused.headroom is not None
+
+    def _judged(self, ask: Lease) -> LeaseRefused | None:
+        report = self._supervisor.report
+        pinned = frozenset(self._settings.models.preload)
+        return leases.judged(ask, self._poll.memory(), report.models if report is not None else (), pinned)
+
+    async def _lowered(self, ask: Lease) -> LeaseRefused | None:
+        """Lower the ceiling and wait until the engine holds to it; then it must still fit, for work may have come."""
+        began = time.monotonic()
+        self._limiter.leases = ask.size
+        self._poll.look()
+        number = self._supervisor.told
+        await self._until(lambda: self._supervisor.held >= number)
+        if self._supervisor.held < number:
+            message = f"the engine did not say within {CONFIRM_SECONDS:.0f} s that it holds to the lower ceiling"
+            return leases.no(ask, SILENT, message, leases.RETRY_ROOM)
+        memory = self._poll.memory()
+        after = judge(memory, 0)
+        if isinstance(after, Refused):
+            headroom = after.numbers.headroom if after.numbers is not None else None
+            return LeaseRefused(
+                ask.lease, ask.generation, after.code.value, "work came in while the ceiling was lowered", ask.size,
+                None if headroom is None else headroom + ask.size, leases.RETRY_ROOM, "the work that came in",
+            )  # fmt: skip
+        log.info(
+            "ceiling lowered", lease=ask.lease, size=show_size(ask.size), seconds=round(time.monotonic() - began, 3)
+        )
+        return None
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for the engine's word, not for long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONFIRM_SECONDS):
+                while not condition():
+                    self._news.clear()
+                    await self._news.wait()
+
+    def _open(self, held: Held, spec: Spec) -> Watch:
+        """Lay out the lease's folder for its worker."""
+        settings, package = self._settings.worker, self._offer.packages[held.model]
+        bounds = Bounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
+        place = self._place(held)
+        watch = Watch(held, place, bounds, settings.start_timeout, settings.grace)
+        job = {**spec.job(package.described), "package": str(package.folder), "out": str(place / OUT),
+               "wire": self._settings.memory.wire != Wire.OFF}  # fmt: skip
+        watch.open(
+            Grant(
+                lease=held.lease,
+                generation=held.generation,
+                size=held.size,
+                python=str(self._offer.python),
+                environment=worker_environment(os.environ, place / SCRATCH),
+                job=job,
+            )
+        )
+        return watch
+
+    def _restore(self) -> None:
+        """Put the ceiling back, and forget a lease that was not granted."""
+        self._give_back()
+        held = self._ledger.holding
+        if held is not None:
+            self._ledger = self._ledger.drop(held.lease, held.generation)
+            self._save()
+
+    # while it is granted
+
+    async def _serve(self, watch: Watch) -> None:
+        self._watch = watch
+        held = watch.held
+        log.info("lease granted", lease=held.lease, generation=held.generation, job=held.job, size=show_size(held.size))
+        self._unstarted = ""
+        self.say(LeaseGranted(held.lease, held.generation, str(watch.folder)))
+        self.begin(held.lease, held.generation, str(watch.folder), held.size)
+        self.changed()
+        end = End(watchdog_policy.UNREADABLE, "the watch itself failed", at_once=True)
+        try:
+            end = await self._watched(watch)
+        finally:
+            await self._end(watch, end)
+
+    async def _watched(self, watch: Watch) -> End:
+        """Look until there is an end to it."""
+        while True:
+            if self._order:
+                return End(self._order, self._ordered())
+            if self._unstarted and watch.worker is None:
+                return End(watchdog_policy.NOT_STARTED, self._unstarted)
+            end = watch.look()
+            self._note(watch)
+            if end is not None:
+                return end
+            self._news.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK):
+                    await self._news.wait()
+
+    def _ordered(self) -> str:
+        """Say who wants the end."""
+        if self._stopping:
+            return "this node is stopping"
+        return (
+            f"its node takes no work now: {self._paused}"
+            if self._order == PAUSED
+            else "the coordinator ended the lease"
+        )
+
+    def _note(self, watch: Watch) -> None:
+        """Write down a worker that has come, and tell what is new."""
+        if watch.worker is not None and watch.held.worker is None:
+            self._limiter.worker = watch.worker.pid
+            watch.held = replace(watch.held, worker=watch.worker)
+            self._keep(watch.held)
+        told = self.tellable()
+        if told != self._told:
+            self._told = told
+            self.changed()
+
+    async def _end(self, watch: Watch, end: End) -> None:
+        """Give the memory back once the worker is dead, then tell what came of it."""
+        began = time.monotonic()
+        await watch.kill(end)
+        self._give_back()
+        self.finish(watch.held.lease)
+        log.info("lease ended", lease=watch.held.lease, code=end.code, message=end.message, peak=show_size(watch.peak),
+                 seconds=round(time.monotonic() - began, 3))  # fmt: skip
+        self.changed()
+        await asyncio.to_thread(watch.close)
+        artifacts = await asyncio.to_thread(_artifacts, watch) if end.code == COMPLETED else ()
+        if end.code == COMPLETED and not artifacts:
+            end = End("output_invalid", "the worker said that it was done, and left no clip")
+        if end.code in (watchdog_policy.LOST, watchdog_policy.CRASHED) and await asyncio.to_thread(_full, self._folder):
+            end = End(NO_DISK, f"the disk of this node is full: {end.message}")
+        self._conclude(watch.held, end, watch, artifacts)
+        self._watch = None
+
+    def _give_back(self) -> None:
+        self._limiter.leases, self._limiter.worker = 0, None
+        self._poll.look()
+
+    def _conclude(self, held: Held, end: End, watch: Watch | None, artifacts: tuple[Artifact, ...] = ()) -> None:
+        made = msgspec.json.encode(watch.job.made) if watch is not None and artifacts else b""
+        peak, seconds = (watch.peak, watch.seconds) if watch is not None else (0, 0.0)
+        ended = LeaseEnded(held.lease, held.generation, end.code, end.message, artifacts, peak, round(seconds, 3), made)
+        self._keep(replace(held, ended=ended))
+        if not artifacts:
+            shutil.rmtree(self._place(held) / OUT, ignore_errors=True)
+        for old in [one for one in self._ledger.leases if one.ended is not None][:-KEPT]:
+            self._forget(old)
+        self.say(ended)
+
+    # on the disk
+
+    def _place(self, held: Held) -> Path:
+        return self._folder / f"{held.lease}.{held.generation}"
+
+    def _keep(self, held: Held) -> bool:
+        self._ledger = self._ledger.put(held)
+        return self._save()
+
+    def _forget(self, held: Held) -> None:
+        self._ledger = self._ledger.drop(held.lease, held.generation)
+        self._save()
+        shutil.rmtree(self._place(held), ignore_errors=True)
+
+    def _save(self) -> bool:
+        """Write all down; say whether it is on the disk. Once a lease is granted it goes on without."""
+        try:
+            write_private(self._folder / "leases.json", msgspec.json.encode(self._ledger))
+        except OSError as error:
+            log.error("leases unwritable", error=str(error))  # noqa: TRY400  the sentence is for a person
+            return False
+        return True
+
+    def _load(self) -> Ledger:
+        """Read what an earlier agent wrote, and remove folders that nothing names."""
+        try:
+            ledger = msgspec.json.decode((self._folder / "leases.json").read_bytes(), type=Ledger)
+        except FileNotFoundError:
+            ledger = Ledger()
+        except (OSError, msgspec.MsgspecError) as error:
+            log.error("leases unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
+            ledger = Ledger()
+        known = {f"{held.lease}.{held.generation}" for held in ledger.leases}
+        for entry in self._folder.iterdir():
+            if entry.is_dir() and entry.name not in known:
+                shutil.rmtree(entry, ignore_errors=True)
+        return ledger
+
+
+def _full(folder: Path) -> bool:
+    """Whether nobody could write anything there, not even what went wrong."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free < LEFT
+    return False
+
+
+def _artifacts(watch: Watch) -> tuple[Artifact, ...]:
+    """Measure what the worker says it has made; nothing when the clip is missing or empty."""
+    names = (watch.job.made or {}).get("files")
+    found: list[Artifact] = []
+    for name in ("video.mp4", "thumbnail.webp"):
+        file = watch.folder / OUT / name
+        if isinstance(names, list) and name in names and file.is_file() and not file.is_symlink():
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").digest()
+            found.append(Artifact(name, file.stat().st_size, digest))
+    whole = bool(found) and found[0].name == "video.mp4" and found[0].size > 0
+    return tuple(found) if whole else ()

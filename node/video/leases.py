@@ -1,0 +1,198 @@
+"""Leases: whether memory is lent to a video job, and how a lease lives. Pure; `node.video.lease_manager` drives it.
+
+A lease takes its bytes off the node's ceiling for as long as it lasts, so that the engine never counts on them, and the
+job never takes what the engine holds. The node alone decides, in two phases:
+
+    asked ─(superseded, held, guard off, never fits)─► refused
+      └─(does not fit now)─► the engine is asked once to give up what can be had again ─(still not)─► refused
+      └─(fits)─► ceiling lowered ─► the engine says that it holds to it ─(fits still)─► granted
+                                                └─(not in time, or work came in between)─► ceiling restored, refused
+    granted ─► starting ─► loading … saving ─► ending ─► ended
+        └─(nobody starts a worker)────────────┘   └ the worker's processes are verified dead
+
+Rules that nobody may break
+- One lease at a time. Of two generations of a job the older is void: what still writes for it writes into nothing.
+- The memory comes back only when no process of the worker lives, and it comes back on every path.
+- What a lease asks is judged by the one verdict: `size` bytes beside all else, so `headroom` is ≥ 0 after it as before.
+- Nothing in use is ended for a lease. With the guard off by name there is none: nobody would watch the rest.
+"""
+
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from wire.capacity.arithmetic import judge, most_bytes
+from wire.frames import Lease, LeaseEnded, LeaseRefused
+from wire.refusals import Code, Refused
+from wire.report import Memory, Model
+from wire.units import show_size
+from wire.video import LeaseState
+
+HELD = "lease_held"
+SUPERSEDED = "lease_superseded"
+GUARD_OFF = "guard_off"
+NOT_READY = "video_not_ready"
+NEVER_FITS = "lease_too_large"
+INVALID = Code.INVALID.value
+RETRY_HELD = 30.0
+RETRY_ROOM = 5.0
+RETRY_READY = 60.0
+NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
+REMEMBERED = 64
+"""Jobs whose newest generation is remembered."""
+
+
+class Phase(StrEnum):
+    """Where a lease stands, as `LeaseState.phase` says it."""
+
+    GRANTING = "granting"
+    GRANTED = "granted"
+    STARTING = "starting"
+    LOADING = "loading"
+    DENOISING = "denoising"
+    DECODING = "decoding"
+    SAVING = "saving"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+WORKING = frozenset({Phase.STARTING, Phase.LOADING, Phase.DENOISING, Phase.DECODING, Phase.SAVING})
+SHARES = {Phase.STARTING: 2, Phase.LOADING: 3, Phase.DENOISING: 5, Phase.DECODING: 95, Phase.SAVING: 97}
+"""Percent of the whole at the beginning of each phase."""
+
+
+class Worker(Struct, frozen=True, kw_only=True):
+    """A worker's group of processes: the number of its leader, and what tells that one from a later namesake."""
+
+    pid: int
+    born: str
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """A lease as it lies on the disk, from before the ceiling is lowered until its end is acknowledged."""
+
+    lease: str
+    generation: int
+    job: str
+    model: str
+    size: int
+    worker: Worker | None = None
+    ended: LeaseEnded | None = None
+
+
+class Ledger(Struct, frozen=True, kw_only=True):
+    """All that outlives the agent: the leases that are held or not acknowledged, and the newest generation of jobs."""
+
+    leases: tuple[Held, ...] = ()
+    newest: tuple[tuple[str, int], ...] = ()
+
+    def find(self, lease: str, generation: int) -> Held | None:
+        """Give a lease by what names it."""
+        return next((one for one in self.leases if (one.lease, one.generation) == (lease, generation)), None)
+
+    @property
+    def holding(self) -> Held | None:
+        """The lease that has not ended."""
+        return next((one for one in self.leases if one.ended is None), None)
+
+    def put(self, held: Held) -> "Ledger":
+        """Write a lease, in the place of its earlier state."""
+        others = tuple(one for one in self.leases if (one.lease, one.generation) != (held.lease, held.generation))
+        newest = {job: number for job, number in self.newest if job != held.job}
+        newest[held.job] = max(held.generation, dict(self.newest).get(held.job, 0))
+        return replace(self, leases=(*others, held), newest=tuple(newest.items())[-REMEMBERED:])
+
+    def drop(self, lease: str, generation: int) -> "Ledger":
+        """Forget a lease; its job's generation stays in mind."""
+        left = tuple(one for one in self.leases if (one.lease, one.generation) != (lease, generation))
+        return replace(self, leases=left)
+
+
+def no(ask: Lease, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
+    """Put a refusal into a frame."""
+    return LeaseRefused(ask.lease, ask.generation, code, message, ask.size, retry_after=retry_after)
+
+
+def unnamed(ask: Lease) -> LeaseRefused | None:
+    """Refuse names that are none: a lease's is that of a folder."""
+    if NAME.fullmatch(ask.lease) and NAME.fullmatch(ask.job) and ask.generation >= 0:
+        return None
+    return no(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
+
+
+def fenced(ask: Lease, ledger: Ledger) -> LeaseRefused | None:
+    """Refuse what an older generation asks, and a second lease beside one that is held."""
+    newest = dict(ledger.newest).get(ask.job, 0)
+    if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
+        return no(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
+    holding = ledger.holding
+    if holding is not None:
+        return no(ask, HELD, f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time",
+                  RETRY_HELD)  # fmt: skip
+    return None
+
+
+def _same(ask: Lease, ledger: Ledger) -> bool:
+    return ledger.find(ask.lease, ask.generation) is not None
+
+
+def barred(ask: Lease, memory: Memory, unready: str) -> LeaseRefused | None:
+    """Refuse what no patience brings: the guard is off, the lease is larger than the cap leaves, video is not ready."""
+    if not memory.guard:
+        return no(
+            ask, GUARD_OFF, "memory.guard is off on this node, so nobody could hold a job to its lease: set it on"
+        )
+    if unready:
+        return no(ask, NOT_READY, unready, RETRY_READY)
+    if ask.size <= 0:
+        return no(ask, INVALID, f"a lease of {ask.size} bytes")
+    if memory.cap and ask.size > most_bytes(memory):
+        message = (
+            f"{show_size(ask.size)} never fit here: the cap of {show_size(memory.cap)} leaves "
+            f"{show_size(max(0, most_bytes(memory)))} beside margin and engine"
+        )
+        return no(ask, NEVER_FITS, message)
+    return None
+
+
+def judged(ask: Lease, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> LeaseRefused | None:
+    """Refuse what does not fit beside all that is there now; None when it fits."""
+    answer = judge(memory, ask.size)
+    if not isinstance(answer, Refused):
+        return None
+    room = answer.numbers.headroom if answer.numbers is not None else None
+    return LeaseRefused(
+        ask.lease, ask.generation, answer.code.value, f"the lease {answer.message}", ask.size, room,
+        answer.retry_after or RETRY_ROOM, waiting_for(ask.size, room, memory, models, pinned),
+    )  # fmt: skip
+
+
+def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> str:
+    """Say for a person what has to happen before a lease fits."""
+    if room is None:
+        return "a reading of the engine's footprint"
+    holders = [
+        f"{model.name} ({'preloaded' if model.name in pinned else 'loading' if model.loading else 'in use'})"
+        for model in models if model.loaded or model.loading
+    ]  # fmt: skip
+    what = f"{show_size(size - room)} more headroom"
+    return f"{what}, held by {', '.join(holders)}" if holders else f"{what}, bound by {memory.bound_by or 'the cap'}"
+
+
+def progress(phase: Phase, step: int, steps: int) -> int:
+    """Give the percent of a job that is done: 5 to 95 while it denoises."""
+    if phase is Phase.ENDED:
+        return 100
+    share = 90 * step // steps if phase is Phase.DENOISING and steps else 0
+    return SHARES.get(phase, 0) + share
+
+
+def state_of(held: Held, phase: Phase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0) -> LeaseState:
+    """Put a lease into the report; one that has ended holds nothing."""
+    if held.ended is not None:
+        return LeaseState(held.lease, held.generation, held.job, 0, Phase.ENDED, 100, steps, steps, 0, held.ended.peak)
+    done = progress(phase, step, steps)
+    return LeaseState(held.lease, held.generation, held.job, held.size, phase, done, step, steps, footprint, peak)

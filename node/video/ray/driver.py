@@ -1,0 +1,168 @@
+"""The driver of this Mac's Ray: the only process of the node that calls Ray. The agent runs it as
+`python -m node.video.ray.driver DESCRIPTOR`, with one end of a socket pair.
+
+The driver is a process of its own because Ray ends a driver that has lost its cluster. Its actors are detached: they
+outlive it, and the next driver finds them by the name of their lease. It asks Ray for actors and nothing else; the
+agent follows a job through the files of its lease.
+
+The process ends within a second of the end of its socket. Its working folder is empty, because Ray puts that folder
+first on the import path of its workers.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray as untyped
+
+from node.video.ray.driver_link import (
+    Connect,
+    Connected,
+    Create,
+    Created,
+    DriverMessage,
+    Kill,
+    MessageReader,
+    NotCreated,
+    ToDriver,
+    encode,
+)
+from node.video.worker.actor import Host
+
+ray: Any = untyped
+NAMESPACE = "macpool"
+RESOURCE = "video_lease_gib"
+CONNECT_SECONDS = 45.0
+CLOSED, FAILED = 3, 4
+"""Exit codes: the agent closed the socket; Ray could not be used."""
+
+
+class Driver:
+    """Creates and ends actors as the agent asks, and answers over `writer`. `create(wanted)` returns once an actor has
+    begun, `kill(lease)` once there is none."""
+
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        create: Callable[[Create], Coroutine[Any, Any, None]] | None = None,
+        kill: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        self._writer = writer
+        self._start = create or _create
+        self._kill = kill or _kill
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._creating: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def creating(self) -> frozenset[str]:
+        """Leases whose actor is being started."""
+        return frozenset(self._creating)
+
+    def send(self, message: DriverMessage) -> None:
+        """Send a message to the agent."""
+        self._writer.write(encode(message))
+
+    async def serve(self, stream: asyncio.StreamReader) -> None:
+        """Serve until the socket ends. Raises any error of the connection to Ray."""
+        connecting: asyncio.Task[None] | None = None
+        messages = MessageReader(ToDriver)
+        reading = asyncio.create_task(stream.read(65536))
+        while True:
+            waited = {reading} if connecting is None else {reading, connecting}
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if connecting is not None and connecting in done:
+                connecting.result()
+                connecting = None
+            if reading not in done:
+                continue
+            data, reading = reading.result(), asyncio.create_task(stream.read(65536))
+            if not data:
+                return
+            for message in messages.feed(data):
+                if isinstance(message, Connect):
+                    connecting = asyncio.create_task(self._connect(message))
+                else:
+                    self._spawn(message)
+
+    async def _connect(self, message: Connect) -> None:
+        await _connect(message)
+        self.send(Connected())
+
+    def _spawn(self, message: Create | Kill) -> None:
+        if isinstance(message, Kill):
+            creating = self._creating.pop(message.lease, None)
+            if creating is not None:
+                creating.cancel()
+        task = asyncio.create_task(
+            self._create(message) if isinstance(message, Create) else self._kill(message.lease)
+        )  # fmt: skip
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if isinstance(message, Create):
+            self._creating[message.lease] = task
+            task.add_done_callback(lambda _: self._creating.pop(message.lease, None))
+
+    async def _create(self, wanted: Create) -> None:
+        try:
+            async with asyncio.timeout(wanted.seconds):
+                await self._start(wanted)
+        except TimeoutError:
+            await self._kill(wanted.lease)
+            self.send(NotCreated(wanted.lease, f"Ray started no actor within {wanted.seconds:.0f} s"))
+        except Exception as error:  # any error of Ray, or of the start of the actor, has the same meaning: no actor
+            await self._kill(wanted.lease)
+            self.send(NotCreated(wanted.lease, f"{type(error).__name__}: {str(error).strip()[:400]}"))
+        else:
+            self.send(Created(wanted.lease))
+
+
+async def _connect(wanted: Connect) -> None:
+    host = wanted.address.rpartition(":")[0]
+
+    def init() -> None:
+        ray.init(
+            address=wanted.address, namespace=NAMESPACE, _node_ip_address=host, log_to_driver=False,
+            configure_logging=False, include_dashboard=False,
+        )  # fmt: skip
+
+    async with asyncio.timeout(CONNECT_SECONDS):
+        await asyncio.to_thread(init)
+
+
+async def _create(wanted: Create) -> None:
+    kind: Any = ray.remote(Host)
+    actor = kind.options(
+        name=wanted.lease, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0,
+        resources={RESOURCE: wanted.gib}, max_restarts=0, max_task_retries=0, max_concurrency=4,
+    ).remote(wanted.folder, wanted.lease, wanted.generation)  # fmt: skip
+    await actor.begun.remote()
+
+
+async def _kill(lease: str) -> None:
+    with contextlib.suppress(ValueError):  # there is none of this name
+        actor: Any = await asyncio.to_thread(ray.get_actor, lease, NAMESPACE)
+        await asyncio.to_thread(ray.kill, actor)
+
+
+async def _run(descriptor: int) -> None:
+    """Serve, then exit at once: the shutdown of Ray, or its start, may take seconds."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    try:
+        await Driver(writer).serve(reader)
+    except Exception as error:  # of any kind: the agent starts another driver
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(FAILED)
+    os._exit(CLOSED)
+
+
+def main() -> None:
+    """Run; `python -m node.video.ray.driver DESCRIPTOR`."""
+    asyncio.run(_run(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

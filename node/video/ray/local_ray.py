@@ -1,0 +1,354 @@
+"""The Ray of this Mac: `ray start --head --block` and its driver as children of the agent, while they are needed.
+
+Ray starts and ends the actors of video jobs on this Mac, and nothing else. It is a cluster of one machine: all of its
+sockets are on loopback, no other machine takes part in it, and the coordinator runs no Ray (docs/decisions/0027). A Mac
+without an environment, a package, or the permission of an administrator starts nothing.
+
+The memory of a job is the concern of its lease, so Ray's own monitor of memory is off, as are its dashboard, its
+metrics and its log monitor; its object store has 80 MB. Every process of Ray demands a token from a file of mode 0600.
+Its ports begin at `worker.ray_ports`:
+
+    +0 node manager   +1 objects   +2 agent (gRPC)   +3 agent (HTTP)   +4 environments   +5 metrics   +6 tables
+    +10 to +59 workers
+
+The children exit when the agent does, however it ends.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from host.private_files import private_folder, write_private
+from node.settings import WorkerSettings
+from node.video.ray import ray_process
+from node.video.ray.driver_link import (
+    Connect,
+    Connected,
+    Create,
+    Created,
+    DriverLinkError,
+    FromDriver,
+    Kill,
+    MessageReader,
+    NotCreated,
+    encode,
+)
+from node.video.ray.ray_process import BACK_OFF, HEALTHY, HOST, STARTED
+from wire.units import GIB
+
+START_SECONDS = 120.0
+PORTS = 60
+RESOURCE = "video_lease_gib"
+ROOT = str(Path(__file__).parents[3])
+"""The folder that the actor is imported from."""
+CURRENT = "ray_current_cluster"
+"""Ray's note of a cluster in its folder: with the note of an earlier one, Ray refuses to start."""
+GRACE = 2.0
+"""Seconds that a driver has to exit after its socket was closed."""
+
+log = structlog.get_logger("node.ray")
+
+
+def missing() -> str:
+    """Return why Ray cannot run on this Mac; empty when it can."""
+    if importlib.util.find_spec("ray") is None:
+        return "Ray is not installed on this node: install macpool with its extra `video`"
+    return ""
+
+
+def command(ports: int, folder: Path, gib: int) -> list[str]:
+    """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`."""
+    numbers = {
+        "node-manager-port": ports, "object-manager-port": ports + 1, "dashboard-agent-grpc-port": ports + 2,
+        "dashboard-agent-listen-port": ports + 3, "runtime-env-agent-port": ports + 4,
+        "metrics-export-port": ports + 5, "port": ports + 6, "min-worker-port": ports + 10,
+        "max-worker-port": ports + PORTS - 1, "num-cpus": 1, "num-gpus": 0, "object-store-memory": ray_process.STORE,
+    }  # fmt: skip
+    return ray_process.command(
+        "--head", f"--node-ip-address={HOST}", *ray_process.numbered(numbers), f"--temp-dir={folder}",
+        f'--resources={{"{RESOURCE}": {gib}}}',
+    )  # fmt: skip
+
+
+def environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
+    """Return the environment of this Mac's Ray; `files` holds the token, `node` becomes the id of its one node."""
+    found = ray_process.environment(inherited, files)
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
+    found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
+    return found
+
+
+class LocalRay:
+    """Keeps Ray and its driver alive while they are needed. `changed` is called when `node` or `cause` changes, and
+    `failed` with the lease and the reason when its actor could not be started."""
+
+    def __init__(self, settings: WorkerSettings, files: Path, log_file: Path, gib: int) -> None:
+        self._settings = settings
+        self._files = files
+        self._log_file = log_file
+        self._gib = gib
+        self._allowed = self._offered = self._lent = False
+        self._task: asyncio.Task[None] | None = None
+        self._again = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._driver = DriverProcess(files, self._actor_failed)
+        self.node = ""
+        """The id of the node of this Ray; empty while it is not up."""
+        self.cause = ""
+        """Why Ray is not up, where it is needed."""
+        self.changed: Callable[[], None] = lambda: None
+        self.failed: Callable[[str, str], None] = lambda lease, why: None
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the coordinator allows this Mac to make videos."""
+        return self._allowed
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of Ray's launcher; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the task that keeps Ray running is active."""
+        return self._task is not None and not self._task.done()
+
+    def allow(self, *, on: bool) -> None:
+        """Set whether the coordinator allows this Mac to make videos."""
+        if on != self._allowed:
+            self._allowed = on
+            self._change()
+            self.changed()
+
+    def offer(self, *, wanted: bool) -> None:
+        """Set whether this Mac offers video."""
+        if wanted != self._offered:
+            self._offered = wanted
+            self._change()
+
+    def lend(self, *, on: bool) -> None:
+        """Set whether a job runs on this Mac now: its actor lives in this Ray, which stays until the job has ended."""
+        if on != self._lent:
+            self._lent = on
+            self._change()
+
+    def begin(self, lease: str, generation: int, folder: str, size: int) -> None:
+        """Start the actor of a lease of `size` bytes, now or as soon as Ray is up."""
+        self._driver.create(Create(lease, generation, folder, size / GIB, self._settings.start_timeout))
+
+    def end(self, lease: str) -> None:
+        """End the actor of a lease, if there is one."""
+        self._driver.kill(lease)
+
+    async def stop(self) -> None:
+        """End Ray and its driver."""
+        self._allowed = False
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def _wanted(self) -> bool:
+        return self._offered and self._allowed
+
+    def _change(self) -> None:
+        self._again.set()
+        if self._wanted and not self.busy:
+            self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    def _actor_failed(self, lease: str, why: str) -> None:
+        log.warning("actor not started", lease=lease, why=why)
+        self.failed(lease, why)
+
+    async def _keep(self) -> None:
+        """Run Ray for as long as it is needed."""
+        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        while self._wanted:
+            self._again.clear()
+            began = loop.time()
+            try:
+                cause = missing() or await self._live()
+            except OSError as error:
+                cause = f"Ray could not be started: {error}"
+            self._set("", cause if self._wanted else "")
+            if not self._wanted:
+                continue
+            wait = BACK_OFF[0] if loop.time() - began > HEALTHY else wait
+            log.warning("ray ended", cause=cause, again_in=wait)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._again.wait(), wait)
+            wait = min(2 * wait, BACK_OFF[1])
+
+    async def _live(self) -> str:
+        """Run Ray once, from start to end; return why it ended."""
+        node = secrets.token_hex(28)
+        variables = environment(os.environ, self._files, node)
+        process = self._process = await self._start(variables)
+        again = asyncio.create_task(self._again.wait())
+        ended = asyncio.create_task(process.wait())
+        try:
+            output = await ray_process.until_started(process, START_SECONDS)
+            self._keep_output(output)
+            if STARTED not in output:
+                return f"Ray did not start: {ray_process.last_words(output)}"
+            reading = asyncio.create_task(ray_process.discard(process))
+            self._driver.start(f"{HOST}:{self._settings.ray_ports + 6}", variables)
+            self._set(node, "")
+            try:
+                while not ended.done() and (self._lent or self._wanted):
+                    await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    again = self._renewed(again)
+            finally:
+                reading.cancel()
+                await self._driver.stop()
+            return "Ray has ended, its log says more" if ended.done() else ""
+        finally:
+            again.cancel()
+            await ray_process.end(process, ended)
+            self._process = None
+
+    def _renewed(self, again: asyncio.Task[Literal[True]]) -> asyncio.Task[Literal[True]]:
+        """Return the task that waits for the next change."""
+        if not again.done():
+            return again
+        self._again.clear()
+        return asyncio.create_task(self._again.wait())
+
+    async def _start(self, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+        folder = self._folder()
+        for session in folder.glob("session_*"):
+            if not session.is_symlink():
+                shutil.rmtree(session, ignore_errors=True)
+        (folder / CURRENT).unlink(missing_ok=True)
+        private_folder(self._files)
+        write_private(self._files / "token", secrets.token_hex(32).encode())
+        words = command(self._settings.ray_ports, folder, self._gib)
+        return await ray_process.start(words, variables, self._files)
+
+    def _folder(self) -> Path:
+        """Return Ray's own folder: the one in the settings, else one below /tmp that belongs to this node's state."""
+        wanted = self._settings.ray_folder
+        return private_folder(Path(wanted).expanduser()) if wanted else ray_process.short_folder(self._files)
+
+    def _keep_output(self, output: bytes) -> None:
+        """Keep the output until Ray was up; later output is in the logs of its session."""
+        private_folder(self._log_file.parent)
+        write_private(self._log_file, output)
+
+    def _set(self, node: str, cause: str) -> None:
+        if (node, cause) != (self.node, self.cause):
+            self.node, self.cause = node, cause
+            log.info("ray", node=node, cause=cause)
+            self.changed()
+
+
+class DriverProcess:
+    """Keeps the driver alive between `start` and `stop`. The next driver gets each request without an answer again."""
+
+    def __init__(self, files: Path, failed: Callable[[str, str], None]) -> None:
+        self._files = files
+        self._failed = failed
+        self._writer: asyncio.StreamWriter | None = None
+        self._pending: dict[str, Create] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, address: str, variables: Mapping[str, str]) -> None:
+        """Run drivers of the Ray at this address (host:port) from now on."""
+        self._task = asyncio.get_running_loop().create_task(self._keep(address, variables))
+
+    async def stop(self) -> None:
+        """End the driver."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def pending(self) -> frozenset[str]:
+        """Leases whose actor was asked for and not answered yet."""
+        return frozenset(self._pending)
+
+    def create(self, wanted: Create) -> None:
+        """Start an actor, now or as soon as a driver is connected."""
+        self._pending[wanted.lease] = wanted
+        if self._writer is not None:
+            self._writer.write(encode(wanted))
+
+    def kill(self, lease: str) -> None:
+        """End an actor; without a driver it ends with its lease."""
+        self._pending.pop(lease, None)
+        if self._writer is not None:
+            self._writer.write(encode(Kill(lease)))
+
+    async def _keep(self, address: str, variables: Mapping[str, str]) -> None:
+        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                code = await self._live(address, variables)
+            except (OSError, DriverLinkError) as error:
+                code = str(error)
+            wait = BACK_OFF[0] if loop.time() - began > HEALTHY else wait
+            log.warning("driver ended", code=code, again_in=wait)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, BACK_OFF[1])
+
+    async def _live(self, address: str, variables: Mapping[str, str]) -> int:
+        """Run one driver from start to end; return its exit code."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "node.video.ray.driver", str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+                cwd=private_folder(self._files / "empty"), start_new_session=True, env=variables,
+            )  # fmt: skip
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            writer.write(encode(Connect(address)))
+            messages = MessageReader(FromDriver)
+            while data := await reader.read(65536):
+                for message in messages.feed(data):
+                    self.receive(message, writer)
+            async with asyncio.timeout(GRACE):
+                return await process.wait()
+        except TimeoutError:
+            return 0
+        finally:
+            self._writer = None
+            writer.close()
+            await _end(process)
+
+    def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
+        """Take a message of the driver at `writer`."""
+        match message:
+            case Connected():
+                log.info("driver connected")
+                self._writer = writer
+                for wanted in self._pending.values():
+                    writer.write(encode(wanted))
+            case Created(lease):
+                self._pending.pop(lease, None)
+            case NotCreated(lease, why):
+                if self._pending.pop(lease, None) is not None:
+                    self._failed(lease, why)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Wait for a driver whose socket is closed, and kill it after GRACE seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GRACE):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,67 @@
+"""The parts of a node that make video, put together: what is offered, what is lent, Ray's process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from node.engine_process.supervisor import Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import Poll
+from node.settings import NodeSettings
+from node.video.capability import Offer
+from node.video.lease_manager import Lender
+from node.video.ray.local_ray import LocalRay
+from wire.frames import Frame
+from wire.units import GIB
+
+log = structlog.get_logger("node.video")
+
+
+class Studio:
+    """Starts and ends them in their order. Where no video is offered, all it does is to look now and then."""
+
+    def __init__(
+        self, settings: NodeSettings, state: Path, limiter: Limiter, poll: Poll, supervisor: Supervisor
+    ) -> None:
+        folder = state / "node" / "video"
+        self.offer = Offer(settings, state)
+        self.lender = Lender(settings, limiter, poll, supervisor, self.offer, folder / "leases")
+        gib = limiter.cap.bytes // GIB
+        self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
+        self._changed: Callable[[], None] = lambda: None
+        self._paused = ""
+
+    def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
+        """Say by whom the coordinator is told, and who wants to know that something changed."""
+        self._changed = changed
+        self.lender.say, self.lender.changed = tell, self._offered
+        self.lender.begin, self.lender.finish = self.ray.begin, self.ray.end
+        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lender.not_started, self._offered
+
+    async def start(self) -> None:
+        """Take up leases of an earlier agent, and look for packages."""
+        try:
+            await self.lender.start()
+        except OSError as error:
+            log.error("video off", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
+            return
+        self.offer.start()
+        self._offered()
+
+    async def stop(self) -> None:
+        """End the job, then Ray."""
+        await self.offer.stop()
+        await self.lender.stop()
+        await self.ray.stop()
+
+    def pause(self, why: str) -> None:
+        """Lend nothing new, because of `why`, and let Ray go once nothing is lent; an empty text: as before."""
+        self._paused = why
+        self.lender.pause(why)
+        self._offered()
+
+    def _offered(self) -> None:
+        self.ray.lend(on=self.lender.holding)
+        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
+        self._changed()

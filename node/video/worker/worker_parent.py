@@ -1,0 +1,175 @@
+"""Attends one worker: starts it for a lease, hands it its job once the agent watches, passes on what it says.
+
+The worker lives in a group of processes of its own, with our pipe as its life line: it leaves when we do, however we
+end. And it ends at once when the agent does, for then nobody guards the memory. We hold nothing that anybody needs:
+who wants to know how the job goes reads what the agent says of it.
+
+Run by the Ray actor (`node.video.worker.actor`), or alone:
+`python -m node.video.worker.worker_parent FOLDER LEASE GENERATION`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from node.memory.sensor import born
+from node.video.worker.lease_files import (
+    ATTENDED,
+    CLAIM,
+    EVENTS,
+    GO,
+    GRANT,
+    GUARD,
+    LOG,
+    LONGEST_LINE,
+    SCRATCH,
+    Claim,
+    Grant,
+    lock,
+    read_grant,
+    write_new,
+)
+
+WORKER = Path(__file__).with_name("worker.py")
+LOOK = 0.05
+GO_SECONDS = 30.0
+"""Longest wait for the agent to say that it watches."""
+
+
+class Fenced(Exception):
+    """The lease is not ours: it was never granted, has ended, or somebody else attends to it."""
+
+
+class Attendant:
+    """One worker's attendant. `run` returns its exit code; `stop` may be called from any thread."""
+
+    def __init__(self, folder: Path, lease: str, generation: int) -> None:
+        self._folder = folder
+        self._lease = lease
+        self._generation = generation
+        self._stopped = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+
+    def run(self) -> int:
+        """Attend from claim to end. Fenced when the lease is not ours, OSError when the worker cannot be started."""
+        grant = self._granted()
+        self._lock = lock(self._folder / ATTENDED)
+        if self._lock is None:
+            raise Fenced(f"somebody attends to {self._lease} already")
+        try:
+            return self._attend(grant)
+        finally:
+            os.close(self._lock)
+
+    def stop(self) -> None:
+        """End the worker at once."""
+        self._stopped.set()
+        self._kill()
+
+    def _granted(self) -> Grant:
+        grant = read_grant(self._folder)
+        if grant is None or (grant.lease, grant.generation) != (self._lease, self._generation):
+            raise Fenced(f"generation {self._generation} of {self._lease} is not granted here")
+        return grant
+
+    def _attend(self, grant: Grant) -> int:
+        process = self._process = self._start(grant)
+        try:
+            self._claim(process.pid)
+            threading.Thread(target=self._until_unguarded, daemon=True).start()
+            if self._may_go():
+                self._hand_over(process, grant)
+                self._forward(process)
+        finally:
+            self._kill()
+            code = process.wait()
+            self._tell_end(code)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+        return code
+
+    def _start(self, grant: Grant) -> subprocess.Popen[bytes]:
+        scratch = self._folder / SCRATCH
+        with (self._folder / LOG).open("ab") as errors:
+            return subprocess.Popen(
+                [grant.python, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                env=grant.environment, cwd=scratch, start_new_session=True, close_fds=True,
+            )  # fmt: skip
+
+    def _claim(self, pid: int) -> None:
+        try:
+            write_new(
+                self._folder / CLAIM, msgspec.json.encode(Claim(attendant=os.getpid(), worker=pid, born=born(pid)))
+            )
+        except FileExistsError:
+            raise Fenced(f"{self._lease} was claimed before") from None
+
+    def _until_unguarded(self) -> None:
+        """Wait for the end of the agent, or of its lease; nobody would guard the worker's memory then."""
+        descriptor = lock(self._folder / GUARD, wait=True, shared=True)
+        if descriptor is not None:
+            os.close(descriptor)
+        self.stop()
+
+    def _may_go(self) -> bool:
+        """Wait until the agent watches the worker; say whether it does."""
+        deadline = time.monotonic() + GO_SECONDS
+        while not self._stopped.wait(LOOK) and time.monotonic() < deadline and (self._folder / GRANT).exists():
+            if (self._folder / GO).exists():
+                return True
+        return False
+
+    def _hand_over(self, process: subprocess.Popen[bytes], grant: Grant) -> None:
+        assert process.stdin is not None  # noqa: S101  it was asked for
+        with suppress(BrokenPipeError):  # it is gone already, which its end says
+            process.stdin.write(msgspec.json.encode({**grant.job, "size": grant.size}) + b"\n")
+            process.stdin.flush()
+
+    def _forward(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None  # noqa: S101  it was asked for
+        descriptor = os.open(self._folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "ab", buffering=0) as events:
+            _copy(process.stdout, events)
+
+    def _tell_end(self, code: int) -> None:
+        """Say how the worker ended, if it was not us who ended it."""
+        if not self._stopped.is_set() and (self._folder / EVENTS).exists():
+            with (self._folder / EVENTS).open("ab") as events:
+                events.write(msgspec.json.encode({"event": "exit", "code": code}) + b"\n")
+
+    def _kill(self) -> None:
+        """End the worker's whole group. Its leader is ours and not waited for yet, so the number is still its own."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    while line := source.readline(LONGEST_LINE):
+        target.write(line)
+
+
+def main() -> int:
+    """Attend to the lease that the command line names; its end is ours."""
+    folder, lease, generation = sys.argv[1:]
+    try:
+        return Attendant(Path(folder), lease, int(generation)).run()
+    except Fenced as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Admission of requests: queue, rate limits, API keys, usage and cache scopes."""

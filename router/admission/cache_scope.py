@@ -1,0 +1,86 @@
+"""Whose cached prefixes a request may reuse: those of its own API key, and of system prompts that all keys share.
+
+A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the node that is chosen. Reused
+for another key it would answer "has any key asked this before?", word by word.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from host.settings_loader import Section, SettingsError
+from wire.frames import SHARED_SCOPE, Message
+from wire.units import MIB
+
+MAX_PROMPT_BYTES = MIB
+"""Longest file of a shared system prompt."""
+SYSTEM_ROLES = frozenset({"system", "developer"})
+
+
+class CacheSettings(Section, frozen=True, kw_only=True):
+    """Who may reuse cached prompts."""
+
+    share: Annotated[
+        Literal["key", "pool"],
+        Meta(description=(
+            "Who may reuse the cached beginning of a prompt: `key`, only the API key that sent it, or `pool`, every "
+            "key, which lets any key find out what another one has asked."
+        )),
+    ] = "key"  # fmt: skip
+    shared_prompts: Annotated[
+        tuple[str, ...],
+        Meta(description=(
+            "Files, each with one system prompt that all keys share: its tokens, and nothing behind it, are reused for "
+            "every request whose first message is exactly this text. Read at start."
+        )),
+    ] = ()  # fmt: skip
+
+
+class CacheScopes:
+    """Decides for each request. `prompts` are the texts of the shared system prompts."""
+
+    def __init__(self, share: str = "key", prompts: Iterable[str] = ()) -> None:
+        self._pool = share == "pool"
+        self._prompts = frozenset(prompts)
+
+    @property
+    def scope(self) -> str:
+        """Return the scope that a node is sent; empty: the request's own key."""
+        return SHARED_SCOPE if self._pool else ""
+
+    def of(self, key: str) -> str:
+        """Return the name of a key's scope."""
+        return SHARED_SCOPE if self._pool else key
+
+    def shares(self, messages: Sequence[Message]) -> bool:
+        """Return whether a conversation begins with a shared system prompt."""
+        return bool(self._prompts and messages) and (
+            messages[0].role in SYSTEM_ROLES and messages[0].content in self._prompts
+        )
+
+
+def open_scopes(settings: CacheSettings) -> CacheScopes:
+    """Read the files of shared system prompts; SettingsError where one cannot be used."""
+    prompts: set[str] = set()
+    for name in settings.shared_prompts:
+        text = _text(Path(name).expanduser())
+        prompts |= {text, text.removesuffix("\n")}  # editors end a file with a newline
+    return CacheScopes(settings.share, prompts)
+
+
+def _text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_PROMPT_BYTES:
+            raise SettingsError(
+                f"setting cache.shared_prompts: {path} has {size} bytes, at most {MAX_PROMPT_BYTES} are read: "
+                "shorten it"
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"setting cache.shared_prompts: {path} cannot be read as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise SettingsError(f"setting cache.shared_prompts: {path} is empty: write the system prompt into it")
+    return text

@@ -1,0 +1,160 @@
+"""`/v1/messages`: Anthropic's body into the parts of a Generate frame, and `/v1/messages/count_tokens` into a Count."""
+
+from typing import NamedTuple
+
+from router.dialects.anthropic.messages import messages_of
+from router.dialects.anthropic.response import MessageChunks, error_of, message
+from router.dialects.anthropic.schema import COUNT, MESSAGES, CountBody, MessagesBody, Thinking, Tool
+from router.dialects.shared.conversation import Request
+from router.dialects.shared.field_table import nameable
+from router.dialects.shared.formats import of_schema, with_calls
+from router.dialects.shared.interface import Reader, Style
+from router.dialects.shared.template import variables
+from router.dialects.shared.tools import NO_TOOLS, Offered, Tools, function, gathered
+from router.dispatch.request import Answer, Job
+from router.dispatch.resource_demand import demand_of
+from router.errors import Problem, invalid
+from wire.frames import Count, Finished, Grammar, Message, Params
+
+ANTHROPIC = Style(error_of, names=(b"request-id", b"x-request-id"))
+
+
+class MessagesRequest(Request, frozen=True, gc=False):
+    """A body that was understood. `thoughts`: the client wants to see them."""
+
+    thoughts: bool = True
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.shared.interface.Asked`."""
+        return message(job, answer, finished, self.thoughts)
+
+    def chunks(self, reader: Reader) -> MessageChunks:
+        """See `router.dialects.shared.interface.Asked`."""
+        return MessageChunks(reader.job, reader.demand.prompt_tokens or 0, self.thoughts)
+
+
+class Messages:
+    """The route; `strict` refuses unknown fields."""
+
+    style = ANTHROPIC
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
+        """See `router.dialects.shared.interface.Dialect`."""
+        found = MESSAGES.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
+
+
+class Counted(NamedTuple):
+    """A prompt to count, and what of its body changes nothing."""
+
+    asked: Count
+    ignored: tuple[str, ...]
+
+
+def count(body: bytes, created: int, *, strict: bool = False) -> Counted | Problem:
+    """Read the body of a count; `created` in seconds since 1970."""
+    found = COUNT.read(body, strict=strict)
+    if isinstance(found, Problem):
+        return found
+    parts = _parts(found.body, strict=strict)
+    if isinstance(parts, Problem):
+        return parts
+    messages, tools, template = parts
+    asked = Count(0, found.body.model, messages, created, tools.text, template)
+    return Counted(asked, nameable([*found.ignored, *tools.left_out]))
+
+
+def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:
+    parts = _parts(body, strict=strict)
+    if isinstance(parts, Problem):
+        return parts
+    messages, tools, template = parts
+    grammar = _grammar(body, tools)
+    if isinstance(grammar, Problem):
+        return grammar
+    params = Params(
+        grammar=grammar,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stop=tuple(body.stop_sequences or ()),
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use is True,
+    )
+    thoughts = body.thinking is None or body.thinking.display != "omitted"
+    return MessagesRequest(
+        demand_of(body.model, messages, params, tools.text),
+        messages,
+        params,
+        bool(body.stream),
+        True,
+        tools.text,
+        template,
+        body.session,
+        nameable([*ignored, *tools.left_out]),
+        thoughts,
+    )
+
+
+def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], Tools, str] | Problem:
+    """Return what makes the prompt: messages, tools, and the template's variables."""
+    messages = messages_of(body.system, body.messages)
+    if isinstance(messages, Problem):
+        return messages
+    tools = _tools(body, strict=strict)
+    if isinstance(tools, Problem):
+        return tools
+    effort = body.output_config.effort if body.output_config is not None else None
+    template = variables(
+        None,
+        reasoning_effort=effort,
+        enable_thinking=_thinks(body.thinking),
+        continue_final_message=True if _prefilled(messages) else None,
+    )
+    return template if isinstance(template, Problem) else (tuple(messages), tools, template)
+
+
+def _prefilled(messages: list[Message]) -> bool:
+    """Whether the answer has been begun by the client: then the model goes on with it."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _thinks(thinking: Thinking | None) -> bool | None:
+    if thinking is None or thinking.type in ("adaptive", "between_tools"):
+        return None
+    return thinking.type == "enabled"
+
+
+def _grammar(body: CountBody, tools: Tools) -> Grammar | Problem | None:
+    """Return what the answer has to be like, and what is asked of calls: that there is one, and which."""
+    asked = body.output_config.format if body.output_config is not None else None
+    form = None if asked is None else of_schema(asked.schema_, "output_config.format.schema")
+    if isinstance(form, Problem):
+        return form
+    choice = body.tool_choice
+    if choice is not None and (choice.type == "tool") != bool(choice.name):
+        return invalid("tool_choice has a name where its type is tool, and only there", "tool_choice.name")
+    word = _WORDS.get("auto" if choice is None else choice.type, "auto")
+    named = (choice.name or "") if choice is not None else ""
+    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
+
+
+_WORDS = {"any": "required", "tool": "required", "none": "none"}
+
+
+def _tools(body: CountBody, *, strict: bool) -> Tools | Problem:
+    choice = body.tool_choice
+    if choice is not None and not body.tools and choice.type != "none":
+        return invalid("tool_choice is only possible with tools", "tool_choice")
+    if not body.tools:
+        return NO_TOOLS
+    offered = (_tool(tool) for tool in body.tools if isinstance(tool, Tool))
+    return gathered(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
+
+
+def _tool(tool: Tool) -> Offered:
+    return Offered(function(tool.name, tool.description, tool.input_schema, strict=tool.strict), bool(tool.strict))

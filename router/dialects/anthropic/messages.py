@@ -1,0 +1,104 @@
+"""Anthropic's messages into those of a Generate frame.
+
+There a turn is a list of blocks; here a message has one text, one thought and its calls, and each result of a tool is a
+message of its own. Neighbours of one role become one, as Anthropic says they do: many templates know only turns that
+take turns. What the system says at the beginning, in `system` or in messages, is one message; what it says later stays
+where it is.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+
+from msgspec.structs import replace
+
+from router.admission.request_limits import MOST_CALLS
+from router.dialects.anthropic.schema import (
+    AnthropicMessage,
+    Block,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from router.dialects.shared.strict_json import write
+from router.errors import Problem, invalid
+from wire.frames import Message, ToolCall
+
+LONGEST_INPUT = 1024 * 1024
+_JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
+
+
+def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]) -> list[Message] | Problem:
+    """Give the messages, or say which block stands where it cannot."""
+    messages: list[Message] = []
+    if system:
+        messages.append(Message("system", joined(system, _JOINT["system"])))
+    for at, message in enumerate(found):
+        for part in _parts(message, f"messages[{at}]"):
+            if isinstance(part, Problem):
+                return part
+            messages.append(part)
+    return [_merged(role, list(run)) for role, run in _runs(messages)]
+
+
+def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
+    """Give the text of a content that has nothing else."""
+    return content if isinstance(content, str) else joint.join(block.text for block in content or ())
+
+
+def _runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
+    """Group neighbours of one role; each result of a tool stays alone."""
+    for role, run in groupby(messages, key=lambda message: message.role):
+        if role == "tool":
+            yield from ((role, (message,)) for message in run)
+        else:
+            yield role, run
+
+
+def _merged(role: str, run: list[Message]) -> Message:
+    """Join the messages of one role in linear time."""
+    if len(run) == 1:
+        return run[0]
+    return replace(
+        run[0],
+        content=_JOINT[role].join(message.content for message in run if message.content),
+        tool_calls=tuple(chain.from_iterable(message.tool_calls for message in run)),
+        reasoning="\n".join(message.reasoning for message in run if message.reasoning),
+    )
+
+
+def _parts(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
+    """Give a message's blocks, each as a message."""
+    if isinstance(message.content, str):
+        yield Message(message.role, message.content)
+        return
+    if sum(isinstance(block, ToolUseBlock) for block in message.content) > MOST_CALLS:
+        yield invalid(f"a message has at most {MOST_CALLS} tool_use blocks", f"{path}.content")
+        return
+    if not message.content:
+        yield Message(message.role)
+    for at, block in enumerate(message.content):
+        only = _speaker(block)
+        if only and only != message.role:
+            yield invalid(f"only messages of the role {only} have {block.type}", f"{path}.content[{at}].type")
+            return
+        yield _part(message.role, block, f"{path}.content[{at}]")
+
+
+def _speaker(block: Block) -> str:
+    if isinstance(block, TextBlock):
+        return ""
+    return "user" if isinstance(block, ToolResultBlock) else "assistant"
+
+
+def _part(role: str, block: Block, path: str) -> Message | Problem:
+    if isinstance(block, TextBlock):
+        return Message(role, block.text)
+    if isinstance(block, ToolResultBlock):
+        return Message("tool", joined(block.content), tool_call_id=block.tool_use_id)
+    if isinstance(block, ThinkingBlock):
+        return Message(role, reasoning=block.thinking)
+    if isinstance(block, ToolUseBlock):
+        text = write(block.input, f"{path}.input", LONGEST_INPUT)
+        return text if isinstance(text, Problem) else Message(role, tool_calls=(ToolCall(block.id, block.name, text),))
+    return Message(role)

@@ -1,0 +1,213 @@
+"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's shape."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Discriminator, Field, Tag
+
+from router.admission.request_limits import LONGEST_NAME, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.dialects.openai.chat_schema import BILL, CACHE, WHO
+from router.dialects.shared.common_fields import (
+    OTHER_SERVERS,
+    SESSION_NOTE,
+    TEXT_OR_PARTS,
+    Foreign,
+    FunctionName,
+    Named,
+    Stops,
+    Strict,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    by_type,
+)
+from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.template import Effort
+
+HARMLESS: Mapping[str, str] = MappingProxyType({
+    **OTHER_SERVERS,
+    "user_profile_id": WHO, "workspace_id": WHO, "service_tier": BILL, "cache_control": CACHE,
+    "context_management": "nothing is taken out of a conversation: the model sees all of it",
+})  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    "container": (None,), "diagnostics": (None,), "inference_geo": (None,), "mcp_servers": (None, []),
+    "speed": (None, "standard"),
+})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    "container": "nothing runs on the server but models",
+    "diagnostics": "what the prefix cache found is cache_read_input_tokens",
+    "inference_geo": "every answer is made on the Macs of this cluster",
+    "mcp_servers": "call them from the client, and offer what they do as tools",
+    "speed": "there is one speed",
+    "max_tokens": "required",
+    "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens changes nothing; "
+    "display omitted leaves thinking blocks out",
+    "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
+    "tools": "custom ones; a tool of another type would have to run here, and is left out",
+    "output_config": "effort is the template's reasoning_effort; the answer keeps to the JSON schema of format",
+})  # fmt: skip
+
+
+class Cached(Strict):
+    """Base of what may be marked for a cache."""
+
+    cache_control: Any = None
+
+
+class TextBlock(Cached):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+
+
+class ToolUseBlock(Cached):
+    """A call that the assistant made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: Named
+    name: Named
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(Cached):
+    """What came of a call; that it went wrong is for its text to say."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Named
+    content: "Texts | None" = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Strict):
+    """What the assistant thought in an earlier turn."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Strict):
+    """What somebody else's model thought, and nobody here can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+Texts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+Block = Annotated[
+    Annotated[TextBlock, Tag("text_part")]
+    | Annotated[ToolUseBlock, Tag("tool_use_part")]
+    | Annotated[ToolResultBlock, Tag("tool_result_part")]
+    | Annotated[ThinkingBlock, Tag("thinking_part")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")],
+    by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
+class AnthropicMessage(Strict):
+    """One message. Those of the role system may stand anywhere."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class Tool(Cached):
+    """A tool that the model may call. Hints for Anthropic's own servers change nothing; With `strict`
+    the input of its calls is as `input_schema` says."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    input_examples: Any = None
+
+
+def _tool_kind(tool: object) -> str:
+    kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
+    return "foreign_part" if isinstance(kind, str) and kind not in ("", "custom") else "custom_part"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("custom_part")] | Annotated[Foreign, Tag("foreign_part")], Discriminator(_tool_kind)
+]
+
+
+class ToolChoice(Strict):
+    """Which tools may be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Named | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    """Whether the model thinks first."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(Strict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """How much effort an answer is worth, and what it is like."""
+
+    effort: Effort | None = None
+    format: JsonFormat | None = None
+
+
+class CountBody(Strict):
+    """The request body of a count."""
+
+    model: Named
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    system: Texts | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountBody):
+    """The request body."""
+
+    max_tokens: Tokens
+    stop_sequences: Stops | None = None
+    metadata: dict[str, Any] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+
+    @property
+    def session(self) -> str:
+        """The conversation's name, if its client gave one that is not too long."""
+        found = (self.metadata or {}).get("user_id")
+        return found if isinstance(found, str) and len(found) <= LONGEST_NAME else ""
+
+
+MESSAGES = Parameters(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})
+COUNT = Parameters(CountBody, {**HARMLESS, "metadata": WHO}, NEUTRAL, INSTEAD)

@@ -1,0 +1,27 @@
+"""Every body that is read by a table of its fields, for the manual and for the tests."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from router.dialects.anthropic import schema
+from router.dialects.ollama import schema as ollama_body
+from router.dialects.openai.chat_schema import CHAT
+from router.dialects.openai.completion_schema import COMPLETION
+from router.dialects.openai.responses_schema import RESPONSES
+from router.dialects.openai.video_schema import VIDEO
+from router.dialects.shared.field_table import Parameters
+
+TABLES: Mapping[str, Parameters[Any]] = MappingProxyType(
+    {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETION,
+        "/v1/responses": RESPONSES,
+        "/v1/messages": schema.MESSAGES,
+        "/v1/messages/count_tokens": schema.COUNT,
+        "/api/chat": ollama_body.CHAT,
+        "/api/generate": ollama_body.GENERATE,
+        "/v1/videos": VIDEO,
+        "options of /api/chat and /api/generate": ollama_body.OPTIONS,
+    }
+)

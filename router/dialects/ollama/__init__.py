@@ -1,0 +1,1 @@
+"""Ollama's chat, generate and model routes."""

@@ -1,0 +1,206 @@
+"""`/api/chat` and `/api/generate`: Ollama's bodies into the parts of a Generate frame."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from msgspec import structs
+
+from router.admission.request_limits import MOST_CALLS, TOOLS_BYTES
+from router.dialects.ollama.response import OLLAMA, Lines, Shape, whole
+from router.dialects.ollama.schema import (
+    CHAT,
+    GENERATE,
+    OPTIONS,
+    Asking,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+)
+from router.dialects.openai.chat_schema import Tool
+from router.dialects.shared.common_fields import stops_of
+from router.dialects.shared.conversation import Request
+from router.dialects.shared.field_table import nameable
+from router.dialects.shared.formats import of_schema
+from router.dialects.shared.interface import Reader
+from router.dialects.shared.strict_json import Body, write
+from router.dialects.shared.template import variables
+from router.dialects.shared.tools import NO_TOOLS, Offered, Tools, as_written, gathered
+from router.dispatch.request import Answer, Job
+from router.dispatch.resource_demand import demand_of, demand_of_plain
+from router.errors import Problem, invalid
+from wire.frames import Finished, Grammar, Message, Params, ToolCall
+
+MOST_WAITING_CALLS = 2 * MOST_CALLS
+"""Calls without a result to which the results of an Ollama conversation are matched; the newest are kept."""
+
+
+class OllamaRequest(Request, frozen=True, gc=False):
+    """A body that was understood. `chat` says which of the two it was; `text` is a raw prompt."""
+
+    chat: bool = True
+    text: str = ""
+
+    def job(self, key: str, request_id: str, created: int) -> Job:
+        """See `Request`."""
+        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
+                   self.template, include_usage=True, text=self.text, ignored=self.ignored)  # fmt: skip
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.shared.interface.Asked`."""
+        return whole(Shape(job, self.chat), answer, finished)
+
+    def chunks(self, reader: Reader) -> Lines:
+        """See `router.dialects.shared.interface.Asked`."""
+        return Lines(Shape(reader.job, self.chat))
+
+
+class OllamaChat:
+    """The route of conversations; `strict` refuses unknown fields."""
+
+    style = OLLAMA
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
+        """See `router.dialects.shared.interface.Dialect`."""
+        found = CHAT.read(body, strict=self._strict)
+        if isinstance(found, Problem):
+            return found
+        messages = _messages(found.body.messages)
+        if isinstance(messages, Problem):
+            return messages
+        tools = _tools(found.body, found.asked, strict=self._strict)
+        if isinstance(tools, Problem):
+            return tools
+        return _request(found.body, messages, tools, found.ignored, strict=self._strict)
+
+
+class OllamaGenerate:
+    """The route of single prompts; `strict` refuses unknown fields."""
+
+    style = OLLAMA
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
+        """See `router.dialects.shared.interface.Dialect`."""
+        found = GENERATE.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
+
+
+def plain_name(model: str) -> str:
+    """Give a model's name as the cluster knows it: Ollama's clients put `:latest` behind what has no tag."""
+    return model.removesuffix(":latest") or model
+
+
+def _generate(body: OllamaGenerateBody, ignored: tuple[str, ...], *, strict: bool) -> OllamaRequest | Problem:
+    if not body.raw:
+        system = [Message("system", body.system)] if body.system else []
+        messages = [*system, Message("user", body.prompt)]
+        return _request(body, messages, NO_TOOLS, ignored, strict=strict, chat=False)
+    if body.system:
+        return invalid("system is not possible with raw: true, which takes the prompt as it is", "system")
+    return _request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=body.prompt)
+
+
+def _request(
+    body: Asking,
+    messages: list[Message],
+    tools: Tools,
+    ignored: tuple[str, ...],
+    *,
+    strict: bool,
+    chat: bool = True,
+    text: str = "",
+) -> OllamaRequest | Problem:
+    drawn = _params(body.options or {}, strict=strict)
+    if isinstance(drawn, Problem):
+        return drawn
+    params, unread = drawn
+    form = of_schema(body.format, "format") if isinstance(body.format, dict) else None
+    grammar = Grammar("json_object") if body.format == "json" else form
+    if isinstance(grammar, Problem):
+        return grammar
+    if grammar is not None:
+        params = structs.replace(params, grammar=grammar if not tools.text else structs.replace(grammar, calls="free"))
+    effort = body.think if isinstance(body.think, str) else None
+    thinks = body.think if isinstance(body.think, bool) else True if effort else None
+    template = "" if text else variables(None, reasoning_effort=effort, enable_thinking=thinks)
+    if isinstance(template, Problem):
+        return template
+    model = plain_name(body.model)
+    demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools.text)
+    stream = body.stream is not False
+    return OllamaRequest(demand, tuple(messages), params, stream, True, tools.text, template, chat=chat, text=text,
+                         ignored=nameable([*ignored, *unread, *tools.left_out]))  # fmt: skip
+
+
+def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]] | Problem:
+    """Return how the answer is drawn, and the options that change nothing."""
+    found = OPTIONS.understand(options, strict=strict)
+    if isinstance(found, Problem):
+        return replace(found, param=f"options.{found.param}")
+    drawn = found.body
+    if drawn.num_predict == 0:
+        return invalid(
+            "options.num_predict is at least 1, or -1 for as much as there is room for", "options.num_predict"
+        )
+    most = drawn.num_predict
+    params = Params(
+        max_tokens=most if most is not None and most > 0 else None,
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
+        seed=drawn.seed,
+        stop=stops_of(drawn.stop),
+        top_k=None if drawn.top_k is None else max(0, drawn.top_k),
+        min_p=drawn.min_p,
+        presence_penalty=drawn.presence_penalty or 0.0,
+        frequency_penalty=drawn.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if drawn.repeat_penalty is None else drawn.repeat_penalty,
+    )
+    return params, [f"options.{name}" for name in found.ignored]
+
+
+def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> Tools | Problem:
+    raw = cast("list[Body]", asked.get("tools") or [])
+    offered = (Offered(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, Tool))
+    return gathered(offered, body.tools, strict=strict)
+
+
+def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
+    """Give the messages. Ollama's calls may be without ids, so results are matched to them by name and order."""
+    messages: list[Message] = []
+    waiting: dict[str, str] = {}
+    for at, message in enumerate(found):
+        calls = _calls(message, at)
+        if isinstance(calls, Problem):
+            return calls
+        waiting |= {call.id: call.name for call in calls}
+        while len(waiting) > MOST_WAITING_CALLS:
+            del waiting[next(iter(waiting))]
+        name = message.tool_name or message.name or ""
+        answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
+        waiting.pop(answers, None)
+        messages.append(
+            Message(message.role, message.content or "", name, tuple(calls), answers, message.thinking or "")
+        )
+    return messages
+
+
+def _answered(waiting: Mapping[str, str], name: str) -> str:
+    """Return the id of the first call without a result, of this name if one is given."""
+    return next((call for call, called in waiting.items() if not name or called == name), "")
+
+
+def _calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
+    calls: list[ToolCall] = []
+    for place, call in enumerate(message.tool_calls or ()):
+        path = f"messages[{at}].tool_calls[{place}].function.arguments"
+        text = write(call.function.arguments, path, TOOLS_BYTES)
+        if isinstance(text, Problem):
+            return text
+        calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))
+    return calls

@@ -1,0 +1,86 @@
+"""Ollama's routes about models, for reading: what the cluster serves, in the shapes that its clients list and show.
+
+Names are ours, without tags. What only files of Ollama's own have (parameters, templates, families) is empty; digests
+are made of our fingerprints, so they change when the weights do.
+"""
+
+import hashlib
+
+import msgspec
+
+from router.dialects.ollama.api import plain_name
+from router.dialects.ollama.response import moment
+from router.dialects.ollama.schema import SHOW
+from router.errors import Problem, invalid
+from router.placement.cluster_view import ClusterView
+from wire.report import Model
+
+SPOKEN = "0.12.6"
+"""The version of Ollama whose shapes these are. Clients compare it; what we are is in `cluster version`."""
+NEVER = "0001-01-01T00:00:00Z"
+"""Ollama's way to write no time: a model leaves when its memory is needed, not at an hour."""
+REFUSED = frozenset({
+    "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/embed", "/api/embeddings",
+})  # fmt: skip
+
+Row = dict[str, object]
+
+
+def refused(path: str) -> Problem:
+    """Give the answer to what changes models, or makes no text."""
+    text = (
+        f"{path} is not offered: models lie on the nodes, and `cluster model load` and `cluster model unload` move them"
+    )
+    if path.startswith("/api/embed"):
+        text = f"{path} is not offered: no model here makes embeddings"
+    return Problem(501, "unsupported_operation", text)
+
+
+def version() -> bytes:
+    """Say which Ollama we speak like."""
+    return msgspec.json.encode({"version": SPOKEN})
+
+
+def tags(view: ClusterView, created: int) -> bytes:
+    """List every model that a member can serve."""
+    served = view.served()
+    return msgspec.json.encode({"models": [_row(served[name], modified_at=moment(created)) for name in sorted(served)]})
+
+
+def running(view: ClusterView) -> bytes:
+    """List every model that is loaded on some node; sizes are those of one copy."""
+    loaded = view.loaded()
+    rows = (loaded[name] for name in sorted(loaded))
+    return msgspec.json.encode({"models": [
+        _row(model, size_vram=model.weights, expires_at=NEVER, context_length=model.context) for model in rows
+    ]})  # fmt: skip
+
+
+def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
+    """Show one model."""
+    found = SHOW.read(body)
+    if isinstance(found, Problem):
+        return found
+    name = plain_name(found.body.model or found.body.name or "")
+    if not name:
+        return invalid("model: Field required", "model")
+    model = view.served().get(view.canonical_name(name))
+    if model is None:
+        return Problem(404, "model_not_found", f"no node serves the model {name!r}", "model")
+    return msgspec.json.encode({
+        "license": "", "modelfile": "", "parameters": "", "template": "", "details": _details(),
+        "model_info": {"general.architecture": "mlx", "mlx.context_length": model.context},
+        "capabilities": ["completion", *(["tools"] if "tools" in model.features else [])],
+        "modified_at": moment(created),
+    })  # fmt: skip
+
+
+def _row(model: Model, **more: object) -> Row:
+    digest = hashlib.sha256((model.fingerprint or model.name).encode()).hexdigest()
+    return {"name": model.name, "model": model.name, "size": model.weights, "digest": digest, "details": _details(),
+            **more}  # fmt: skip
+
+
+def _details() -> Row:
+    return {"parent_model": "", "format": "mlx", "family": "", "families": [], "parameter_size": "",
+            "quantization_level": ""}  # fmt: skip

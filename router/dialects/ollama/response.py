@@ -1,0 +1,115 @@
+"""`/api/chat` and `/api/generate`: deltas and usage into Ollama's answer, whole or a line of JSON at a time."""
+
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import msgspec
+
+from router.dialects.shared.interface import Style
+from router.dialects.shared.single_choice import Pieces, arguments_of, spoken
+from router.dialects.shared.tool_calls import Call
+from router.dispatch.request import Answer, Job
+from router.errors import Problem
+from wire.frames import Channel, Delta, Finished
+
+Line = dict[str, object]
+
+
+def error_of(problem: Problem, request_id: str) -> bytes:
+    """Give an error in Ollama's shape: a text; what else is known of it stands beside it."""
+    error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
+    if problem.memory is not None:
+        error["memory"] = msgspec.structs.asdict(problem.memory)
+    return msgspec.json.encode(error)
+
+
+OLLAMA = Style(error_of, b"application/x-ndjson")
+
+
+def moment(seconds: int) -> str:
+    """Write a time since 1970 as Ollama does."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Shape:
+    """How one of the two routes says a piece. `chat`: in a message, else beside the rest."""
+
+    def __init__(self, job: Job, chat: bool) -> None:
+        self.job = job
+        self._chat = chat
+        self._about: Line = {"model": job.demand.model, "created_at": moment(job.created)}
+
+    def line(self, content: str, thinking: str = "", calls: Iterable[Call] = (), end: Line | None = None) -> Line:
+        """Give one answer or one piece of it."""
+        said: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
+        if thinking:
+            said["thinking"] = thinking
+        made = [_call(call) for call in calls]
+        if made:
+            said["tool_calls"] = made
+        return {**self._about, **({"message": said} if self._chat else said), "done": False, **(end or {})}
+
+    def end(self, finished: Finished) -> Line:
+        """Give what the last line says besides: why it ended, tokens, and nanoseconds."""
+        timings = finished.timings
+        waiting, prefill, decode = map(_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
+        cut = bool(finished.reasons) and finished.reasons[0] == "length"
+        return {
+            "done": True, "done_reason": "length" if cut else "stop", "total_duration": waiting + prefill + decode,
+            "load_duration": waiting, "prompt_eval_count": finished.prompt_tokens, "prompt_eval_duration": prefill,
+            "eval_count": finished.completion_tokens, "eval_duration": decode,
+        }  # fmt: skip
+
+
+class Lines:
+    """Makes the lines of one stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._pieces = Pieces()
+
+    def keepalive(self, why: str) -> bytes:
+        """Return an empty piece; lines have no comments."""
+        return _written(self._shape.line(""))
+
+    def opening(self) -> bytes:
+        """Nothing stands before the first piece."""
+        return b""
+
+    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+        """Give a line for each piece."""
+        lines = b""
+        for channel, text, call in self._pieces.of(deltas):
+            if call is not None:
+                line = self._shape.line("", calls=(call,))
+            else:
+                line = self._shape.line("", text) if channel is Channel.REASONING else self._shape.line(text)
+            lines += _written(line)
+        return lines
+
+    def closing(self, finished: Finished) -> bytes:
+        """Give the last line."""
+        return _written(self._shape.line("", end=self._shape.end(finished)))
+
+    def failing(self, problem: Problem) -> bytes:
+        """Give the line that ends a stream that broke."""
+        return error_of(problem, self._shape.job.request_id) + b"\n"
+
+
+def whole(shape: Shape, answer: Answer, finished: Finished) -> bytes:
+    """Give the whole answer of a request that did not want a stream."""
+    said = spoken(answer)
+    return msgspec.json.encode(shape.line(said.content, said.reasoning, said.calls, shape.end(finished)))
+
+
+def _call(call: Call) -> Line:
+    return {"id": call.id, "function": {"name": call.name, "arguments": arguments_of(call)}}
+
+
+def _written(line: Line) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(max(0.0, seconds) * 1e9) if math.isfinite(seconds) else 0

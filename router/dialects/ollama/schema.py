@@ -1,0 +1,186 @@
+"""The bodies of `/api/chat`, `/api/generate` and `/api/show`: Ollama's shape, and its options."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from router.admission.request_limits import MOST_CALLS, MOST_MESSAGES, MOST_TOKENS, MOST_TOOLS
+from router.dialects.openai.chat_schema import Tool
+from router.dialects.shared.common_fields import (
+    KEEP,
+    YIELDING,
+    Foreign,
+    MinP,
+    Name,
+    Named,
+    Penalty,
+    Repetition,
+    Seed,
+    StopOrStops,
+    Strict,
+    Temperature,
+    TopK,
+    TopP,
+    by_offer,
+)
+from router.dialects.shared.field_table import Parameters
+
+_NO_LOGPROBS = "log probabilities are those of /v1/chat/completions"
+_WHOLE = "a conversation that is too long is refused, never shortened"
+HARMLESS: Mapping[str, str] = MappingProxyType({
+    "keep_alive": KEEP,
+    "truncate": _WHOLE, "shift": _WHOLE,
+})  # fmt: skip
+CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    "logprobs": (None, False), "top_logprobs": (None, 0),
+})  # fmt: skip
+GENERATE_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    **CHAT_NEUTRAL, "context": (None, []), "images": (None, []), "suffix": (None, ""), "template": (None, ""),
+    "width": (None, 0), "height": (None, 0), "steps": (None, 0),
+})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    "format": "json, or a JSON schema", "logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS,
+    "context": "use /api/chat, and send the conversation",
+    "suffix": "nothing is written into the middle of a text",
+    "template": "a template of a request's own is never run; raw takes a prompt as it is",
+    "images": "text only", "width": "text only", "height": "text only", "steps": "text only",
+    "stream": "true where it is not given",
+    "think": "true and false set the template's enable_thinking, low, medium and high its reasoning_effort too",
+    "raw": "the prompt goes to the model without its template",
+    "options": "see the options",
+    "model": "`:latest` at its end is taken off",
+})  # fmt: skip
+
+_NODE = "the node's matter"
+OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType({
+    **dict.fromkeys((
+        "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
+        "use_mlock", "embedding_only", "numa",
+    ), _NODE),
+    "num_ctx": "a request takes what it needs, up to the model's context",
+    "num_keep": _WHOLE,
+    "repeat_last_n": "the penalties look at the whole answer",
+    "penalize_newline": "newlines are tokens like others",
+    "mirostat_eta": "nothing without mirostat", "mirostat_tau": "nothing without mirostat",
+})  # fmt: skip
+OPTIONS_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    "mirostat": (None, 0), "tfs_z": (None, 1, 1.0), "typical_p": (None, 1, 1.0), "draft_num_predict": (None, 0),
+})  # fmt: skip
+OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType({
+    "mirostat": "use temperature, top_p or min_p", "tfs_z": "use top_p or min_p", "typical_p": "use top_p or min_p",
+    "draft_num_predict": "the engine's matter",
+    "num_predict": "-1 and -2: as long as the model's context lets it",
+    "repeat_penalty": "1 turns it off",
+})  # fmt: skip
+
+
+class Options(Strict):
+    """How the answer is drawn."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=MOST_TOKENS)] | None = None
+    stop: StopOrStops | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    repeat_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class CalledFunction(Strict):
+    """A function that the assistant called."""
+
+    name: Named
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class OllamaCall(Strict):
+    """A call that the assistant made in an earlier turn."""
+
+    id: Name | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class OllamaMessage(Strict):
+    """One message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    tool_name: Name | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+
+def _think_kind(think: object) -> str:
+    return "word_part" if isinstance(think, str) else "switch_part"
+
+
+Think = Annotated[
+    Annotated[bool, Tag("switch_part")] | Annotated[Literal["low", "medium", "high"], Tag("word_part")],
+    Discriminator(_think_kind),
+]
+
+
+def _format_kind(form: object) -> str:
+    return "word_part" if isinstance(form, str) else "schema_part"
+
+
+Format = Annotated[
+    Annotated[dict[str, Any], Tag("schema_part")] | Annotated[Literal["json", ""], Tag("word_part")],
+    Discriminator(_format_kind),
+]
+
+
+class Asking(Strict):
+    """What both bodies have."""
+
+    model: Named
+    stream: bool | None = None
+    options: dict[str, Any] | None = None
+    think: Think | None = None
+    format: Format | None = None
+
+
+OllamaTool = Annotated[
+    Annotated[Tool, Tag("function_part")] | Annotated[Foreign, Tag("foreign_part")], by_offer("function")
+]
+
+
+class OllamaChatBody(Asking):
+    """The request body of `/api/chat`."""
+
+    messages: Annotated[
+        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+    ]
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+
+
+class OllamaGenerateBody(Asking):
+    """The request body of `/api/generate`."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaShowBody(Strict):
+    """The request body of `/api/show`; `name` is how older clients say `model`."""
+
+    model: Named | None = None
+    name: Named | None = None
+    verbose: bool | None = None
+
+
+CHAT = Parameters(OllamaChatBody, HARMLESS, CHAT_NEUTRAL, INSTEAD)
+GENERATE = Parameters(OllamaGenerateBody, HARMLESS, GENERATE_NEUTRAL, INSTEAD)
+SHOW = Parameters(OllamaShowBody, MappingProxyType({}), MappingProxyType({}), INSTEAD)
+OPTIONS = Parameters(Options, OPTIONS_HARMLESS, OPTIONS_NEUTRAL, OPTIONS_INSTEAD)

@@ -1,0 +1,1 @@
+"""OpenAI's chat completions, completions, responses, models and videos."""

@@ -1,0 +1,155 @@
+"""`/v1/chat/completions`: a body in OpenAI's shape into the parts of a Generate frame.
+
+pydantic lives at this edge only (`chat_body`). What is accepted has an effect, or is named as ignored; everything else
+is a 400 that names the parameter.
+"""
+
+from functools import lru_cache
+from typing import cast
+
+from router.dialects.openai import chat_fast_parse
+from router.dialects.openai.chat_messages import messages_of
+from router.dialects.openai.chat_response import ChatChunks, completion
+from router.dialects.openai.chat_schema import CHAT, ChatBody, CustomTool, Tool
+from router.dialects.shared.common_fields import Foreign, params_of, usage_wanted
+from router.dialects.shared.conversation import Request
+from router.dialects.shared.field_table import nameable
+from router.dialects.shared.formats import with_calls
+from router.dialects.shared.interface import OPENAI, Reader
+from router.dialects.shared.strict_json import Body
+from router.dialects.shared.template import steered, variables
+from router.dialects.shared.tools import NO_TOOLS, Offered, Origin, Tools, as_written, custom, gathered
+from router.dispatch.request import Answer, Job
+from router.dispatch.resource_demand import demand_of
+from router.errors import Problem, invalid
+from wire.frames import Finished, Grammar
+
+KNOWN_TOOLS = 64
+"""Lists of tools that are remembered, each of at most `chat_quick.LONGEST` bytes."""
+_ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
+
+
+class ChatRequest(Request, frozen=True, gc=False):
+    """A body that was understood. `custom` names the custom tools among its functions."""
+
+    custom: frozenset[str] = frozenset()
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.shared.interface.Asked`."""
+        return completion(job, answer, finished, self.custom)
+
+    def chunks(self, reader: Reader) -> ChatChunks:
+        """See `router.dialects.shared.interface.Asked`."""
+        return ChatChunks(reader.job, self.custom, reader.fingerprint)
+
+
+class Chat:
+    """The route; `strict` refuses unknown fields."""
+
+    style = OPENAI
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> ChatRequest | Problem:
+        """See `router.dialects.shared.interface.Dialect`."""
+        return parse(body, strict=self._strict)
+
+
+def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
+    """Read a body (UTF-8 JSON), or say which parameter is wrong and why; `strict` refuses unknown fields."""
+    plain = chat_fast_parse.read(body, plain_tools)
+    if plain is not None:
+        return ChatRequest(*plain)
+    return parse_wholly(body, strict=strict)
+
+
+@lru_cache(KNOWN_TOOLS)
+def plain_tools(raw: bytes) -> str | None:
+    """Return the text of a body's tools, which an agent sends with every request; None where there is more to say of
+    them."""
+    found = parse_wholly(_ONLY_TOOLS % raw)
+    if isinstance(found, Problem) or not found.tools or found.ignored or found.custom or found.params.grammar:
+        return None
+    return found.tools
+
+
+def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
+    """Read any body, also one of which nothing is wrong."""
+    found = CHAT.read(body, strict=strict)
+    return found if isinstance(found, Problem) else _request(found.body, found.asked, found.ignored, strict=strict)
+
+
+def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
+    """Put the parts together; `asked` is the body as it was written."""
+    messages = messages_of(body.messages)
+    if isinstance(messages, Problem):
+        return messages
+    tools = _tools(body, asked, strict=strict)
+    if isinstance(tools, Problem):
+        return tools
+    said = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
+    effort, thinks, unread = steered(body.reasoning_effort, body.enable_thinking, said)
+    template = variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
+    if isinstance(template, Problem):
+        return template
+    include_usage = usage_wanted(body)
+    if isinstance(include_usage, Problem):
+        return include_usage
+    include_usage = include_usage or (bool(body.stream) and _asks_usage(body.usage))
+    if body.top_logprobs and not body.logprobs:
+        return invalid("top_logprobs is only possible with logprobs: true", "top_logprobs")
+    grammar = _grammar(body, tools)
+    if isinstance(grammar, Problem):
+        return grammar
+    params = params_of(
+        body,
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=body.top_logprobs or 0 if body.logprobs else None,
+        one_call=body.parallel_tool_calls is False,
+        grammar=grammar,
+    )
+    return ChatRequest(
+        demand_of(body.model, messages, params, tools.text),
+        messages,
+        params,
+        bool(body.stream),
+        include_usage,
+        tools.text,
+        template,
+        body.session,
+        nameable([*ignored, *unread, *tools.left_out]),
+        frozenset(tools.origins),
+    )
+
+
+def _grammar(body: ChatBody, tools: Tools) -> Grammar | Problem | None:
+    """Return what the answer has to be like: its format, and the calls that are asked for."""
+    form = body.form()
+    if isinstance(form, Problem):
+        return form
+    choice = body.tool_choice
+    named = "" if choice is None or isinstance(choice, str) else choice.name
+    word = choice if isinstance(choice, str) else "required" if named else "auto"
+    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
+
+
+def _tools(body: ChatBody, asked: Body, *, strict: bool) -> Tools | Problem:
+    """Return the tools as they came, without text when there are none or none may be called."""
+    if not body.tools:
+        return NO_TOOLS
+    raw = cast("list[Body]", asked["tools"])
+    offered = (_offered(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, Foreign))
+    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+
+
+def _offered(tool: Tool | CustomTool, raw: Body) -> Offered:
+    if isinstance(tool, Tool):
+        return Offered(as_written(raw), bool(tool.function.strict))
+    one = tool.custom
+    return Offered(custom(one.name, one.description, one.format), origin=Origin(one.name, custom=True))
+
+
+def _asks_usage(usage: object) -> bool:
+    """Return whether OpenRouter's form of `stream_options.include_usage` asks for it."""
+    return isinstance(usage, dict) and cast("Body", usage).get("include") is True

@@ -1,0 +1,179 @@
+"""The common chat body, read in C: plain texts, calls of functions and their results, the usual parameters.
+
+`router/dialects/openai/chat.py` defines the meaning of a body. This module recognises bodies that are certainly valid,
+several times faster, and returns None for all others. A property test compares both readers: a body that this one
+accepts gives the same request in the other.
+
+A key that stands twice must be refused, and msgspec takes the last. Each key is followed by a colon, and within a text
+a quote before a colon has a backslash before it. Where as many colons follow a bare quote as keys were read, no key
+stands twice. A null is read as a key that is not there, and so leaves a colon too many.
+
+Tools are most of an agent's body and the same in each of its requests: they are left as bytes here, looked up, and cut
+out of what is counted.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from router.admission.request_limits import (
+    LONGEST_NAME,
+    MOST_CALLS,
+    MOST_CHOICES,
+    MOST_MESSAGES,
+    MOST_TOKENS,
+    MOST_TOP_K,
+    PLAIN_ROLES,
+)
+from router.dialects.shared.strict_json import SURROGATE_ESCAPE
+from router.dispatch.resource_demand import demand_of
+from router.placement.place import Demand
+from wire.frames import Message, Params, ToolCall
+
+LONGEST = 64 * 1024
+"""Bytes of a body that may be plain."""
+_WHITESPACE = b" \t\n\r"
+_BEGINNING = 64
+"""Bytes by which the tools are found in their body: quotes among them are bare, so no text has the same."""
+_INT64 = 2**63 - 1
+
+Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+
+
+class Plain(NamedTuple):
+    """A body that was understood: the first fields of a `ChatRequest`."""
+
+    demand: Demand
+    messages: tuple[Message, ...]
+    params: Params
+    stream: bool
+    include_usage: bool
+    tools: str
+
+
+class _Function(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    name: Named
+    arguments: str
+
+
+class _Call(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    id: Named
+    type: Literal["function"]
+    function: _Function
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    role: str
+    content: str | UnsetType | None = UNSET
+    tool_calls: Annotated[list[_Call], Meta(min_length=1, max_length=MOST_CALLS)] | UnsetType = UNSET
+    tool_call_id: Named | UnsetType = UNSET
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    include_usage: bool
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    model: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MOST_MESSAGES)]
+    stream: bool | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | None = None
+    stream_options: _StreamOptions | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST_TOP_K)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    tools: msgspec.Raw | UnsetType = UNSET
+    tool_choice: Literal["auto"] | UnsetType = UNSET
+    parallel_tool_calls: bool | UnsetType = UNSET
+
+
+_ROLES = frozenset(PLAIN_ROLES)
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def _count_keys(text: bytes) -> int:
+    """Count the keys of a JSON text, each as often as it stands there."""
+    packed = text.translate(None, _WHITESPACE)  # with two counts a quarter of the time that a pattern takes
+    return packed.count(b'":') - packed.count(b'\\":')
+
+
+def _without(body: bytes, part: bytes) -> bytes:
+    """Return a body without its tools; the whole body where these stand elsewhere than they seem to."""
+    at = body.find(part[:_BEGINNING])
+    return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
+
+
+def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | None:
+    """Return what a plain body asks for, None where only the strict reader can say. `plain_tools` returns the text of
+    tools for the model from their JSON, None where something is to be said of them."""
+    if len(body) > LONGEST:
+        return None
+    try:
+        found = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    tools, rest = "", body
+    if found.tools is not UNSET:
+        raw = bytes(found.tools)
+        text = plain_tools(raw)
+        if text is None:
+            return None
+        tools, rest = text, _without(body, raw)
+    if found.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
+        return None
+    options, most = found.stream_options, found.max_completion_tokens
+    optional = (found.stream, found.max_tokens, most, found.n, found.temperature, found.top_p, found.seed, found.top_k,
+                found.min_p, found.presence_penalty, found.frequency_penalty, found.repetition_penalty)  # fmt: skip
+    of_tools = (found.tools, found.tool_choice, found.parallel_tool_calls)
+    keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
+    messages = list[Message]()
+    for one in found.messages:
+        message = _message(one)
+        if message is None:
+            return None
+        messages.append(message)
+        keys += 1 + (one.content is not UNSET) + (one.tool_call_id is not UNSET)
+        if one.tool_calls is not UNSET:
+            keys += 1 + 5 * len(one.tool_calls)
+    stream = found.stream is True
+    if _count_keys(rest) != keys or (options is not None and not stream):
+        return None
+    top_k = found.top_k
+    params = Params(
+        found.max_tokens if most is None else most, found.temperature, found.top_p, found.seed, (), found.n or 1,
+        None if top_k is None else max(0, top_k), found.min_p, found.presence_penalty or 0.0,
+        found.frequency_penalty or 0.0,
+        1.0 if found.repetition_penalty is None else found.repetition_penalty,
+    )  # fmt: skip
+    demand = demand_of(found.model, messages, params, tools)
+    return Plain(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
+
+
+def _message(one: _Message) -> Message | None:
+    """Return a message that has the fields of its role and no others."""
+    role, content = one.role, one.content
+    if role == "tool":
+        if one.tool_call_id is UNSET or one.tool_calls is not UNSET or not isinstance(content, str):
+            return None
+        return Message("tool", content, tool_call_id=one.tool_call_id)
+    if role not in _ROLES or one.tool_call_id is not UNSET:
+        return None
+    if one.tool_calls is UNSET:
+        return Message(role, content) if isinstance(content, str) else None
+    if role != "assistant":
+        return None
+    calls = tuple([ToolCall(call.id, call.function.name, call.function.arguments) for call in one.tool_calls])
+    return Message("assistant", content or "", tool_calls=calls)

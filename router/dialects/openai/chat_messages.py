@@ -1,0 +1,72 @@
+"""Messages of a chat body into those of a Generate frame.
+
+A tool message must say which call it answers, but the call need not be in the conversation: clients cut long histories
+at any place, and a model reads a result well without its question. Fields that mean nothing in a message of that role
+are refused, unless they are empty: client libraries write all fields of one class into every message.
+"""
+
+from router.dialects.openai.chat_schema import ChatMessage, MessageCustomCall, MessageToolCall, TextPart
+from router.dialects.openai.chat_schema import Part as ContentPart
+from router.dialects.shared.tools import arguments_for
+from router.errors import Problem, invalid
+from wire.frames import Message, ToolCall
+
+_ONLY = (
+    ("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("reasoning", "assistant"),
+    ("refusal", "assistant"), ("annotations", "assistant"), ("tool_call_id", "tool"),
+)  # fmt: skip
+
+
+def messages_of(found: list[ChatMessage]) -> tuple[Message, ...] | Problem:
+    """Give the messages, or say what is missing or too much in which."""
+    messages: list[Message] = []
+    for index, message in enumerate(found):
+        wrong = _wrong(message, f"messages[{index}]")
+        if wrong is not None:
+            return wrong
+        messages.append(_message(message))
+    return tuple(messages)
+
+
+def _wrong(message: ChatMessage, path: str) -> Problem | None:
+    role = message.role
+    for name, only in _ONLY:
+        if role != only and getattr(message, name):
+            return invalid(f"only messages of the role {only} have {name}", f"{path}.{name}")
+    if role == "tool" and not message.tool_call_id:
+        return invalid("a tool message needs the id of the call that it answers", f"{path}.tool_call_id")
+    if message.content is None and not _says_without(message):
+        kind = (
+            "an assistant message needs content or tool_calls"
+            if role == "assistant"
+            else f"a {role} message needs content"
+        )
+        return invalid(kind, f"{path}.content")
+    return None
+
+
+def _says_without(message: ChatMessage) -> bool:
+    return bool(message.tool_calls or message.refusal or message.reasoning_content or message.reasoning)
+
+
+def _message(message: ChatMessage) -> Message:
+    return Message(
+        message.role,
+        _text(message.content) + (message.refusal or ""),
+        message.name or "",
+        tuple(_call(call) for call in message.tool_calls or ()),
+        message.tool_call_id or "",
+        message.reasoning_content or message.reasoning or "",
+    )
+
+
+def _call(call: MessageToolCall | MessageCustomCall) -> ToolCall:
+    if isinstance(call, MessageCustomCall):
+        return ToolCall(call.id, call.custom.name, arguments_for(call.custom.input))
+    return ToolCall(call.id, call.function.name, call.function.arguments)
+
+
+def _text(content: str | list[ContentPart] | None) -> str:
+    if isinstance(content, list):
+        return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return content or ""

@@ -1,0 +1,222 @@
+"""`/v1/chat/completions`: deltas and usage into OpenAI's answer, whole or as server-sent events.
+
+The hot path is `ChatChunks.deltas`: one event per piece of text is a prefix and a suffix that were made once per choice
+and channel, with the text escaped by the C encoder between them. Log probabilities and tool calls leave that path.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from router.dialects.shared.interface import comment
+from router.dialects.shared.tool_calls import MOST_CALLS, Logprobs, call_of, finish_reason, logprobs_of
+from router.dialects.shared.tools import input_of
+from router.dispatch.request import Answer, Job
+from router.errors import Problem
+from wire.frames import Channel, Delta, Finished
+
+DONE = b"data: [DONE]\n\n"
+
+_FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
+_SHIFT = 8
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatChunks:
+    """Makes the events of one stream. `custom` names the custom tools, `fingerprint` is that of the model's files."""
+
+    def __init__(self, job: Job, custom: Collection[str] = (), fingerprint: str = "") -> None:
+        self._custom = custom
+        self._request_id = job.request_id
+        self._choices = choices = job.params.n
+        self._include_usage = job.include_usage
+        self._logprobs = job.params.logprobs
+        self._top = job.params.top_logprobs
+        self._calls = [0] * choices
+        self._head = (
+            f'data: {{"id":"chatcmpl-{job.request_id}","object":"chat.completion.chunk","created":{job.created},'
+            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(shown_fingerprint(fingerprint))},'
+        )
+        self._tail = ',"usage":null}\n\n' if job.include_usage else "}\n\n"
+        self._prefixes = {
+            choice << _SHIFT | channel: f'{self._head}"choices":[{{"index":{choice},"delta":{{"{field}":'
+            for choice in range(choices)
+            for channel, field in _FIELDS.items()
+        }
+        self._suffix = '},"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a comment."""
+        return comment(why)
+
+    def opening(self) -> bytes:
+        """Give the chunk that names the role, for every choice."""
+        delta = '{"role":"assistant","content":""}'
+        return "".join(self._choice(choice, delta) for choice in range(self._choices)).encode()
+
+    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+        """Give the events of some deltas; empty when they hold nothing for a client."""
+        prefixes = self._prefixes
+        suffix = self._suffix
+        events = ""
+        for delta in deltas:
+            if delta.logprobs:
+                events += self._with_logprobs(delta)
+                continue
+            for channel, text in delta.pieces:
+                prefix = prefixes.get(delta.choice << _SHIFT | channel)
+                if prefix is None:
+                    events += self._call(delta.choice, channel, text)
+                elif text:
+                    events += prefix + encode_basestring_ascii(text) + suffix
+        return events.encode()
+
+    def closing(self, finished: Finished) -> bytes:
+        """Give the reasons of all choices, the usage if it was asked for, and the end of the stream."""
+        ends = "".join(
+            self._choice(choice, "{}", reason=f'"{_reason(finished, choice, calls)}"')
+            for choice, calls in enumerate(self._calls)
+        )
+        usage = f'{self._head}"choices":[],"usage":{_json(usage_of(finished))}}}\n\n' if self._include_usage else ""
+        return (ends + usage).encode() + DONE
+
+    def failing(self, problem: Problem) -> bytes:
+        """Give the event that ends a stream that broke; no `[DONE]` follows it."""
+        return problem.event(self._request_id)
+
+    def _choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        body = f'"choices":[{{"index":{choice},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}]'
+        return self._head + body + self._tail
+
+    def _with_logprobs(self, delta: Delta) -> str:
+        """Give the events of a delta with log probabilities: they go with its content, else with its reasoning, else
+        (the text is not final yet, or is a tool call) with an empty content of their own."""
+        choice = delta.choice
+        if not 0 <= choice < self._choices:
+            return ""
+        logprobs = _json(logprobs_of(delta.logprobs, self._top)) if self._logprobs else "null"
+        texts = [(_FIELDS[Channel(channel)], text) for channel, text in delta.pieces if text and channel in _FIELDS]
+        events = ""
+        if logprobs != "null" and not texts:
+            texts = [("content", "")]
+        carrier = next((at for at, (field, _) in enumerate(texts) if field == "content"), 0)
+        for at, (field, text) in enumerate(texts):
+            said = f'{{"{field}":{encode_basestring_ascii(text)}}}'
+            events += self._choice(choice, said, logprobs if at == carrier else "null")
+        return events + "".join(self._call(choice, channel, text) for channel, text in delta.pieces)
+
+    def _call(self, choice: int, channel: int, piece: str) -> str:
+        """Give the event of one tool call; nothing when the piece is none."""
+        if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MOST_CALLS:
+            return ""
+        call = tool_call(piece, self._custom)
+        if call is None:
+            return ""
+        index = self._calls[choice]
+        self._calls[choice] += 1
+        return self._choice(choice, _json({"tool_calls": [{"index": index} | call]}))
+
+
+def tool_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
+    """Return a call in OpenAI's shape, of a `custom` tool or of a function; None when it is none."""
+    call = call_of(piece)
+    if call is None:
+        return None
+    if call.name in custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int
+
+
+class _Written(msgspec.Struct, gc=False):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, gc=False):
+    """`usage` of an answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: _Details
+    completion_tokens_details: _Written
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, object]] | UnsetType = UNSET
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    message: _Message
+    logprobs: Logprobs | None
+    finish_reason: str
+
+
+class _Completion(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    usage: Usage
+    system_fingerprint: str | None
+
+
+def completion(job: Job, answer: Answer, finished: Finished, custom: Collection[str] = ()) -> bytes:
+    """Return the whole answer of a request that did not ask for a stream; `custom` names its custom tools."""
+    choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
+    name = f"chatcmpl-{job.request_id}"
+    return _encode(_Completion(name, "chat.completion", job.created, job.demand.model, choices, usage_of(finished),
+                               shown_fingerprint(answer.fingerprint)))  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def shown_fingerprint(fingerprint: str) -> str | None:
+    """Return `system_fingerprint`: it changes with the model's files; None while no node has the request."""
+    return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
+
+
+def _choice(choice: int, job: Job, answer: Answer, finished: Finished, custom: Collection[str]) -> _Choice:
+    calls = _calls(answer.calls[choice], custom) if choice in answer.calls else []
+    content = answer.texts.get((choice, Channel.CONTENT), "")
+    message = _Message("assistant", content, None, answer.texts.get((choice, Channel.REASONING)) or UNSET)
+    if calls:
+        message.content, message.tool_calls = content or None, calls
+    return _Choice(choice, message, _logprobs(choice, answer, job), _reason(finished, choice, len(calls)))
+
+
+def _calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
+    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MOST_CALLS]
+
+
+def _logprobs(choice: int, answer: Answer, job: Job) -> Logprobs | None:
+    return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs) if job.params.logprobs else None
+
+
+def _reason(finished: Finished, choice: int, calls: int) -> str:
+    told = finished.reasons[choice] if choice < len(finished.reasons) else "stop"
+    return finish_reason(told, calls)
+
+
+def _json(value: object) -> str:
+    return _encode(value).decode()
+
+
+def usage_of(finished: Finished) -> Usage:
+    """Give the exact counts of a finished request."""
+    prompt, written = finished.prompt_tokens, finished.completion_tokens
+    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens),
+                 _Written(finished.thought))  # fmt: skip

@@ -1,0 +1,231 @@
+"""The body of `/v1/chat/completions` as pydantic reads it: OpenAI's shape, and the parameters that its users add.
+
+Three tables say what happens to the rest: `NEUTRAL` (not offered, but the values that ask for nothing pass), `HARMLESS`
+(passes, because it changes nothing here), and everything else is refused as unknown. What a model of this cluster may
+lack (`Demand.features`) is accepted here and judged by placement.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag
+
+from router.admission.request_limits import MOST_CALLS, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_TOP_LOGPROBS
+from router.dialects.shared.common_fields import (
+    OTHER_SERVERS,
+    SESSION_NOTE,
+    TEXT_OR_PARTS,
+    Foreign,
+    FunctionName,
+    GrammarFormat,
+    Name,
+    Named,
+    Strict,
+    TextFormat,
+    Tokens,
+    by_offer,
+    by_type,
+)
+from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.formats import FORMS, Formed, ToolChoice
+from router.dialects.shared.template import Effort
+
+TOOLS_NOTE = (
+    "functions, and custom tools, which the model is offered as functions of one text; tools of other types would have "
+    "to run here, and are left out"
+)
+BILL = "there is one class of service here, and no bill"
+CACHE = "a hint for a cache; ours finds common beginnings by itself"
+WHO = "says who asks; nothing depends on it here"
+HARMLESS: Mapping[str, str] = MappingProxyType({
+    **OTHER_SERVERS,
+    "safety_identifier": WHO, "metadata": "nothing is kept with an answer", "service_tier": BILL,
+    "prompt_cache_retention": CACHE, "prompt_cache_options": CACHE, "store": "answers are not kept",
+    "prediction": "an answer is as fast without it", "moderation": "answers are not filtered",
+    "verbosity": "say it in the prompt", "web_search_options": "nothing is searched here: offer a tool that does",
+})  # fmt: skip
+"""Fields that change nothing in the answer of a cluster like this, and why."""
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+})  # fmt: skip
+"""Fields that are not offered, with the values that ask for nothing."""
+
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    "prompt_cache_key": SESSION_NOTE,
+    "user": SESSION_NOTE,
+    "session_id": SESSION_NOTE,
+    "chat_id": SESSION_NOTE,
+    "repeat_penalty": "as repetition_penalty",
+    "enable_thinking": "the template's variable",
+    "thinking": "true, false, or a type of enabled or disabled: the template's enable_thinking; a budget is ignored",
+    "think": "as thinking",
+    "reasoning": "effort as reasoning_effort, enabled as enable_thinking; the rest of it is ignored",
+    "usage": "include: as stream_options.include_usage",
+    "tools": TOOLS_NOTE,
+    "tool_choice": "auto, none, required, or a tool by its name",
+    "parallel_tool_calls": "false ends an answer with its first call",
+    "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
+    "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
+    "max_completion_tokens": "goes before max_tokens",
+    "functions": "it is deprecated, use tools",
+    "function_call": "it is deprecated, use tools and tool_calls",
+    **FORMS,
+    "include_obfuscation": "nothing is added to the chunks of a stream",
+})  # fmt: skip
+"""What to do instead, where there is something."""
+
+
+class TextPart(Strict):
+    """One piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Strict):
+    """One piece of what the assistant said when it declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
+]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
+class CalledFunction(Strict):
+    """A function that the assistant called. `arguments` is JSON text, as far as the model kept to it."""
+
+    name: Named
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class MessageToolCall(Strict):
+    """A call that the assistant made in an earlier turn. `index` and `parsed_arguments` are what client libraries leave
+    in the messages that they put together from a stream."""
+
+    id: Named
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class CalledCustom(Strict):
+    """A custom tool that the assistant called."""
+
+    name: Named
+    input: str
+
+
+class MessageCustomCall(Strict):
+    """A call of a custom tool that the assistant made in an earlier turn."""
+
+    id: Named
+    type: Literal["custom"]
+    custom: CalledCustom
+    index: int | None = None
+
+
+MessageCall = Annotated[
+    Annotated[MessageToolCall, Tag("function_part")] | Annotated[MessageCustomCall, Tag("custom_part")],
+    by_type("function", "custom"),
+]
+
+
+class ChatMessage(Strict):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    function_call: None = None
+    audio: None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(Strict):
+    """A function that the model may call. With `strict` the arguments of its calls are as `parameters` says."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Custom(Strict):
+    """What a custom tool is: it takes a text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: (
+        Annotated[
+            Annotated[TextFormat, Tag("text_part")] | Annotated[GrammarFormat, Tag("grammar_part")],
+            by_type("text", "grammar"),
+        ]
+        | None
+    ) = None
+
+
+class CustomTool(Strict):
+    """A custom tool that the model may call."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function_part")]
+    | Annotated[CustomTool, Tag("custom_part")]
+    | Annotated[Foreign, Tag("foreign_part")],
+    by_offer("function", "custom"),
+]
+
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+
+
+class ChatBody(Formed):
+    """The request body. What is not offered is refused with `unsupported_parameter`, what is ignored is named."""
+
+    model: Named
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: Any = None
+    think: Any = None
+    reasoning: Any = None
+    usage: Any = None
+    chat_template_kwargs: dict[Variable, Any] | None = None
+
+
+CHAT = Parameters(ChatBody, HARMLESS, NEUTRAL, INSTEAD)

@@ -1,0 +1,117 @@
+"""`/v1/completions`: one job for each prompt, told as one answer whose choices are counted through.
+
+A prompt is text or token ids, and goes to the model as it is. What comes back is text whatever it looks like: neither
+thoughts nor calls are read in it.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+
+from router.admission.request_limits import MOST_CHOICES
+from router.dialects.openai.completion_response import CompletionChunks, completion
+from router.dialects.openai.completion_schema import COMPLETION, CompletionBody
+from router.dialects.shared.common_fields import params_of, usage_wanted
+from router.dialects.shared.field_table import nameable
+from router.dialects.shared.interface import OPENAI, Reader
+from router.dialects.shared.validation import unsupported
+from router.dispatch.request import Answer, Job
+from router.dispatch.resource_demand import demand_of_plain
+from router.errors import Problem, invalid
+from wire.frames import Finished, Params
+
+USUAL_LENGTH = 16
+"""Tokens of an answer where the body does not say: OpenAI's default, which its clients count on."""
+
+Prompt = str | tuple[int, ...]
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
+    """A body that was understood; with `echo` every choice begins with its prompt."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    params: Params
+    stream: bool
+    include_usage: bool
+    echo: bool
+    session: str = ""
+    ignored: tuple[str, ...] = ()
+
+    def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
+        """See `router.dialects.shared.interface.Asked`."""
+        return [self._job(prompt, key, request_id, created) for prompt in self.prompts]
+
+    def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> Job:
+        text, ids = (prompt, ()) if isinstance(prompt, str) else ("", prompt)
+        return Job(demand_of_plain(self.model, text, ids, self.params), key, request_id, (), self.params, created,
+                   self.stream, include_usage=self.include_usage, text=text, ids=ids, session=self.session,
+                   ignored=self.ignored)  # fmt: skip
+
+    def _echoes(self) -> list[str]:
+        """Give what stands before each choice."""
+        texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
+        return [text for text in texts for _ in range(self.params.n)]
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.shared.interface.Asked`."""
+        return completion(job, answer, finished, self._echoes())
+
+    def chunks(self, reader: Reader) -> CompletionChunks:
+        """See `router.dialects.shared.interface.Asked`."""
+        return CompletionChunks(reader.job, self._echoes())
+
+
+class Completion:
+    """The route; `strict` refuses unknown fields."""
+
+    style = OPENAI
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
+        """See `router.dialects.shared.interface.Dialect`."""
+        found = COMPLETION.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else _request(found.body, found.ignored)
+
+
+def _request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionRequest | Problem:
+    prompts = _prompts(body)
+    wrong = _impossible(body, prompts)
+    if wrong is not None:
+        return wrong
+    include_usage = usage_wanted(body)
+    if isinstance(include_usage, Problem):
+        return include_usage
+    grammar = body.form()
+    if isinstance(grammar, Problem):
+        return grammar
+    params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
+    return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo),
+                             body.session, nameable(ignored))  # fmt: skip
+
+
+def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt[0], int):
+        return (tuple(cast("list[int]", prompt)),)
+    return tuple(one if isinstance(one, str) else tuple(one) for one in cast("list[str | list[int]]", prompt))
+
+
+def _impossible(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:
+    """Say what does not go together."""
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        return unsupported("best_of", why=f"best_of {body.best_of} is not supported: only n ({n}) answers are made")
+    if body.echo and body.logprobs is not None:
+        return unsupported("echo", why="echo with logprobs is not supported: those of a prompt are not computed")
+    if body.echo and not isinstance(prompts[0], str):
+        why = "echo of token ids is not supported: their text is known only where the model is; send the prompt as text"
+        return unsupported("echo", why=why)
+    if len(prompts) * n > MOST_CHOICES * MOST_CHOICES:
+        return invalid(f"{len(prompts)} prompts × n {n} are more than {MOST_CHOICES * MOST_CHOICES} answers", "n")
+    return None

@@ -1,0 +1,135 @@
+"""`/v1/completions`: deltas and usage into OpenAI's older shape, whole or as server-sent events."""
+
+import json
+from collections.abc import Iterable, Sequence
+from json.encoder import encode_basestring_ascii
+
+import msgspec
+
+from router.dialects.openai.chat_response import DONE, usage_of
+from router.dialects.shared.interface import comment
+from router.dialects.shared.tool_calls import shown
+from router.dispatch.request import Answer, Job
+from router.errors import Problem
+from router.worker_thread import encoded_list
+from wire.frames import Channel, Delta, Finished, Logprob
+
+
+class CompletionChunks:
+    """Makes the events of one stream; `echoes` stand before the text of each choice."""
+
+    def __init__(self, job: Job, echoes: Sequence[str]) -> None:
+        self._job = job
+        self._echoes = echoes
+        self._head = f'data: {{{_about(job)},"choices":['
+        self._tail = '],"usage":null}\n\n' if job.include_usage else "]}\n\n"
+        self._offsets = [len(echo) for echo in echoes]
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a comment."""
+        return comment(why)
+
+    def opening(self) -> bytes:
+        """Give the prompts where they are wanted back."""
+        told = (self._event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
+        return "".join(told).encode()
+
+    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+        """Give the events of some deltas."""
+        return "".join(self._delta(delta) for delta in deltas).encode()
+
+    def _delta(self, delta: Delta) -> str:
+        choice = delta.choice
+        if not 0 <= choice < len(self._echoes):
+            return ""
+        text = "".join(text for channel, text in delta.pieces if channel == Channel.CONTENT)
+        logprobs = "null"
+        if self._job.params.logprobs and delta.logprobs:
+            found = logprobs_of(delta.logprobs, self._job.params.top_logprobs, self._offsets[choice])
+            self._offsets[choice] += sum(map(len, found.tokens))
+            logprobs = msgspec.json.encode(found).decode()
+        return self._event(choice, text, logprobs) if text or logprobs != "null" else ""
+
+    def closing(self, finished: Finished) -> bytes:
+        """Give the reasons of all choices, the usage if it was asked for, and the end of the stream."""
+        ends = "".join(
+            self._event(choice, "", "null", f'"{reason}"')
+            for choice, reason in enumerate(_reasons(finished, len(self._echoes)))
+        )
+        if self._job.include_usage:
+            ends += f'{self._head}],"usage":{msgspec.json.encode(usage_of(finished)).decode()}}}\n\n'
+        return ends.encode() + DONE
+
+    def failing(self, problem: Problem) -> bytes:
+        """Give the event that ends a stream that broke; no `[DONE]` follows it."""
+        return problem.event(self._job.request_id)
+
+    def _event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
+        said = encode_basestring_ascii(text)
+        about = f'{{"index":{choice},"text":{said},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        return self._head + about + self._tail
+
+
+def completion(job: Job, answer: Answer, finished: Finished, echoes: Sequence[str]) -> bytes:
+    """Give the whole answer of a request that did not ask for a stream."""
+    reasons = _reasons(finished, len(echoes))
+    choices = [
+        {
+            "index": choice,
+            "text": echo + answer.texts.get((choice, Channel.CONTENT), ""),
+            "logprobs": _logprobs(job, answer, choice, len(echo)),
+            "finish_reason": reasons[choice],
+        }
+        for choice, echo in enumerate(echoes)
+    ]
+    about = json.loads(f"{{{_about(job)}}}")
+    return msgspec.json.encode(about | {"choices": choices, "usage": usage_of(finished)})
+
+
+def _about(job: Job) -> str:
+    return (
+        f'"id":"cmpl-{job.request_id}","object":"text_completion","created":{job.created},'
+        f'"model":{json.dumps(job.demand.model)}'
+    )
+
+
+def _reasons(finished: Finished, choices: int) -> list[str]:
+    told = (finished.reasons + ("stop",) * choices)[:choices]
+    return ["length" if reason == "length" else "stop" for reason in told]
+
+
+class Legacy(msgspec.Struct, gc=False):
+    """`choices[].logprobs`, one list for each of its parts."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: msgspec.Raw
+    text_offset: list[int]
+
+
+def _logprobs(job: Job, answer: Answer, choice: int, offset: int) -> Legacy | None:
+    if not job.params.logprobs:
+        return None
+    return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs, offset)
+
+
+def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> Legacy:
+    """Give the shape; `offset` are the characters before the first token. A token that is a part of a character is
+    shown as OpenAI does, by its bytes."""
+    known = list(logprobs)
+    alternatives = encoded_list(dict(_token(*each) for each in one.top[:top]) for one in known)
+    found = Legacy([], [], alternatives, [])
+    for one in known:
+        text, value = _token(one.token, one.logprob)
+        found.tokens.append(text)
+        found.token_logprobs.append(value)
+        found.text_offset.append(offset)
+        offset += len(text)
+    return found
+
+
+def _token(token: bytes, logprob: float) -> tuple[str, float]:
+    text, value, kept = shown(token, logprob)
+    if "\ufffd" in text:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in kept)
+    return text, value

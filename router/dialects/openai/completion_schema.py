@@ -1,0 +1,67 @@
+"""The body of `/v1/completions`: prompts as they are, without roles and without the model's template."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, cast
+
+from pydantic import Discriminator, Field, Tag
+
+from router.admission.request_limits import MAX_PROMPT_IDS, MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
+from router.dialects.shared.common_fields import OTHER_SERVERS, SESSION_NOTE, Named, Tokens
+from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.formats import FORMS, Formed
+
+HARMLESS: Mapping[str, str] = OTHER_SERVERS
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    **FORMS,
+    "prompt_cache_key": SESSION_NOTE,
+    "user": SESSION_NOTE,
+    "session_id": SESSION_NOTE,
+    "chat_id": SESSION_NOTE,
+    "repeat_penalty": "as repetition_penalty",
+    "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
+    "best_of": "only where it is n: all answers are given back, none is chosen",
+    "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "
+    "probabilities of a prompt are not computed",
+    "prompt": f"a text, token ids, or up to {MOST_PROMPTS} of either; choices are counted through: prompt × n",
+    "max_tokens": "16 where it is not given, as the API has it",
+    "logprobs": f"0 to {MOST_TOP_LOGPROBS} alternatives",
+})  # fmt: skip
+
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MOST_TOKENS)
+]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+
+
+def _kind(prompt: object) -> str:
+    if not isinstance(prompt, list):
+        return "text_part"
+    first = cast("list[object]", prompt)[0] if prompt else ""
+    return "ids_part" if isinstance(first, int) else "many_part" if isinstance(first, list) else "texts_part"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text_part")]
+    | Annotated[Texts, Tag("texts_part")]
+    | Annotated[TokenIds, Tag("ids_part")]
+    | Annotated[ManyIds, Tag("many_part")],
+    Discriminator(_kind),
+]
+
+
+class CompletionBody(Formed):
+    """The request body."""
+
+    model: Named
+    prompt: Prompt
+    max_tokens: Tokens | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+
+
+COMPLETION = Parameters(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)

@@ -1,0 +1,75 @@
+"""`/v1/models`: what the cluster can serve, in OpenAI's shape or Anthropic's, but no model that no node can load."""
+
+from datetime import UTC, datetime
+from itertools import chain
+
+import msgspec
+
+from router.errors import Problem
+from router.placement.cluster_view import ClusterView
+from router.placement.place import GRAMMAR, LOGPROBS, SAMPLING, TOOLS
+from wire.report import Model
+
+OWNER = "macpool"
+_ALWAYS = ("max_tokens", "stop", "seed", "temperature", "top_p")
+_BY_FEATURE = {
+    TOOLS: ("tools", "tool_choice", "parallel_tool_calls"),
+    GRAMMAR: ("response_format", "structured_outputs"),
+    LOGPROBS: ("logprobs", "top_logprobs"),
+    SAMPLING: ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+}
+
+
+def listing(view: ClusterView, created: int) -> bytes:
+    """Give every model that a member can serve, by name; `created` in seconds since 1970."""
+    served, loaded = view.served(), view.loaded()
+    models = [_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
+    return msgspec.json.encode({"object": "list", "data": models})
+
+
+def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
+    """Return one model, or the 404 that names it."""
+    name = view.canonical_name(name)
+    found = view.served().get(name)
+    if found is not None:
+        return msgspec.json.encode(_model(found, created, loaded=name in view.loaded()))
+    known = view.models().get(name)
+    why = f"no node can load the model {name!r}: {known.cause}" if known else f"no node serves the model {name[:256]!r}"
+    return Problem(404, "model_not_found", why, "model")
+
+
+def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
+    """Return a model in OpenAI's shape, with what clients read of other servers: `context_length`, `architecture` and
+    `supported_parameters` as OpenRouter, `max_model_len` as vLLM, `type`, `state`, `max_context_length` and
+    `capabilities` as LM Studio, `meta` as llama.cpp. `size` are the bytes of the weights."""
+    length, more = model.context or None, (_BY_FEATURE.get(feature, ()) for feature in model.features)
+    return {
+        "id": model.name, "object": "model", "created": created, "owned_by": OWNER, "type": "llm",
+        "context_length": length, "max_model_len": length, "max_context_length": length,
+        "loaded_context_length": length if loaded else None, "state": "loaded" if loaded else "not-loaded",
+        "compatibility_type": "mlx", "size": model.weights,
+        "capabilities": ["tool_use"] if TOOLS in model.features else [],
+        "supported_parameters": [*_ALWAYS, *chain.from_iterable(more)],
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "meta": {"n_ctx_train": length, "size": model.weights},
+    }  # fmt: skip
+
+
+def anthropic_listing(view: ClusterView, created: int) -> bytes:
+    """Give every model that a member can serve in Anthropic's shape, all on one page."""
+    served = view.served()
+    models = [_anthropic(served[name], created) for name in sorted(served)]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
+    return msgspec.json.encode({"data": models, "has_more": False, **ends})
+
+
+def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem:
+    """Return one model in Anthropic's shape, or the 404 that names it."""
+    found = view.served().get(view.canonical_name(name))
+    return msgspec.json.encode(_anthropic(found, created)) if found else one(view, name, created)
+
+
+def _anthropic(model: Model, created: int) -> dict[str, object]:
+    moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": model.name, "display_name": model.name, "created_at": moment, "lifecycle": "active",
+            "max_input_tokens": model.context, "max_tokens": model.context}  # fmt: skip

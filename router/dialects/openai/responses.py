@@ -1,0 +1,173 @@
+"""`/v1/responses`: items into the parts of a Generate frame, after those of a kept answer if one is named."""
+
+import secrets
+from collections.abc import Iterator
+from typing import cast
+
+import msgspec
+
+from router.dialects.openai.responses_input import messages_of
+from router.dialects.openai.responses_response import Outline, ResponseChunks, response
+from router.dialects.openai.responses_schema import (
+    RESPONSES,
+    CustomTool,
+    FunctionTool,
+    Namespace,
+    ResponsesBody,
+    SchemaFormat,
+)
+from router.dialects.openai.responses_store import Kept, entry
+from router.dialects.shared.common_fields import Foreign
+from router.dialects.shared.conversation import Request
+from router.dialects.shared.field_table import nameable
+from router.dialects.shared.formats import JsonObject, of_schema, with_calls
+from router.dialects.shared.interface import OPENAI, Reader
+from router.dialects.shared.single_choice import Spoken
+from router.dialects.shared.strict_json import Body
+from router.dialects.shared.template import thinking, variables
+from router.dialects.shared.tools import Offered, Origin, Tools, custom, function, gathered
+from router.dispatch.request import Answer, Job
+from router.dispatch.resource_demand import demand_of
+from router.errors import Problem, invalid
+from wire.frames import Finished, Grammar, Message, Params, ToolCall
+
+
+class ResponsesRequest(Request, frozen=True):
+    """A body that was understood. `said` is the conversation without its instructions; `kept` is None where the answer
+    is not to be kept."""
+
+    outline: Outline | None = None
+    said: tuple[Message, ...] = ()
+    kept: Kept | None = None
+    owner: str = ""
+
+    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+        """See `router.dialects.shared.interface.Asked`."""
+        body, said = response(cast("Outline", self.outline), job, answer, finished)
+        self._keep(body, said)
+        return body
+
+    def chunks(self, reader: Reader) -> ResponseChunks:
+        """See `router.dialects.shared.interface.Asked`."""
+        return ResponseChunks(cast("Outline", self.outline), reader.job, self._keep)
+
+    def _keep(self, body: bytes, said: Spoken) -> None:
+        if self.kept is None or self.outline is None:
+            return
+        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in said.calls)
+        last = Message("assistant", said.content, tool_calls=calls, reasoning=said.reasoning)
+        self.kept.put(self.owner, f"resp_{self.outline.name}", entry(body, (*self.said, last)))
+
+
+class Responses:
+    """The routes, and what is kept for them; `strict` refuses unknown fields."""
+
+    style = OPENAI
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.kept = Kept()
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
+        """See `router.dialects.shared.interface.Dialect`."""
+        found = RESPONSES.read(body, strict=self._strict)
+        return found if isinstance(found, Problem) else self._request(found.body, found.asked, found.ignored, key)
+
+    def get(self, key: str, name: str) -> bytes | Problem:
+        """Give an answer that was kept for this key."""
+        kept = self.kept.get(key, name)
+        return _unknown(name) if kept is None else kept.body
+
+    def delete(self, key: str, name: str) -> bytes | Problem:
+        """Forget an answer that was kept for this key."""
+        if not self.kept.drop(key, name):
+            return _unknown(name)
+        return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
+
+    def _request(
+        self, body: ResponsesBody, asked: Body, ignored: tuple[str, ...], key: str
+    ) -> ResponsesRequest | Problem:
+        said = self._said(body, key)
+        if isinstance(said, Problem):
+            return said
+        tools = _tools(body, strict=self._strict)
+        if isinstance(tools, Problem):
+            return tools
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        template = variables(None, **thinking(effort))
+        if isinstance(template, Problem):
+            return template
+        grammar = _grammar(body, tools)
+        if isinstance(grammar, Problem):
+            return grammar
+        params = Params(
+            grammar=grammar,
+            max_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            one_call=body.parallel_tool_calls is False,
+        )
+        messages = (Message("system", body.instructions), *said) if body.instructions else said
+        return ResponsesRequest(
+            demand_of(body.model, messages, params, tools.text),
+            messages,
+            params,
+            bool(body.stream),
+            True,
+            tools.text,
+            template,
+            body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
+            nameable([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
+            Outline(secrets.token_hex(16), body, asked, tools.origins),
+            said,
+            self.kept if body.store is not False else None,
+            key,
+        )
+
+    def _said(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
+        """Give the conversation: what went before, and what is new."""
+        messages = messages_of(body.input)
+        before = body.previous_response_id
+        if isinstance(messages, Problem) or before is None:
+            return messages if isinstance(messages, Problem) else tuple(messages)
+        kept = self.kept.get(key, before)
+        if kept is None:
+            text = f"no answer {before[:64]!r} is kept for this key: send the whole conversation in input"
+            return invalid(text, "previous_response_id", "previous_response_not_found")
+        return (*kept.messages, *messages)
+
+
+def _grammar(body: ResponsesBody, tools: Tools) -> Grammar | Problem | None:
+    """Return what the answer has to be like: its format, and the calls that are asked for."""
+    asked = body.text.format if body.text is not None else None
+    form: Grammar | Problem | None = Grammar("json_object") if isinstance(asked, JsonObject) else None
+    if isinstance(asked, SchemaFormat):
+        form = of_schema(asked.schema_, "text.format.schema")
+    if isinstance(form, Problem):
+        return form
+    choice = body.tool_choice
+    named = "" if choice is None or isinstance(choice, str) else choice.name
+    word = choice if isinstance(choice, str) else "required" if named else "auto"
+    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
+
+
+def _tools(body: ResponsesBody, *, strict: bool) -> Tools | Problem:
+    offered = (offer for tool in body.tools or () for offer in _offered(tool))
+    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+
+
+def _offered(tool: FunctionTool | CustomTool | Namespace | Foreign, namespace: str = "") -> Iterator[Offered]:
+    """Return what the model is offered of a tool: of a namespace every tool in it."""
+    if isinstance(tool, Namespace):
+        for one in tool.tools:
+            yield from _offered(one, tool.name)
+    elif isinstance(tool, CustomTool):
+        body = custom(tool.name, tool.description, tool.format)
+        yield Offered(body, origin=Origin(tool.name, custom=True, namespace=namespace))
+    elif isinstance(tool, FunctionTool):
+        body = function(tool.name, tool.description, tool.parameters, strict=tool.strict)
+        yield Offered(body, bool(tool.strict), Origin(tool.name, namespace=namespace) if namespace else None)
+
+
+def _unknown(name: str) -> Problem:
+    return Problem(404, "not_found", f"no answer {name[:64]!r} is kept for this key")

@@ -1,0 +1,81 @@
+"""Items of `/v1/responses` into messages: what a model thought, said and called in a row is one message."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from msgspec.structs import replace
+
+from router.admission.request_limits import MOST_CALLS
+from router.dialects.openai.responses_schema import (
+    CallItem,
+    Content,
+    CustomCallItem,
+    CustomOutputItem,
+    Item,
+    MessageItem,
+    OutputItem,
+    Refusal,
+)
+from router.dialects.shared.tools import arguments_for
+from router.errors import Problem, invalid
+from wire.frames import Message, ToolCall
+
+
+def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
+    """Give the messages, or say which item is one too many."""
+    if isinstance(found, str):
+        return [Message("user", found)]
+    messages: list[Message] = []
+    turn: list[Message] = []
+    calls = 0
+    for at, item in enumerate(found):
+        message = _message(item)
+        if not _goes_on(turn, message, calls):
+            messages += _merged(turn)
+            turn, calls = [], 0
+        turn.append(message)
+        calls += len(message.tool_calls)
+        if calls > MOST_CALLS:
+            return invalid(f"the model made more than {MOST_CALLS} calls at once", f"input[{at}]")
+    return messages + _merged(turn)
+
+
+def _goes_on(turn: Sequence[Message], message: Message, calls: int) -> bool:
+    """Return whether a message belongs to the turn before it: what the model says goes on with what it thought or said,
+    until it has called. A text after a call begins a new turn, and so does one after a text."""
+    if not turn or turn[0].role != "assistant" or message.role != "assistant":
+        return False
+    return bool(message.tool_calls) or (not calls and not turn[-1].content)
+
+
+def _merged(turn: Sequence[Message]) -> list[Message]:
+    """Join the messages of one turn in linear time; none for no messages."""
+    if len(turn) <= 1:
+        return list(turn)
+    return [
+        replace(
+            turn[0],
+            content="".join(message.content for message in turn),
+            tool_calls=tuple(chain.from_iterable(message.tool_calls for message in turn)),
+            reasoning="\n".join(message.reasoning for message in turn if message.reasoning),
+        )
+    ]
+
+
+def _message(item: Item) -> Message:
+    if isinstance(item, MessageItem):
+        return Message(item.role, _text(item.content))
+    if isinstance(item, CallItem):
+        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),))
+    if isinstance(item, CustomCallItem):
+        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, arguments_for(item.input)),))
+    if isinstance(item, OutputItem | CustomOutputItem):
+        return Message("tool", _text(item.output), tool_call_id=item.call_id)
+    thoughts = item.content or item.summary or ()
+    return Message("assistant", reasoning="\n".join(thought.text for thought in thoughts))
+
+
+def _text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)

@@ -1,0 +1,237 @@
+"""`/v1/responses`: deltas and usage into OpenAI's newer answer, whole or as numbered events.
+
+An answer is a list of items: what was thought, what was said, each call. In a stream an item is added, filled and done
+before the next, and the last event holds the whole answer again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from typing import cast
+
+import msgspec
+
+from router.dialects.openai.responses_schema import ResponsesBody
+from router.dialects.shared.interface import comment
+from router.dialects.shared.single_choice import Pieces, Spoken, spoken
+from router.dialects.shared.strict_json import Body
+from router.dialects.shared.tool_calls import Call
+from router.dialects.shared.tools import Origin, input_of
+from router.dispatch.request import Answer, Job
+from router.errors import Problem
+from wire.frames import Channel, Delta, Finished
+
+Shape = dict[str, object]
+_PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "fc"}
+
+
+class Outline:
+    """What an answer says of its request; `name` is its id without the prefix, `origins` are the tools that the client
+    knows otherwise than the model."""
+
+    def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, Origin]) -> None:
+        self.name = name
+        self._origins = origins
+        text = cast("Body", asked.get("text") or {})
+        self._echo: Shape = {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}} | {key: value for key, value in text.items() if value is not None},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "background": False,
+        }
+
+    def shape(self, job: Job, status: str, output: list[Shape], **more: object) -> Shape:
+        """Give the whole of an answer in this state."""
+        return {
+            "id": f"resp_{self.name}", "object": "response", "created_at": job.created, "status": status,
+            "error": None, "incomplete_details": None, "model": job.demand.model, "output": output, "usage": None,
+            **self._echo, **more,
+        }  # fmt: skip
+
+    def finished(self, job: Job, output: list[Shape], finished: Finished) -> Shape:
+        """Give the whole of an answer that came to its end."""
+        cut = cut_short(finished)
+        return self.shape(
+            job,
+            "incomplete" if cut else "completed",
+            output,
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            usage=usage_of(finished),
+        )
+
+    def call(self, name: str, status: str, call: Call, *, begun: bool = False) -> Shape:
+        """Return the item of a call, as the client knows the tool; without its text where it has only `begun`."""
+        origin = self._origins.get(call.name, Origin(call.name))
+        where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
+        about: Shape = {"id": name, "call_id": call.id, "name": origin.name, "status": status, **where}
+        if origin.custom:
+            return {"type": "custom_tool_call", "input": "" if begun else input_of(call), **about}
+        return {"type": "function_call", "arguments": "" if begun else call.arguments, **about}
+
+    def item(self, at: int, channel: Channel) -> str:
+        """Give the id of an item by its place."""
+        return f"{_PREFIX[channel]}_{self.name}_{at}"
+
+
+def cut_short(finished: Finished) -> bool:
+    """Say whether the limit of tokens ended the answer."""
+    return bool(finished.reasons) and finished.reasons[0] == "length"
+
+
+def whole_output(outline: Outline, said: Spoken) -> list[Shape]:
+    """Give the items of a whole answer."""
+    output: list[Shape] = []
+    for channel, text in ((Channel.REASONING, said.reasoning), (Channel.CONTENT, said.content)):
+        if text:
+            output.append(_text_item(channel, outline.item(len(output), channel), "completed", text))
+    for call in said.calls:
+        output.append(outline.call(outline.item(len(output), Channel.TOOL_CALL), "completed", call))
+    return output
+
+
+def usage_of(finished: Finished) -> Shape:
+    """Give the exact counts of a finished request."""
+    return {
+        "input_tokens": finished.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finished.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": finished.thought},
+        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
+    }
+
+
+def response(outline: Outline, job: Job, answer: Answer, finished: Finished) -> tuple[bytes, Spoken]:
+    """Give the whole answer of a request that did not ask for a stream, and what was said in it."""
+    said = spoken(answer)
+    return msgspec.json.encode(outline.finished(job, whole_output(outline, said), finished)), said
+
+
+class ResponseChunks:
+    """Makes the events of one stream. `kept` is told of the answer and of what was said once it is whole."""
+
+    def __init__(self, outline: Outline, job: Job, kept: Callable[[bytes, Spoken], None]) -> None:
+        self._outline = outline
+        self._job = job
+        self._kept = kept
+        self._number = 0
+        self._pieces = Pieces()
+        self._output: list[Shape] = []
+        self._open: Channel | None = None
+        self._text: list[str] = []
+        self._said: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
+        self._calls: list[Call] = []
+
+    def keepalive(self, why: str) -> bytes:
+        """Return a comment."""
+        return comment(why)
+
+    def opening(self) -> bytes:
+        """Say that there will be an answer."""
+        begun = self._outline.shape(self._job, "in_progress", [])
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+        """Give the events of some deltas."""
+        events = b""
+        for channel, text, call in self._pieces.of(deltas):
+            if call is not None:
+                events += self._called(call)
+                continue
+            if self._open is not channel:
+                events += self._close() + self._begin(channel)
+            self._text.append(text)
+            events += self._about(_NAMES[channel] + ".delta", channel, {"delta": text, **_LOGPROBS[channel]})
+        return events
+
+    def closing(self, finished: Finished) -> bytes:
+        """Give the whole answer once more."""
+        events = self._close("incomplete" if cut_short(finished) else "completed")
+        whole = self._outline.finished(self._job, self._output, finished)
+        thought, content = ("".join(self._said[one]) for one in (Channel.REASONING, Channel.CONTENT))
+        said = Spoken(thought, content, self._calls)
+        self._kept(msgspec.json.encode(whole), said)
+        return events + self._event(f"response.{whole['status']}", response=whole)
+
+    def failing(self, problem: Problem) -> bytes:
+        """Say why there is no more."""
+        code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
+        error = {"code": code, "message": problem.message, "type": problem.code}
+        whole = self._outline.shape(self._job, "failed", self._output, error=error)
+        return self._close("incomplete") + self._event("response.failed", response=whole)
+
+    def _begin(self, channel: Channel) -> bytes:
+        self._open, self._text = channel, []
+        item = _text_item(channel, self._id(channel), "in_progress", None)
+        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
+        return added + self._about("response.content_part.added", channel, {"part": _part(channel, "")})
+
+    def _close(self, status: str = "completed") -> bytes:
+        channel, self._open = self._open, None
+        if channel is None:
+            return b""
+        text = "".join(self._text)
+        self._said[channel].append(text)
+        item = _text_item(channel, self._id(channel), status, text)
+        done = self._about(_NAMES[channel] + ".done", channel, {"text": text, **_LOGPROBS[channel]})
+        done += self._about("response.content_part.done", channel, {"part": _part(channel, text)})
+        return done + self._done(item)
+
+    def _called(self, call: Call) -> bytes:
+        before = self._close()
+        self._calls.append(call)
+        name, at = self._id(Channel.TOOL_CALL), len(self._output)
+        begun, item = (self._outline.call(name, status, call, begun=status == "in_progress") for status in _CALLED)
+        added = self._event("response.output_item.added", output_index=at, item=begun)
+        where: Shape = {"item_id": name, "output_index": at}
+        if "input" in item:
+            filled = self._event("response.custom_tool_call_input.delta", delta=item["input"], **where)
+            filled += self._event("response.custom_tool_call_input.done", input=item["input"], **where)
+        else:
+            filled = self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
+            filled += self._event(
+                "response.function_call_arguments.done", arguments=call.arguments, name=item["name"], **where
+            )
+        return before + added + filled + self._done(item)
+
+    def _done(self, item: Shape) -> bytes:
+        self._output.append(item)
+        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _about(self, kind: str, channel: Channel, parts: Shape) -> bytes:
+        """Give an event about the one part of the item that is open, or was until now."""
+        return self._event(kind, item_id=self._id(channel), output_index=len(self._output), content_index=0, **parts)
+
+    def _id(self, channel: Channel) -> str:
+        return self._outline.item(len(self._output), channel)
+
+    def _event(self, kind: str, **parts: object) -> bytes:
+        body = msgspec.json.encode({"type": kind, "sequence_number": self._number, **parts})
+        self._number += 1
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
+
+
+_CALLED = ("in_progress", "completed")
+_NAMES = {Channel.CONTENT: "response.output_text", Channel.REASONING: "response.reasoning_text"}
+_LOGPROBS: dict[Channel, Shape] = {Channel.CONTENT: {"logprobs": []}, Channel.REASONING: {}}
+
+
+def _part(channel: Channel, text: str) -> Shape:
+    if channel is Channel.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text_item(channel: Channel, name: str, status: str, text: str | None) -> Shape:
+    content = [] if text is None else [_part(channel, text)]
+    if channel is Channel.REASONING:
+        return {"type": "reasoning", "id": name, "status": status, "summary": [], "content": content}
+    return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}

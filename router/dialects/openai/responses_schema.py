@@ -1,0 +1,336 @@
+"""The body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from router.admission.request_limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
+from router.dialects.openai.chat_schema import TOOLS_NOTE, Custom
+from router.dialects.shared.common_fields import (
+    SESSION_NOTE,
+    TEXT_OR_PARTS,
+    Foreign,
+    FunctionName,
+    Hint,
+    Name,
+    Named,
+    Strict,
+    Temperature,
+    TextFormat,
+    Tokens,
+    TopP,
+    by_offer,
+    by_type,
+)
+from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.formats import JsonObject, NamedFunction, Schema, Word, choice_kind
+from router.dialects.shared.template import Effort
+
+HARMLESS: Mapping[str, str] = MappingProxyType({
+    **{name: why for name, why in CHAT_HARMLESS.items() if name not in ("metadata", "store")},
+    "truncation": "a conversation that is too long is refused, never shortened",
+    "context_management": "nothing is taken out of a conversation: the model sees all of it",
+    "max_tool_calls": "it counts calls of tools that run on the server, and none do",
+    "client_metadata": "says who asks; nothing depends on it here",
+})  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    "access_programs": (None,), "background": (None, False), "conversation": (None,), "image": (None,),
+    "prompt": (None,), "top_logprobs": (None, 0),
+})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType({
+    "background": "a request is answered while its client waits",
+    "conversation": "use previous_response_id",
+    "prompt": "prompts are not kept here, send them in input",
+    "top_logprobs": "log probabilities are those of /v1/chat/completions",
+    "tools": TOOLS_NOTE.replace("custom tools,", "custom tools and namespaces of both,"),
+    "tool_choice": "auto, none, required, or a tool by its name",
+    "text": "format: text, json_object or json_schema, kept to also where it is not strict; verbosity changes nothing",
+    "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
+    "include": "changes nothing: reasoning is given as it is, and nothing else runs here",
+    "store": "kept in memory until newer answers need the place; true where it is not given",
+    "previous_response_id": "of an answer that was kept for the same key",
+    "input": "a text, or messages, calls of functions and custom tools, their outputs, and reasoning; other items are "
+    "refused by name",
+    "metadata": "given back with the answer",
+    "prompt_cache_key": SESSION_NOTE,
+    "user": SESSION_NOTE,
+    "session_id": SESSION_NOTE,
+    "chat_id": SESSION_NOTE,
+    "stream_options": "include_obfuscation false",
+    "parallel_tool_calls": "false ends an answer with its first call",
+})  # fmt: skip
+
+
+class InputText(Strict):
+    """A piece of what somebody says."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Any = None
+
+
+class OutputText(Strict):
+    """A piece of what the model said."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class Refusal(Strict):
+    """What the model said when it declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[InputText, Tag("input_text_part")]
+    | Annotated[OutputText, Tag("output_text_part")]
+    | Annotated[Refusal, Tag("refusal_part")],
+    by_type("input_text", "output_text", "refusal"),
+]
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
+class Returned(Strict):
+    """Base of items that an answer may have had."""
+
+    id: Name | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Returned):
+    """One message."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Any = None
+
+
+class CallItem(Returned):
+    """A call that the model made. `arguments` is JSON text, as far as the model kept to it."""
+
+    type: Literal["function_call"]
+    call_id: Named
+    name: Named
+    arguments: str
+    caller: Any = None
+    namespace: Any = None
+    parsed_arguments: Any = None
+
+
+class OutputItem(Returned):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Named
+    output: Content
+    caller: Any = None
+    name: Any = None
+    namespace: Any = None
+
+
+class CustomCallItem(Returned):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Named
+    name: Named
+    input: str
+    caller: Any = None
+    namespace: Any = None
+
+
+class CustomOutputItem(Returned):
+    """What came of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: Named
+    output: Content
+    caller: Any = None
+    name: Any = None
+    namespace: Any = None
+
+
+class Thought(Strict):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Returned):
+    """What the model thought. Somebody else's encrypted content is nothing that can be read here."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+    content: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+    encrypted_content: Any = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message_part")]
+    | Annotated[CallItem, Tag("function_call_part")]
+    | Annotated[OutputItem, Tag("function_call_output_part")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
+    | Annotated[ReasoningItem, Tag("reasoning_part")],
+    by_type(
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ),
+]
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")]
+    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
+class FunctionTool(Strict):
+    """A function that the model may call. With `strict` the arguments of its calls are as `parameters` says."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    output_schema: Any = None
+
+
+class CustomTool(Custom):
+    """A custom tool that the model may call."""
+
+    type: Literal["custom"]
+    allowed_callers: Any = None
+    defer_loading: Any = None
+
+
+class Namespace(Strict):
+    """Tools under one name. Its client takes calls by both names."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("function_part")]
+                | Annotated[CustomTool, Tag("custom_part")]
+                | Annotated[Foreign, Tag("foreign_part")],
+                by_offer("function", "custom"),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MOST_TOOLS),
+    ]
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function_part")]
+    | Annotated[CustomTool, Tag("custom_part")]
+    | Annotated[Namespace, Tag("namespace_part")]
+    | Annotated[Foreign, Tag("foreign_part")],
+    by_offer("function", "custom", "namespace"),
+]
+
+
+class Reasoning(Strict):
+    """How the model thinks."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class SchemaFormat(Schema):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+
+
+Format = Annotated[
+    Annotated[TextFormat, Tag("text_part")]
+    | Annotated[JsonObject, Tag("json_object_part")]
+    | Annotated[SchemaFormat, Tag("json_schema_part")],
+    by_type("text", "json_object", "json_schema"),
+]
+
+
+class ChosenTool(NamedFunction):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+
+
+class ChosenCustomTool(NamedFunction):
+    """The custom tool that has to be called."""
+
+    type: Literal["custom"]
+
+
+ToolChoice = Annotated[
+    Annotated[Word, Tag("word_part")]
+    | Annotated[ChosenTool, Tag("named_part")]
+    | Annotated[ChosenCustomTool, Tag("custom_part")],
+    Discriminator(choice_kind),
+]
+
+
+class TextConfig(Strict):
+    """How the answer is written."""
+
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """What a stream carries besides the answer."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(Strict):
+    """The request body."""
+
+    model: Named
+    input: Input
+    include: Annotated[list[Name], Field(fail_fast=True, max_length=16)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Named | None = None
+    prompt_cache_key: Hint | None = None
+    session_id: Hint | None = None
+    chat_id: Hint | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    temperature: Temperature | None = None
+    text: TextConfig | None = None
+    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    top_p: TopP | None = None
+    user: Hint | None = None
+
+
+RESPONSES = Parameters(ResponsesBody, HARMLESS, NEUTRAL, INSTEAD)

@@ -1,0 +1,1 @@
+"""Parts that all client dialects use: fields, formats, tools, strict JSON and validation."""

@@ -1,0 +1,220 @@
+"""Fields that several dialects' bodies have, as pydantic reads them, and what they mean to a node."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from router.admission.request_limits import (
+    LONGEST_NAME,
+    LONGEST_STOP,
+    MOST_BIASES,
+    MOST_CHOICES,
+    MOST_STOPS,
+    MOST_TOKENS,
+    MOST_TOP_K,
+)
+from router.errors import Problem, invalid
+from wire.frames import Grammar, Params
+from wire.refusals import Code
+
+INT64 = 2**63 - 1
+
+KEEP = "a model stays loaded until its memory is needed or its node's settings say otherwise"
+ONE = "there is one provider here, and a request goes to the Mac that has room for it"
+OTHER_SERVERS: Mapping[str, str] = MappingProxyType({
+    "cache_prompt": "prompts are cached as the node's settings say", "keep_alive": KEEP, "id_slot": ONE,
+    "provider": ONE, "providers": ONE, "models": ONE, "route": ONE, "transforms": ONE, "plugins": ONE,
+    "include_reasoning": "reasoning is given where the model writes it",
+    "separate_reasoning": "reasoning is given apart from the answer",
+    "skip_special_tokens": "the marks of the model's format are never part of an answer",
+    "spaces_between_special_tokens": "the marks of the model's format are never part of an answer",
+    "add_generation_prompt": "the model's template decides", "continue_final_message": "the model's template decides",
+    "stop_token_ids": "an answer ends where its model ends it, or with one of stop",
+    "min_tokens": "an answer ends where its model ends it", "ignore_eos": "an answer ends where its model ends it",
+    "num_ctx": "a request takes what it needs, up to the model's context",
+})  # fmt: skip
+"""Fields that steer other servers, and why they change nothing here."""
+SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
+
+
+class Strict(BaseModel):
+    """Base of all parts: no unknown field, no value turned into another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Foreign(BaseModel):
+    """A part of a type that another server would have to carry out. It is left out, whatever it holds."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Annotated[str, Field(min_length=1)]
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarFormat(Strict):
+    """A grammar that the input of a custom tool follows."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+Named = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Hint = Annotated[str, Field(max_length=LONGEST_NAME)]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=MOST_TOP_K)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Repetition = Annotated[float, Field(gt=0, le=10)]
+
+
+def by_type(*kinds: str) -> Discriminator:
+    """Choose among parts by their `type`, each marked `<type>_part`; what is none of these is read as the first, whose
+    own type then says what is wrong."""
+    marks = {kind: f"{kind}_part" for kind in kinds}
+
+    def kind_of(part: object) -> str:
+        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(found, marks[kinds[0]]) if isinstance(found, str) else marks[kinds[0]]
+
+    return Discriminator(kind_of)
+
+
+def by_offer(*kinds: str) -> Discriminator:
+    """As `by_type`, but a part of another type is marked `foreign_part`."""
+    marks = {kind: f"{kind}_part" for kind in kinds}
+
+    def kind_of(part: object) -> str:
+        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(found, "foreign_part") if isinstance(found, str) and found else marks[kinds[0]]
+
+    return Discriminator(kind_of)
+
+
+def _unchanged(part: object) -> object:
+    return part
+
+
+YIELDING = BeforeValidator(_unchanged)
+"""Validator of list items that does not change them.
+
+The interpreter switches threads in Python code only, and pydantic checks a whole list in one native call. With this
+validator, the loop can run between two items.
+"""
+
+
+def _content_kind(content: object) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+TEXT_OR_PARTS = Discriminator(_content_kind)
+"""Chooses between a text and a list, marked `text` and `parts`."""
+
+
+def _stop_kind(stop: object) -> str:
+    return "list" if isinstance(stop, list) else "one"
+
+
+StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")], Discriminator(_stop_kind)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Drawn(Strict):
+    """How OpenAI's older bodies say what is drawn, how often, and where it ends."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: StopOrStops | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
+    seed: Seed | None = None
+    prompt_cache_key: Hint | None = None
+    session_id: Hint | None = None
+    chat_id: Hint | None = None
+    user: Hint | None = None
+
+    @property
+    def session(self) -> str:
+        """The conversation's name, if its client gave one."""
+        return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
+
+
+def params_of(
+    body: Drawn,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None = None,
+    one_call: bool = False,
+    grammar: Grammar | None = None,
+) -> Params:
+    """Give the parameters; `logprobs` alternatives beside each token, None for no log probabilities at all."""
+    top_k = body.top_k
+    return Params(
+        grammar=grammar,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=stops_of(body.stop),
+        n=body.n or 1,
+        top_k=None if top_k is None else max(0, top_k),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=next(
+            (one for one in (body.repetition_penalty, body.repeat_penalty) if one is not None), 1.0
+        ),
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items() if bias),
+        logprobs=logprobs is not None,
+        top_logprobs=logprobs or 0,
+        one_call=one_call,
+    )
+
+
+def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Give the stop strings, however they were written."""
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def usage_wanted(body: Drawn) -> bool | Problem:
+    """Say whether a stream's last chunk is to hold the usage; options of a stream without a stream are refused."""
+    options = body.stream_options
+    if options is None:
+        return False
+    if not body.stream:
+        return invalid("stream_options is only possible with stream: true", "stream_options")
+    if options.include_obfuscation:
+        text = "stream_options.include_obfuscation is not offered: nothing is added to the chunks of a stream"
+        return invalid(text, "stream_options.include_obfuscation", Code.UNSUPPORTED.value)
+    return bool(options.include_usage)

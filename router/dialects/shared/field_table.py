@@ -1,0 +1,136 @@
+"""What a dialect does with every field of its body, in one table; and the reading of a body by that table.
+
+A field is honoured (it stands in the pydantic model), ignored (it changes nothing here, and the table says why), or
+refused by name, unless it has a value that asks for nothing. A field that stands in no table is ignored, or a 400 with
+`router.unknown_fields = "refuse"`. What was ignored is named in the answer (docs/decisions/0029).
+
+A name that is nearly that of a field of the table is a typing error: it is refused, because the field that was meant
+would have changed the answer.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+
+from router.admission.request_limits import LONGEST_NAME, MAX_VALUES, MOST_IGNORED
+from router.dialects.shared.common_fields import Foreign, Strict
+from router.dialects.shared.strict_json import Body, read_object
+from router.dialects.shared.validation import asks_only_for_more, from_validation, unsupported
+from router.errors import Problem
+
+B = TypeVar("B", bound=Strict)
+TYPING_ERROR = 0.87
+"""Similarity (`difflib`) from which an unknown name is a typing error: `temprature` has 0.95, `max_new_tokens` 0.83."""
+_NAME = re.compile(r"[A-Za-z0-9_.\[\]=-]{1,80}")
+
+
+class Row(NamedTuple):
+    """One line of the manual's table: the field, `honoured`, `ignored` or `refused`, and what there is to say."""
+
+    name: str
+    verdict: str
+    note: str
+
+
+class Understood(NamedTuple, Generic[B]):
+    """A body: as it was understood, as it was written, and the names of what was ignored."""
+
+    body: B
+    asked: Body
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters(Generic[B]):
+    """See the module. `neutral` are the values of a refused field that ask for nothing, `instead` what to do."""
+
+    body: type[B]
+    ignored: Mapping[str, str]
+    neutral: Mapping[str, tuple[object, ...]]
+    instead: Mapping[str, str]
+    max_values: int = MAX_VALUES
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Every field that is not unknown."""
+        return frozenset(self.body.model_fields) | self.ignored.keys() | self.neutral.keys()
+
+    def read(self, raw: bytes, *, strict: bool = False) -> Understood[B] | Problem:
+        """Read a body (UTF-8 JSON), or return the 400 that says why not; `strict` refuses unknown fields."""
+        found = read_object(raw, self.max_values)
+        return found if isinstance(found, Problem) else self.understand(found, strict=strict)
+
+    def understand(self, found: Body, *, strict: bool = False) -> Understood[B] | Problem:
+        """Read a body, or a part of one that has a table of its own, that was read as JSON already."""
+        asked = self._strip(found)
+        if isinstance(asked, Problem):
+            return asked
+        ignored = [name for name in found if name in self.ignored and found[name]]
+        try:
+            return Understood(self.body.model_validate(asked), asked, tuple(ignored))
+        except ValidationError as error:
+            if strict or not asks_only_for_more(error) or _mistaken(asked, self.known):
+                return from_validation(error, self.known, self.instead)
+        try:
+            body = self.body.model_validate(asked, extra="allow")
+        except ValidationError as error:
+            return from_validation(error, self.known, self.instead)
+        return Understood(body, asked, tuple(dict.fromkeys([*ignored, *_extras(body)])))
+
+    def rows(self) -> Iterator[Row]:
+        """Give the table, by name."""
+        for name in sorted(self.known):
+            if name in self.ignored:
+                yield Row(name, "ignored", self.ignored[name])
+            elif name in self.neutral:
+                yield Row(name, "refused", self.instead.get(name, "not offered by the models of a cluster"))
+            else:
+                yield Row(name, "honoured", self.instead.get(name, ""))
+
+    def _strip(self, found: Body) -> Body | Problem:
+        """Take out what changes nothing; refuse what is not offered."""
+        asked: Body = {}
+        for name, value in found.items():
+            if name in self.neutral:
+                if not _neutral(value, self.neutral[name]):
+                    return unsupported(name, self.instead)
+            elif name not in self.ignored:
+                asked[name] = value
+        return asked
+
+
+def nameable(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names as a header can carry them: each once, without odd characters, and not too many."""
+    kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
+    found = tuple(kept)
+    return found if len(found) <= MOST_IGNORED else (*found[:MOST_IGNORED], f"and-{len(found) - MOST_IGNORED}-more")
+
+
+def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in allowed)
+
+
+def _mistaken(asked: Body, known: Collection[str]) -> bool:
+    """Return whether a body has too many unknown fields, or one that is too long for a name or a typing error."""
+    strange = [name for name in asked if name not in known]
+    if len(strange) > MOST_IGNORED or any(len(name) > LONGEST_NAME for name in strange):
+        return True
+    return any(difflib.get_close_matches(name, known, 1, TYPING_ERROR) for name in strange)
+
+
+def _extras(part: BaseModel, path: str = "") -> Iterator[str]:
+    """Name the unknown fields of a part and of the parts in it; places in lists are left out of the names."""
+    for name in part.model_extra or ():
+        yield path + name
+    for name in part.model_fields_set.intersection(type(part).model_fields):
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            yield from _extras(value, f"{path}{name}.")
+        elif isinstance(value, list):
+            for one in cast("list[Any]", value):
+                if isinstance(one, BaseModel) and not isinstance(one, Foreign):
+                    yield from _extras(one, f"{path}{name}[].")

@@ -1,0 +1,238 @@
+"""What an answer has to be like, however it is asked for: formats, grammars and calls that have to be made.
+
+OpenAI's `response_format` (and `text.format`, and Ollama's `format`), vLLM's `structured_outputs` and the `guided_*`
+fields that it had before are one thing here. A request may ask for one of them; several are a 400 that names them. What
+a schema or a grammar says is the node's to judge: only there is the model's tokenizer.
+
+`strict: false` is enforced like `strict: true`: an answer that keeps to its schema is one that need not.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Discriminator, Field, Tag
+
+from router.admission.request_limits import GRAMMAR_BYTES, MOST_SCHEMA_CHOICES
+from router.dialects.shared.common_fields import Drawn, FunctionName, Strict, TextFormat, by_type
+from router.dialects.shared.strict_json import Body, write
+from router.errors import Problem, invalid
+from wire.frames import Grammar
+from wire.refusals import Code
+
+FORMS: Mapping[str, str] = MappingProxyType({
+    "response_format": "text, json_object and json_schema; strict or not, the answer keeps to its schema",
+    "structured_outputs": "one of json, regex, choice, grammar (Lark, or short GBNF) and json_object, and "
+    "whitespace_pattern",
+    "guided_json": "as structured_outputs.json", "guided_regex": "as structured_outputs.regex",
+    "guided_choice": "as structured_outputs.choice", "guided_grammar": "as structured_outputs.grammar",
+    "guided_whitespace_pattern": "as structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "auto, guidance or llguidance; others are refused by name",
+})  # fmt: skip
+"""What the manual says of the fields of `Formed`."""
+BACKENDS = ("auto", "guidance", "llguidance")
+
+
+class JsonObject(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class Schema(Strict):
+    """A JSON schema, and what it is called."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchema(Strict):
+    """JSON of a schema, as chats ask for it."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("text_part")]
+    | Annotated[JsonObject, Tag("json_object_part")]
+    | Annotated[JsonSchema, Tag("json_schema_part")],
+    by_type("text", "json_object", "json_schema"),
+]
+
+
+def _json_kind(schema: object) -> str:
+    return "written_part" if isinstance(schema, str) else "object_part"
+
+
+SchemaOrText = Annotated[
+    Annotated[dict[str, Any], Tag("object_part")] | Annotated[str, Tag("written_part")], Discriminator(_json_kind)
+]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_SCHEMA_CHOICES)
+]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's form. Everything but `whitespace_pattern` is another way to say what the answer is like."""
+
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class Formed(Drawn):
+    """Bodies of which a format may be asked, in OpenAI's words or in vLLM's, today's and those of before."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+
+    def form(self) -> Grammar | Problem | None:
+        """Give what the answer has to be like."""
+        wrong = backend(self.guided_decoding_backend, "guided_decoding_backend")
+        if wrong is not None:
+            return wrong
+        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice,
+                  "grammar": self.guided_grammar}  # fmt: skip
+        found = structured(StructuredOutputs.model_validate(guided), "guided_")
+        blanks = self.guided_whitespace_pattern
+        if self.structured_outputs is not None:
+            found |= structured(self.structured_outputs)
+            blanks = self.structured_outputs.whitespace_pattern or blanks
+        form = format_of(self.response_format)
+        return one_of(found if form is None else {**found, "response_format": form}, blanks)
+
+
+class NamedFunction(Strict):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """The tool that has to be called, as chats name it."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.function.name
+
+
+class NamedCustomTool(Strict):
+    """The custom tool that has to be called, as chats name it."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.custom.name
+
+
+def choice_kind(choice: object) -> str:
+    """Return whether a choice is a word, a function or a custom tool: `word_part`, `named_part` or `custom_part`."""
+    if not isinstance(choice, dict):
+        return "word_part"
+    return "custom_part" if cast("Body", choice).get("type") == "custom" else "named_part"
+
+
+Word = Literal["auto", "none", "required"]
+ToolChoice = Annotated[
+    Annotated[Word, Tag("word_part")]
+    | Annotated[NamedTool, Tag("named_part")]
+    | Annotated[NamedCustomTool, Tag("custom_part")],
+    Discriminator(choice_kind),
+]
+
+
+def format_of(asked: ResponseFormat | None, name: str = "response_format") -> Grammar | Problem | None:
+    """Give what a format in OpenAI's shape means; `name` is its field."""
+    if isinstance(asked, JsonObject):
+        return Grammar("json_object")
+    if isinstance(asked, JsonSchema):
+        return of_schema(asked.json_schema.schema_, f"{name}.json_schema.schema")
+    return None
+
+
+def of_schema(schema: Body | None, name: str) -> Grammar | Problem:
+    """Give what a schema means; one that is missing is any JSON object."""
+    if schema is None:
+        return Grammar("json_object")
+    text = write(schema, name, GRAMMAR_BYTES)
+    return text if isinstance(text, Problem) else Grammar("json_schema", text)
+
+
+def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, Grammar | Problem]:
+    """Give everything that is asked for, by the name of its field."""
+    found: dict[str, Grammar | Problem] = {}
+    if asked.json_ is not None:
+        name, schema = f"{prefix}json", asked.json_
+        found[name] = Grammar("json_schema", schema) if isinstance(schema, str) else of_schema(schema, name)
+    if asked.regex is not None:
+        found[f"{prefix}regex"] = Grammar("regex", asked.regex)
+    if asked.choice is not None:
+        text = write(asked.choice, f"{prefix}choice", GRAMMAR_BYTES)
+        found[f"{prefix}choice"] = text if isinstance(text, Problem) else Grammar("choice", text)
+    if asked.grammar is not None:
+        found[f"{prefix}grammar"] = Grammar("lark", asked.grammar)
+    if asked.json_object:
+        found[f"{prefix}json_object"] = Grammar("json_object")
+    return found
+
+
+def one_of(asked: Mapping[str, Grammar | Problem], whitespace: str | None = None) -> Grammar | Problem | None:
+    """Give the one thing that is asked for; a 400 that names them all where there are several."""
+    if len(asked) > 1:
+        names = sorted(asked)
+        return invalid(f"{', '.join(names)} exclude each other: an answer follows one of them", names[0])
+    if whitespace and not any(isinstance(one, Grammar) and one.kind.startswith("json") for one in asked.values()):
+        return invalid("a whitespace_pattern is for JSON, and none is asked for", "whitespace_pattern")
+    for name, found in asked.items():
+        if isinstance(found, Problem):
+            return found
+        if len(found.value) > GRAMMAR_BYTES or len(whitespace or "") > GRAMMAR_BYTES:
+            return invalid(f"{name} is longer than {GRAMMAR_BYTES} characters", name)
+        return Grammar(found.kind, found.value, whitespace or "")
+    return None
+
+
+def backend(name: str | None, field: str) -> Problem | None:
+    """Refuse a library that is not ours by its name."""
+    if name is None or name.partition(":")[0] in BACKENDS:
+        return None
+    return invalid(
+        f"{field} {name[:64]!r} is not offered: grammars are llguidance's here", field, Code.UNSUPPORTED.value
+    )
+
+
+def with_calls(
+    form: Grammar | None, names: Iterable[str], *, word: str, named: str = "", strict: bool = False
+) -> Grammar | Problem | None:
+    """Add what is asked of calls: `word` is none, auto or required, `names` are the tools, of which one may be `named`;
+    `strict` if the arguments of one are to keep to its schema."""
+    known = set(names)
+    if word == "required" and not known:
+        return invalid("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if named and named not in known:
+        return invalid(f"tool_choice names {named}, which is none of the tools", "tool_choice")
+    if word == "required":
+        return Grammar(calls="required", tool=named)
+    if word == "none" or not known or (form is None and not strict):
+        return form
+    form = form or Grammar()
+    return Grammar(form.kind, form.value, form.whitespace, "free")

@@ -1,0 +1,55 @@
+"""What a node says of an answer with one choice, checked and bounded, for the dialects that know only one."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
+
+import msgspec
+
+from router.dialects.shared.tool_calls import MOST_CALLS, Call, call_of
+from router.dispatch.request import Answer
+from wire.frames import Channel, Delta
+
+
+class Spoken(NamedTuple):
+    """A whole answer: what was thought, what was said, what is to be called."""
+
+    reasoning: str
+    content: str
+    calls: list[Call]
+
+
+class Pieces:
+    """Takes a stream apart; `calls` counts the calls that were passed on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def of(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, Call | None]]:
+        """Give what is for a client: a text with its channel, or a call."""
+        for delta in deltas:
+            if delta.choice:
+                continue
+            for channel, text in delta.pieces:
+                if channel == Channel.TOOL_CALL:
+                    call = call_of(text) if self.calls < MOST_CALLS else None
+                    if call is not None:
+                        self.calls += 1
+                        yield Channel.TOOL_CALL, "", call
+                elif text and channel in (Channel.CONTENT, Channel.REASONING):
+                    yield Channel(channel), text, None
+
+
+def spoken(answer: Answer) -> Spoken:
+    """Put a whole answer together."""
+    calls = [call for call in map(call_of, answer.calls.get(0, ())) if call is not None]
+    texts = answer.texts
+    return Spoken(texts.get((0, Channel.REASONING), ""), texts.get((0, Channel.CONTENT), ""), calls[:MOST_CALLS])
+
+
+def arguments_of(call: Call) -> dict[str, object]:
+    """Give a call's arguments as an object; an engine writes nothing else, and what is none is empty."""
+    try:
+        found: object = msgspec.json.decode(call.arguments)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}
+    return cast("dict[str, object]", found) if isinstance(found, dict) else {}

@@ -1,0 +1,82 @@
+"""Variables of a model's chat template: which of them a client may set, and what the dialects' own words mean to it.
+
+A template comes with its model, never with a request: one of a client's could run for ever. Variables are an
+allow-list, because whatever is named goes into the call that renders, where a name may mean something to the program.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+from router.admission.request_limits import VARIABLES_BYTES
+from router.dialects.shared.strict_json import Body, write
+from router.errors import Problem, invalid
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS = frozenset(get_args(Effort))
+
+VARIABLES = frozenset({
+    "add_vision_id", "builtin_tools", "clear_thinking", "custom_instructions", "date_string", "documents", "enable_cot",
+    "enable_thinking", "force_reasoning", "interleaved_thinking", "keep_all_reasoning", "keep_past_thinking",
+    "language", "model_identity", "persona", "preserve_thinking", "python_tools", "reasoning", "reasoning_effort",
+    "reasoning_strategy", "role", "system_message", "system_prompt", "task", "think", "thinking", "thinking_budget",
+    "thinking_mode", "tools_in_user_message", "xml_tools",
+})  # fmt: skip
+"""What the chat templates of the models that we know look for."""
+
+
+def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
+    """Write the template's variables as `wire.frames.Generate` has them; what is `given` by name goes before what
+    another parameter `meant`, and None means nothing."""
+    given = given or {}
+    strange = sorted(given.keys() - VARIABLES)
+    if strange:
+        text = f"{strange[0][:64]} is no variable that a client may set; those are {', '.join(sorted(VARIABLES))}"
+        return invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
+    found = {name: value for name, value in meant.items() if value is not None} | dict(given)
+    return write(found, "chat_template_kwargs", VARIABLES_BYTES) if found else ""
+
+
+class Steered(NamedTuple):
+    """How a client wants the model to think, in whichever words: the effort, whether at all, and what was not
+    understood."""
+
+    effort: str | None
+    thinks: bool | None
+    ignored: tuple[str, ...] = ()
+
+
+def steered(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> Steered:
+    """Read what other servers take beside `reasoning_effort` and `enable_thinking`: `thinking`, `think` and
+    `reasoning`, by their names. A plain switch or effort takes precedence."""
+    ignored: list[str] = []
+    for name in ("thinking", "think"):
+        found = _switch(said[name])
+        if found is None and said[name] is not None:
+            ignored.append(name)
+        switch = found if switch is None else switch
+    reasoning = said["reasoning"]
+    if isinstance(reasoning, dict):
+        asked = dict(cast("Body", reasoning))
+        wanted, enabled = asked.get("effort"), asked.get("enabled")
+        if isinstance(wanted, str) and wanted in EFFORTS:
+            effort = effort or wanted
+            del asked["effort"]
+        if isinstance(enabled, bool):
+            switch = enabled if switch is None else switch
+            del asked["enabled"]
+        ignored += [f"reasoning.{name}" for name, value in asked.items() if value is not None]
+    elif reasoning is not None:
+        ignored.append("reasoning")
+    return Steered(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
+
+
+def _switch(said: object) -> bool | None:
+    if isinstance(said, bool):
+        return said
+    kind = cast("Body", said).get("type") if isinstance(said, dict) else None
+    return {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
+
+
+def thinking(effort: str | None) -> dict[str, object]:
+    """Give what an effort means to a template: `none` also turns thinking off where that is a switch."""
+    return {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}

@@ -1,0 +1,105 @@
+"""What pydantic found wrong with a body, as the one 400 that names the parameter.
+
+A body may be wrong in many places; what is not offered is said first, because no correction of the rest would help.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from router.errors import Problem, invalid
+from wire.refusals import Code
+
+_TAGS = frozenset({"text", "parts", "one", "list"})
+_TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
+_QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
+_FORMS = frozenset({"format", "output_config", "response_format", "structured_outputs", "text"})
+"""Fields that say what an answer is like: what is unknown in them would change it."""
+_LONGEST = 64
+
+
+class _Error(msgspec.Struct, frozen=True, gc=False):
+    type: str
+    loc: tuple[str | int, ...]
+    msg: str
+    input: Any
+
+
+def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
+    """Give the 400 for what no model here offers, with what to do instead."""
+    text = why or f"{param} is not offered by this server, with any model"
+    instead = instead_of.get(param.rpartition(".")[2], "")
+    return invalid(f"{text}: {instead}" if instead else text, param, Code.UNSUPPORTED.value)
+
+
+def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
+    """Give the 400. `known` are the fields of the body, `instead` what to do where one is not offered."""
+    found = _errors(error)
+    later = next((problem for one in found if (problem := _later(one, instead)) is not None), None)
+    if later is not None:
+        return later
+    first = found[0]
+    if first.type == "extra_forbidden":
+        return _unknown(first.loc, known)
+    path = _path(first.loc)
+    return invalid(f"{path}: {first.msg}", path)
+
+
+def asks_only_for_more(error: ValidationError) -> bool:
+    """Return whether nothing is wrong with a body but fields that it should not have: none that other servers or other
+    dialects take as a part of the question, and none that says what the answer is like."""
+    return all(
+        one.type == "extra_forbidden"
+        and one.loc[-1] not in _LATER
+        and (one.loc[0] not in _QUESTIONS if len(one.loc) == 1 else one.loc[0] not in _FORMS)
+        for one in _errors(error)
+    )
+
+
+def _errors(error: ValidationError) -> list[_Error]:
+    return [
+        _Error(one["type"], one["loc"], one["msg"], one["input"])
+        for one in error.errors(include_url=False, include_context=False)
+    ]
+
+
+def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
+    """Give the problem if this error asks for something that is not offered; None when it is plainly wrong."""
+    path = _path(error.loc)
+    if error.loc[-1] in _LATER:
+        return unsupported(path, instead)
+    if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
+        why = f"{path} {error.input[:_LONGEST]!r} is not offered by this server, with any model"
+        return unsupported(path, instead, why)
+    return None
+
+
+def _unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:
+    name = str(loc[-1])[:_LONGEST]
+    near = difflib.get_close_matches(name, known, 1, 0.7) if len(loc) == 1 else []
+    hint = f": did you mean {near[0]}?" if near else ""
+    return invalid(f"unknown field {name!r}{hint}", _path(loc)[:128])
+
+
+def _path(loc: tuple[str | int, ...]) -> str:
+    """Write `messages[0].content[1].text` without the names of union branches and marks of keys. The branches of parts
+    end in `_part`, which no field does."""
+    path = ""
+    before: str | int = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step != "[key]" and not _tag(step, before):
+            path += f".{step[:_LONGEST]}" if path else step[:_LONGEST]
+        before = step
+    return path
+
+
+def _tag(step: str, before: str | int) -> bool:
+    return step.endswith("_part") or (step in _TAGS and (before in _TAGGED or isinstance(before, int)))

@@ -1,0 +1,1 @@
+"""Dispatch: the life of a request between placement and its last token."""

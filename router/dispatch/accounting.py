@@ -1,0 +1,114 @@
+"""What a request leaves behind when it has ended: its key's usage and quota, the counts, its story.
+
+A request that ended early used what was read and written until then: leaving is no way around a limit.
+"""
+
+import structlog
+from msgspec.structs import replace
+
+from router.admission.rate_limits import ANSWER, Quotas
+from router.admission.usage import Usage
+from router.dispatch.counters import Counters
+from router.dispatch.decision_log import History, Story
+from router.dispatch.request import Failure, Outcome, Ticket
+from wire.frames import Finished
+from wire.refusals import Code, Refused
+
+log = structlog.get_logger("router.dispatch.accounting")
+TEMPLATE_TOKENS = 4096
+"""Tokens that a chat template may add to a prompt, beside MESSAGE_TOKENS for each message."""
+MESSAGE_TOKENS = 32
+UNSENT_TOKENS = 8
+"""Tokens of one choice that are generated and never sent: its end, and what was held back for a stop string."""
+QUOTING = {
+    Code.INVALID: "its grammar, or a value of it, is not valid for this model; the client's answer has the details",
+    Code.UNSUPPORTED: "the model cannot do what was asked for; the client's answer has the details",
+    Code.TEMPLATE: "the model's template or tokenizer failed on this conversation; the client's answer has the details",
+}
+"""What is kept of refusals whose message may quote the request: it is sent to its client, and kept nowhere."""
+
+
+class Endings:
+    """Writes an end into all the books; a key gets back what it was charged and did not use."""
+
+    def __init__(self, counters: Counters, usage: Usage, history: History) -> None:
+        self._counters = counters
+        self._usage = usage
+        self._history = history
+
+    def ended(self, ticket: Ticket, outcome: Outcome, model: str, quotas: Quotas, now: float) -> None:
+        """Count a request that ended `now`, for a model that some member has (empty: for none)."""
+        seconds = now - ticket.arrived
+        if ticket.charged is not None:
+            used, job = self._account(ticket, outcome, model), ticket.job
+            quotas.settle(job.key, job.demand, ticket.charged, used, now)
+        self._counters.ended(_label(outcome), model, seconds)
+        self._history.stories.append(_story(ticket, outcome, seconds))
+
+    def _account(self, ticket: Ticket, outcome: Outcome, model: str) -> int:
+        """Count what a request used for its key, and return its tokens: at least those that were sent."""
+        prompt, cached, written = _took(ticket, outcome)
+        used = self._usage.of(ticket.job.key, model)
+        used.requests += 1
+        used.failed += not isinstance(outcome, Finished)
+        used.prompt_tokens += prompt
+        used.cached_tokens += cached
+        used.completion_tokens += written
+        self._counters.model(model).used(prompt, cached, written)
+        self._counters.used_by(ticket.job.key, model, prompt + written)
+        return max(prompt + written, ticket.wrote)
+
+
+def most_prompt(ticket: Ticket) -> int:
+    """Return the most prompt tokens that a node may count for a request: no byte is more than one token."""
+    demand, messages = ticket.job.demand, ticket.job.messages
+    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(ticket.job.ids))
+    return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
+
+
+def credible(ticket: Ticket, frame: Finished) -> Finished:
+    """Return what a node says that a request used, within what its client asked for: a node that lies can neither use
+    up a key's quota nor its usage."""
+    params = ticket.job.params
+    unbounded = max(ANSWER * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
+    prompt = min(frame.prompt_tokens, most_prompt(ticket))
+    completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
+    cached, thought = min(frame.cached_tokens, prompt), min(frame.thought, completion)
+    said = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.thought
+    if said == (prompt, completion, cached, thought):
+        return frame
+    log.warning("usage not credible", node=ticket.node_name, request=ticket.request, said=said)
+    return replace(
+        frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought
+    )  # fmt: skip
+
+
+def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
+    """Give the prompt's tokens, those of them that were cached, and the tokens that were written."""
+    if isinstance(outcome, Finished):
+        return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+    return (*ticket.read, ticket.wrote)
+
+
+def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
+    job = ticket.job
+    steps = tuple(ticket.steps)
+    if isinstance(outcome, Finished):
+        return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, "ok", "", steps,
+                     outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
+                     outcome.timings, job.ignored)  # fmt: skip
+    return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
+                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote,
+                 ignored=job.ignored)  # fmt: skip
+
+
+def _worth_keeping(outcome: Refused | Failure) -> str:
+    """Return the message of an end for administrators: not one that may quote what its client wrote."""
+    quoting = QUOTING.get(outcome.code) if isinstance(outcome, Refused) else None
+    return quoting or outcome.message
+
+
+def _label(outcome: Outcome) -> str:
+    if isinstance(outcome, Finished):
+        return "ok"
+    return outcome.code.value if isinstance(outcome, Refused) else outcome.code

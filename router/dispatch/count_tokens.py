@@ -1,0 +1,80 @@
+"""Exact counts of prompts, by a node that has the model's tokenizer; nothing is generated, promised or loaded.
+
+A count has the limits of any request of its key: models, labels, requests and tokens a minute, requests at once. Its
+tokens are held while it is under way and given back at its end, because nothing is generated.
+"""
+
+import asyncio
+
+from msgspec.structs import replace
+
+from router.admission.key_scope import visible
+from router.admission.rate_limits import KeyLimits
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.node_commands import Ended
+from router.dispatch.resource_demand import demand_of
+from router.errors import Problem, failed, from_refused
+from router.placement.cluster_view import NodeView
+from wire.capacity.fairness import Owner
+from wire.frames import Count, Finished, Params
+from wire.refusals import FINAL, Code, Refused
+
+LONGEST = 30.0
+"""Seconds for which a node is waited for: a tokenizer reads some megabytes of text in a second."""
+_ELSEWHERE = frozenset({Code.NO_MODEL, Code.LOAD_FAILED})
+
+
+async def count(dispatcher: Dispatcher, asked: Count, key: str) -> int | Problem:
+    """Count a prompt within the limits of its key; return the tokens, or why they cannot be counted."""
+    quotas = dispatcher.quotas
+    limits = quotas.limits(key)
+    asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))
+    demand = replace(demand_of(asked.model, asked.messages, Params(), asked.tools), choices=0)
+    charged = quotas.take(key, demand, dispatcher.now())
+    if isinstance(charged, Refused):
+        return from_refused(charged)
+    try:
+        return await _counted(dispatcher, replace(asked, owner=Owner(key, limits.weight)), limits)
+    finally:
+        quotas.settle(key, demand, charged, 0, dispatcher.now())
+
+
+async def _counted(dispatcher: Dispatcher, asked: Count, limits: KeyLimits) -> int | Problem:
+    """Ask one node after the other, those first that have the model loaded."""
+    why: Refused | None = None
+    for node in _able(dispatcher, asked.model, limits):
+        away = dispatcher.away(node)
+        if away is not None:
+            why = why or away
+            continue
+        ended = await _ask(dispatcher, node, asked)
+        if isinstance(ended, Finished):
+            return ended.prompt_tokens
+        if not isinstance(ended, Refused):
+            return failed(ended.code, ended.message)
+        if ended.code in FINAL - _ELSEWHERE or ended.code is Code.OVER_SHARE:
+            return from_refused(ended)
+        why = ended
+    return from_refused(why or _nowhere(dispatcher, asked.model, limits))
+
+
+async def _ask(dispatcher: Dispatcher, node: NodeView, asked: Count) -> Ended:
+    try:
+        async with asyncio.timeout(LONGEST):
+            return await dispatcher.orders.count(node.id, node.name, asked)
+    except TimeoutError:
+        return Refused(Code.NOT_READY, f"{node.name} has not counted within {LONGEST:.0f} s", None, 2.0, node.name)
+
+
+def _able(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
+    nodes = visible(dispatcher.view, limits).nodes
+    able = [node for node in nodes if model in node.models and not node.models[model].cause]
+    return sorted(able, key=lambda node: (not node.models[model].loaded, dispatcher.in_flight(node.id)))
+
+
+def _nowhere(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> Refused:
+    if any(model in node.models for node in dispatcher.view.nodes) and limits.labels:
+        labels = ", ".join(sorted(limits.labels))
+        text = f"no node with the labels that this API key is bound to ({labels}) serves {model}"
+        return Refused(Code.NOT_ALLOWED, text)
+    return Refused(Code.NO_MODEL, f"no node serves the model {model!r}")

@@ -1,0 +1,193 @@
+"""What the router counts. Plain numbers on one loop; the coordinator exports them.
+
+Rules
+- A model's name is one that some member has; what clients make up, and models beyond MOST_MODELS, are one row, OTHER.
+  Codes that nodes make up are one outcome, FAILED. So neither can grow a table.
+- Nothing is counted for each token: gaps between tokens are observed once for each step of a node, for all of its
+  streams at once.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from wire.histogram import Buckets
+from wire.identity import NodeId
+from wire.refusals import Code
+
+TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
+ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
+WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
+PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
+"""All in seconds."""
+MOST_MODELS = 64
+MOST_PACES = 4096
+"""Pairs of node and model of which the last step is remembered; beyond them all are forgotten, and one gap of each."""
+MAX_KEY_MODELS = 1024
+"""Pairs of key and model that are counted; tokens of further pairs are left out."""
+OTHER = "other"
+FAILED = "failed"
+OUTCOMES = frozenset({
+    "ok", "cancelled", "slow_client", "node_lost", "engine_crashed", "engine_lost", "node_stopping", "link_lost",
+    "shutting_down", "answer_too_long", "memory_pressure", FAILED, *(code.value for code in Code),
+})  # fmt: skip
+"""How a request can end: well, given up by its client, broken, or refused by a code."""
+
+
+class ModelCounts:
+    """One model's totals. Times in seconds."""
+
+    __slots__ = ("cached_tokens", "completion_tokens", "e2e", "itl", "outcomes", "prompt_tokens", "ttft")
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = {}
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.ttft = Buckets(TTFT_BOUNDS)
+        self.itl = Buckets(ITL_BOUNDS)
+        self.e2e = Buckets(E2E_BOUNDS)
+
+    def used(self, prompt: int, cached: int, written: int) -> None:
+        """Count what a request took, as far as a node can be believed."""
+        self.prompt_tokens += max(0, prompt)
+        self.cached_tokens += max(0, cached)
+        self.completion_tokens += max(0, written)
+
+
+class NodeCounts:
+    """Totals of one node, counted as its frames arrive; times in seconds."""
+
+    __slots__ = ("first_token_seconds", "first_tokens", "generated_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generated_tokens = self.first_tokens = 0
+        self.first_token_seconds = 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; `seconds` and `tokens` are sums, divide by their counts for a mean."""
+
+    requests: dict[str, int] = field(default_factory=dict[str, int])
+    """Ended requests by outcome: `ok`, `cancelled`, or the code of the refusal or failure."""
+    answers: dict[int, int] = field(default_factory=dict[int, int])
+    """HTTP answers of the model routes by status; 499 is a client that left before one."""
+    refusals: dict[str, int] = field(default_factory=dict[str, int])
+    """Refusals by nodes, by code; a request may meet several and still be answered."""
+    attempts: int = 0
+    retries: int = 0
+    """Attempts beyond the first of a request."""
+    nodes_lost: int = 0
+    """Requests that were on a node when it was lost."""
+    resumes: int = 0
+    """Answers that were begun and went on on another node."""
+    moves: int = 0
+    """Requests taken off a node that drains or fell silent, or that others had their hands free for."""
+    swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
+    """Turns in which a node made room for a model, `done` and `dropped`."""
+    slow_clients: int = 0
+    queue_entries: int = 0
+    queue_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+    durations: int = 0
+    duration_seconds: float = 0.0
+    models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
+    placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
+    """Requests sent to each member."""
+    nodes: dict[NodeId, NodeCounts] = field(default_factory=dict[NodeId, NodeCounts])
+    """Tokens and times to the first token of each member."""
+    keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
+    queue_wait: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
+    placement: Buckets = field(default_factory=lambda: Buckets(PLACEMENT_BOUNDS))
+    """How long it took to decide."""
+    _paces: dict[tuple[NodeId, str], tuple[int, float]] = field(
+        default_factory=dict[tuple[NodeId, str], tuple[int, float]]
+    )
+
+    def model(self, name: str) -> ModelCounts:
+        """Give a model's totals; empty is a name that no member has."""
+        found = self.models.get(name or OTHER)
+        if found is None:
+            name = name if name and len(self.models) < MOST_MODELS else OTHER
+            found = self.models.setdefault(name, ModelCounts())
+        return found
+
+    def node(self, node: NodeId) -> NodeCounts:
+        """Return a node's totals."""
+        found = self.nodes.get(node)
+        if found is None:
+            found = self.nodes[node] = NodeCounts()
+        return found
+
+    def used_by(self, key: str, model: str, tokens: int) -> None:
+        """Count the tokens of a key's request; an empty model is one that no member has."""
+        pair = key, model if model in self.models else OTHER
+        if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
+            self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
+
+    def forget_keys(self, known: Container[str]) -> None:
+        """Drop the totals of keys that are not `known` any more."""
+        self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
+
+    def ended(self, outcome: str, model: str, seconds: float) -> None:
+        """Count one ended request and how long it took."""
+        outcome = outcome if outcome in OUTCOMES else FAILED
+        self.requests[outcome] = self.requests.get(outcome, 0) + 1
+        self.durations += 1
+        self.duration_seconds += seconds
+        counts = self.model(model)
+        counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
+        counts.e2e.observe(seconds)
+
+    def swapped(self, *, done: bool) -> None:
+        """Count the end of a turn."""
+        self.swaps["done" if done else "dropped"] += 1
+
+    def answered(self, status: int) -> None:
+        """Count one HTTP answer."""
+        self.answers[status] = self.answers.get(status, 0) + 1
+
+    def refused(self, code: str) -> None:
+        """Count one refusal by a node."""
+        self.refusals[code] = self.refusals.get(code, 0) + 1
+
+    def first(self, node: NodeId, model: str, prompt_tokens: int, seconds: float) -> None:
+        """Count a node's first token of a request, `seconds` after the request arrived."""
+        self.first_tokens += 1
+        self.first_token_seconds += seconds
+        counts = self.node(node)
+        counts.prompt_tokens += prompt_tokens
+        counts.first_tokens += 1
+        counts.first_token_seconds += seconds
+        self.model(model).ttft.observe(seconds)
+
+    def left_line(self, seconds: float) -> None:
+        """Count the wait of one that leaves the queue, by whatever way."""
+        self.queue_seconds += seconds
+        self.queue_wait.observe(seconds)
+
+    def placed(self, node: NodeId) -> None:
+        """Count a request that is sent to a node."""
+        self.placements[node] = self.placements.get(node, 0) + 1
+
+    def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
+        """Count the step of a node that gave so many streams of a model their next tokens: one gap for all of them, if
+        the first of them, the `leader`, was so in the last step too. Else nobody waited for as long."""
+        key = node, model
+        last = self._paces.get(key)
+        if last is None and len(self._paces) >= MOST_PACES:
+            self._paces.clear()
+        self._paces[key] = leader, now
+        if last is not None and last[0] == leader:
+            self.model(model).itl.observe(now - last[1], streams)
+
+    def forget(self, node: NodeId) -> None:
+        """Forget a node that is no member any more."""
+        self.placements.pop(node, None)
+        self.nodes.pop(node, None)
+        for key in [key for key in self._paces if key[0] == node]:
+            del self._paces[key]

@@ -1,0 +1,403 @@
+"""When a node swaps models: a model that waiting requests need gets its turn on a node whose memory others fill.
+
+Theory. An engine evicts idle models for a load, never one in use, so beside steady traffic another model would never be
+loaded. A turn closes that gap: the router sends a node no new requests for the models in the way, lets the running ones
+end, and then sends the waiting request; the engine evicts what is idle by then. Nothing that runs is cut.
+
+    waiting ─► turn (draining) ─► asked ─► done: the node's report shows the model
+                   └ dropped: nobody waits any more, the node is away, the memory no longer suffices, too long
+
+A request waits for a swap if every node that could hold it must unload models for that: memory alone is in the way
+(`Code.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. Where it fits beside all loaded
+models it waits for rows to end, in the ordinary way, and no node swaps for it.
+
+Rules
+- One turn per node, and one per model, at a time. A pinned (preloaded) model never leaves.
+- Idle models leave at once. A model in use leaves for a request that has waited PATIENCE seconds, once its own slice
+  has ended, and after every request for it that has waited longer.
+- A slice begins when the model is loaded. It lasts LEAST_SLICE plus SLICE_LOADS times the load, because each slice
+  costs a load, and up to KEYS times as long if so many more keys (by priority) use the model that leaves; at most a
+  quarter of the longest wait.
+- The oldest request goes first. It gets the node where the fewest keys lose the last node with their model, and among
+  these the one that is ready soonest: running answers, then the load.
+- A turn ends: it is dropped after the longest wait, and the models that were to leave begin another slice.
+
+Pure: `step` reads one picture and returns actions; the dispatcher carries them out.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from router.dispatch.request import Ticket
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import Candidate, away
+from router.placement.recovery import GROWTH
+from router.placement.reservations import Ledger, Turn
+from wire.capacity.fairness import Owner
+from wire.identity import NodeId
+from wire.refusals import Code
+from wire.report import ROW_COST, Model
+
+PATIENCE = 5.0
+"""Seconds that a request waits before a model in use leaves for it."""
+LEAST_SLICE = 5.0
+"""Seconds."""
+SLICE_LOADS = 8
+KEYS = 4
+SLICES = 4
+"""A slice is at most one part in this many of the longest wait."""
+MAX_LOOKS, MAX_NODES = 4, 32
+"""Oldest requests of each model that are looked at, and nodes that each of them is judged at."""
+
+
+class Use(msgspec.Struct, frozen=True, gc=False):
+    """A request on a node. `seconds`: how long it should still take."""
+
+    ticket: int
+    owner: Owner
+    seconds: float
+
+
+class Waiting(msgspec.Struct, frozen=True, gc=False):
+    """A queued request, since `since` (monotonic seconds), and the arithmetic of the nodes that serve its model. Those
+    in `refused` have refused it and have not reported since."""
+
+    ticket: int
+    owner: Owner
+    model: str
+    since: float
+    candidates: tuple[Candidate, ...]
+    refused: frozenset[NodeId] = frozenset()
+
+
+class Picture(msgspec.Struct, frozen=True, gc=False):
+    """What a step reads. `waiting` holds the oldest few requests of each model, oldest first; `keys` the weight of
+    every key that waits for a model, and `running` the requests of every node by model."""
+
+    nodes: Mapping[NodeId, NodeView]
+    waiting: Sequence[Waiting]
+    keys: Mapping[str, Mapping[str, int]]
+    running: Mapping[NodeId, Mapping[str, Sequence[Use]]]
+    turns: Mapping[NodeId, Turn]
+
+
+class Begun(msgspec.Struct, frozen=True, gc=False):
+    """A node begins a turn, or a turn that was begun is now for another request. `hold` bytes are kept for it beside
+    what the leaving models give back."""
+
+    turn: Turn
+    hold: int
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """Nothing is in the way any more: send the request."""
+
+    turn: Turn
+    candidate: Candidate
+
+
+class Ended(msgspec.Struct, frozen=True, gc=False):
+    """A turn is over; `why` it was dropped, empty when the model has come."""
+
+    turn: Turn
+    why: str = ""
+
+
+Action = Begun | Ask | Ended
+
+
+class Plan(msgspec.Struct, frozen=True, gc=False):
+    """What to do now, and the models whose requests wait for a swap, with the turn that is under way for them."""
+
+    actions: tuple[Action, ...]
+    waits: Mapping[str, Turn | None]
+
+
+class Swaps:
+    """See the module. `longest`: seconds that a request may wait for a swap."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._came: dict[tuple[NodeId, str], float] = {}
+
+    def forget(self, node: NodeId) -> None:
+        """Forget a node that is no longer a member."""
+        self._came = {where: at for where, at in self._came.items() if where[0] != node}
+
+    def follow(self, nodes: Iterable[NodeView], now: float) -> None:
+        """Record since when each node has had its models."""
+        for node in nodes:
+            for model in node.models.values():
+                if model.loaded:
+                    self._came.setdefault((node.id, model.name), now)
+                else:
+                    self._came.pop((node.id, model.name), None)
+
+    def step(self, picture: Picture, now: float) -> Plan:
+        """Return what to do now."""
+        actions: list[Action] = []
+        turns = dict(picture.turns)
+        for turn in picture.turns.values():
+            followed = self._follow(turn, picture, now)
+            if isinstance(followed, Ended):
+                del turns[turn.node]
+            else:
+                turns[turn.node] = followed.turn
+            if isinstance(followed, Ended) or followed.turn != turn:
+                actions.append(followed)
+        waits: dict[str, Turn | None] = {turn.model: turn for turn in turns.values()}
+        for one in picture.waiting:
+            if waits.get(one.model) is not None:
+                continue
+            options = _options(one, picture, turns)
+            if options is None:
+                continue
+            waits[one.model] = None
+            begun = self._begin(one, options, picture, now)
+            if begun is not None:
+                turns[begun.turn.node] = waits[one.model] = begun.turn
+                actions.append(begun)
+        for turn in turns.values():
+            candidate = _ready(turn, picture)
+            if candidate is not None:
+                actions.append(Ask(msgspec.structs.replace(turn, asked_at=now), candidate))
+        return Plan(tuple(actions), waits)
+
+    def _follow(self, turn: Turn, picture: Picture, now: float) -> Begun | Ended:
+        """Return a turn as it goes on, or its end."""
+        node = picture.nodes.get(turn.node)
+        model = None if node is None else node.models.get(turn.model)
+        if node is None or model is None or away(node, now)[0]:
+            return Ended(turn, "the node is away")
+        if now - turn.began > self._longest:
+            self._came.update({(turn.node, name): now for name in turn.leaving})
+            return Ended(turn, f"not free within {self._longest:.0f} s")
+        if turn.asked_at is not None:
+            if (model.loaded or model.loading) and node.heard_at > turn.asked_at:
+                return Ended(turn)
+            if any(use.ticket == turn.ticket for use in picture.running.get(node.id, {}).get(turn.model, ())):
+                return Begun(turn, 0)
+        for one in picture.waiting:
+            candidate = _at(one, node.id)
+            if one.model != turn.model or candidate is None or _needs_none(one, picture, picture.turns):
+                continue
+            if _spare(node, candidate, turn.leaving) >= candidate.need:
+                changed = msgspec.structs.replace(turn, ticket=one.ticket, asked_at=None)
+                return Begun(changed, _hold(node, candidate, turn.leaving))
+        return Ended(turn, "no request needs it any more")
+
+    def _begin(self, one: Waiting, options: Sequence["_Option"], picture: Picture, now: float) -> Begun | None:
+        """Return the turn that a request gets now, if one is allowed."""
+        allowed = [option for option in options if self._allowed(one, option, picture, now)]
+        if not allowed:
+            return None
+        best = min(allowed, key=lambda option: option.cost)
+        turn = Turn(best.node.id, best.node.name, one.model, best.leaving, one.ticket, now)
+        return Begun(turn, _hold(best.node, best.candidate, best.leaving))
+
+    def _allowed(self, one: Waiting, option: "_Option", picture: Picture, now: float) -> bool:
+        """Return whether the models in use may leave a node for a request now."""
+        if not option.busy:
+            return True
+        if now - one.since < PATIENCE or not all(self._served(name, one, option, picture, now) for name in option.busy):
+            return False
+        older = (other for other in picture.waiting if other.since < one.since and other.model in option.busy)
+        return not any(_at(other, option.node.id) for other in older)
+
+    def _served(self, name: str, one: Waiting, option: "_Option", picture: Picture, now: float) -> bool:
+        """Return whether a model has had its slice on a node."""
+        came = self._came.get((option.node.id, name))
+        return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, picture)
+
+    def slice_seconds(self, name: str, coming: str, node: NodeView, picture: Picture) -> float:
+        """Return how long a model stays on a node at least, beside requests for the `coming` one."""
+        load = max(node.models[name].load_seconds, node.models[coming].load_seconds)
+        mine = {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
+        mine |= picture.keys.get(name, {})
+        ratio = sum(mine.values()) / max(1, sum(picture.keys.get(coming, {}).values()))
+        return min(self._longest / SLICES, (LEAST_SLICE + SLICE_LOADS * load) * min(KEYS, max(1.0, ratio)))
+
+
+class _Option(msgspec.Struct, frozen=True, gc=False):
+    """A node that could swap for a request. `cost`: keys (by priority) that lose their last node, then seconds."""
+
+    node: NodeView
+    candidate: Candidate
+    leaving: frozenset[str]
+    busy: frozenset[str]
+    cost: tuple[int, float]
+
+
+def fits_beside(node: NodeView, candidate: Candidate) -> bool:
+    """Return whether a request fits on a node beside all models that are there, once their requests have ended."""
+    return _spare(node, candidate, frozenset()) >= candidate.need
+
+
+def _needs_none(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> bool:
+    """Return whether a request fits somewhere beside all models that are there, now or once others have ended, or its
+    model is on its way to a node."""
+    for candidate in one.candidates:
+        node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
+        if not candidate.why:
+            return True
+        if candidate.code is Code.NO_ROOM and (turn is None or turn.model == one.model):
+            coming = candidate.weights and picture.running.get(node.id, {}).get(one.model)
+            if coming or fits_beside(node, candidate):
+                return True
+    return False
+
+
+def _options(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> "list[_Option] | None":
+    """Return the nodes that could swap for a request; None if it waits for no swap."""
+    if _needs_none(one, picture, turns):
+        return None
+    options: list[_Option] = []
+    turned = False
+    for candidate in one.candidates:
+        node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
+        if candidate.code is not Code.NO_ROOM:
+            continue
+        if turn is not None:
+            turned = True
+            continue
+        running = picture.running.get(node.id, {})
+        leaving = _in_the_way(node, candidate, running)
+        if leaving is not None:
+            busy = frozenset(name for name in leaving if running.get(name) or node.models[name].loading)
+            seconds = max((use.seconds for name in busy for use in running.get(name, ())), default=0.0)
+            cost = _sole(node, busy, picture), seconds + node.models[one.model].load_seconds
+            options.append(_Option(node, candidate, leaving, busy, cost))
+    return options if options or turned else None
+
+
+def _spare(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
+    """Return the bytes that a request could have on a node without the leaving models and without any other rows."""
+    memory, model = node.memory, candidate.model
+    stays = sum(
+        one.weights
+        for one in node.models.values()
+        if (one.loaded or one.loading) and one.name not in leaving and (model is None or one.name != model.name)
+    )
+    own = model.weights if model is not None and not candidate.weights else 0
+    return memory.ceiling - memory.margin - memory.base - stays - own
+
+
+def _in_the_way(node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[Use]]) -> frozenset[str] | None:
+    """Return the fewest models that must leave a node for a request, idle ones first; None if that is not enough."""
+
+    def rank(model: Model) -> tuple[bool, int, float]:
+        uses = running.get(model.name, ())
+        keys = {use.owner.name: use.owner.weight for use in uses}
+        return model.loading or bool(uses), sum(keys.values()), max((use.seconds for use in uses), default=0.0)
+
+    own = candidate.model.name if candidate.model is not None else ""
+    movable = [
+        one for one in node.models.values() if (one.loaded or one.loading) and one.name != own and not one.pinned
+    ]
+    taken: dict[str, int] = {}
+    missing = candidate.need - _spare(node, candidate, frozenset())
+    for model in sorted(movable, key=rank):
+        if missing <= 0:
+            break
+        taken[model.name] = model.weights
+        missing -= model.weights
+    if missing > 0:
+        return None
+    for name, weights in reversed(taken.copy().items()):  # a later, larger one may have made an earlier one needless
+        if missing + weights <= 0:
+            missing += taken.pop(name)
+    return frozenset(taken)
+
+
+def _sole(node: NodeView, busy: frozenset[str], picture: Picture) -> int:
+    """Return the weight of the keys that use models in use here which no other node has."""
+    keys: dict[str, int] = {}
+    for name in busy:
+        if not any(
+            other.models[name].loaded for other in picture.nodes.values() if other is not node and name in other.models
+        ):
+            keys |= {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
+            keys |= picture.keys.get(name, {})
+    return sum(keys.values())
+
+
+def _at(one: Waiting, node: NodeId) -> Candidate | None:
+    """Return the arithmetic of one node, if memory at most keeps the request out there."""
+    return next((at for at in one.candidates if at.node == node and at.code in (None, Code.NO_ROOM)), None)
+
+
+def _hold(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
+    """Return the bytes to keep for a request beside what the leaving models give back."""
+    gives = sum(node.models[name].weights for name in leaving if name in node.models and node.models[name].loaded)
+    return max(0, candidate.need - gives)
+
+
+def _ready(turn: Turn, picture: Picture) -> Candidate | None:
+    """Return the arithmetic to send a turn's request by, once it fits in place of the models that nobody uses."""
+    one = next((one for one in picture.waiting if one.ticket == turn.ticket), None)
+    if turn.asked_at is not None or one is None:
+        return None
+    node, running = picture.nodes[turn.node], picture.running.get(turn.node, {})
+    candidate = _at(one, turn.node)
+    if candidate is None or turn.node in one.refused:
+        return None
+    idle = sum(
+        model.weights
+        for model in node.models.values()
+        if model.loaded and not model.pinned and model.name != turn.model and not running.get(model.name)
+    )
+    room = candidate.headroom
+    return candidate if room is not None and room + idle >= candidate.need else None
+
+
+def picture_of(
+    view: ClusterView,
+    queued: Sequence[Ticket],
+    live: Iterable[Ticket],
+    ledger: Ledger,
+    judge: Callable[[Ticket, NodeView], Candidate],
+) -> Picture:
+    """Return the picture for a step. `queued` requests are given oldest first, `live` ones are on nodes; `judge` makes
+    the arithmetic of a node for a request."""
+    nodes = {node.id: node for node in view.nodes}
+    served: dict[str, list[NodeView]] = {}
+    keys: dict[str, dict[str, int]] = {}
+    looks: dict[str, int] = {}
+    waiting: list[Waiting] = []
+    for ticket in queued:
+        model, owner = ticket.demand.model, ticket.owner
+        keys.setdefault(model, {})[owner.name] = owner.weight
+        looks[model] = looks.get(model, 0) + 1
+        if looks[model] <= MAX_LOOKS:
+            if model not in served:
+                serving = [node for node in view.nodes if model in node.models]
+                served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES]
+            candidates = tuple(judge(ticket, node) for node in served[model])
+            refused = frozenset(node.id for node in served[model] if ticket.refused.get(node.id) == node.heard_at)
+            waiting.append(Waiting(ticket.number, owner, model, ticket.arrived, candidates, refused))
+    running: dict[NodeId, dict[str, list[Use]]] = {}
+    for ticket in live:
+        node = None if ticket.node is None else nodes.get(ticket.node)
+        if node is not None:
+            use = Use(ticket.number, ticket.owner, _seconds_left(ticket, node, ledger))
+            running.setdefault(node.id, {}).setdefault(ticket.demand.model, []).append(use)
+    return Picture(nodes, waiting, keys, running, ledger.turns)
+
+
+def _rank(model: str, ledger: Ledger, node: NodeView) -> tuple[bool, bool, int]:
+    """Rank a node for a look: turns first, then nodes that have the model, then the least busy."""
+    here = node.models[model]
+    return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.in_flight(node.id)
+
+
+def _seconds_left(ticket: Ticket, node: NodeView, ledger: Ledger) -> float:
+    """Return how long a request on a node should still take; 0 where nothing is known of its speed."""
+    model, account = node.models.get(ticket.demand.model), ledger.account(node.id)
+    if model is None or model.decode_speed <= 0:
+        return 0.0
+    expected = ticket.demand.output_on(model, ticket.demand.tokens_on(model))
+    answer = max(expected - ticket.written, GROWTH) / model.decode_speed * (1.0 + ROW_COST * account.rows)
+    unread = account.unread.get(ticket.request)
+    return answer + (0.0 if unread is None else unread.seconds)

@@ -1,0 +1,177 @@
+"""Several tickets of one exchange, read as one: the choices of the second stand after those of the first.
+
+Who reads it sees one request: it has ended when all have, or when one of them failed. Whoever opened the tickets closes
+them, so the others end with the first that fails.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from msgspec.structs import replace
+
+from router.admission.rate_limits import Rate
+from router.dispatch.request import Answer, Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.placement.place import Demand
+from wire.frames import Delta, Finished
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Ticket)
+
+
+class Confluence(Generic[K]):
+    """Base of both kinds."""
+
+    def __init__(self, tickets: Sequence[K]) -> None:
+        first = tickets[0]
+        self._tickets = tickets
+        self._waiter: asyncio.Future[None] | None = None
+        self._choices = first.job.params.n
+        self.sink: Callable[[], None] | None = None
+        params = replace(first.job.params, n=len(tickets) * self._choices)
+        self.job: Job = replace(first.job, params=params)
+        for ticket in tickets:
+            ticket.sink = self._flow
+
+    @property
+    def demand(self) -> Demand:
+        """What the first of them needs."""
+        return self._tickets[0].demand
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the first one's model."""
+        return self._tickets[0].fingerprint
+
+    @property
+    def rates(self) -> tuple[Rate, ...]:
+        """Where the key stands with its rates after the last of them."""
+        return self._tickets[-1].rates
+
+    @property
+    def node_name(self) -> str:
+        """The nodes, in order, each once."""
+        return ",".join(dict.fromkeys(ticket.node_name for ticket in self._tickets if ticket.node_name))
+
+    @property
+    def waits_for(self) -> str:
+        """Return what a client is shown of a wait."""
+        return next((ticket.waits_for for ticket in self._tickets if ticket.waits_for), "")
+
+    @property
+    def attempts(self) -> int:
+        """How often nodes were asked."""
+        return sum(ticket.attempts for ticket in self._tickets)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How all of them ended, or the first that failed; None before."""
+        ends = [ticket.outcome for ticket in self._tickets]
+        failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
+        if failed is not None:
+            return failed
+        finished = [end for end in ends if isinstance(end, Finished)]
+        return _sum(finished, self._choices) if len(finished) == len(ends) else None
+
+    def wait(self) -> asyncio.Future[None]:
+        """Give a Future that is done when any of them has something new."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def _flow(self) -> None:
+        if self.sink is not None:
+            self.sink()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Stream(Confluence[StreamTicket]):
+    """Read as it comes; see `StreamTicket`."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether the answer has begun."""
+        return self._tickets[0].opened
+
+    @opened.setter
+    def opened(self, opened: bool) -> None:
+        for ticket in self._tickets:
+            ticket.opened = opened
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the client reads too slowly."""
+        return self._tickets[0].blocked
+
+    @blocked.setter
+    def blocked(self, blocked: bool) -> None:
+        for ticket in self._tickets:
+            ticket.blocked = blocked
+
+    @property
+    def nudged(self) -> bool:
+        """Whether a sign of life is due."""
+        return any(ticket.nudged for ticket in self._tickets)
+
+    @property
+    def pending(self) -> bool:
+        """Whether any holds deltas."""
+        return any(ticket.pending for ticket in self._tickets)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take: deltas, the end, or a nudge to show a sign of life."""
+        return any(ticket.ready and (ticket.pending or ticket.nudged) for ticket in self._tickets) or (
+            self.outcome is not None
+        )
+
+    def take(self) -> list[Delta]:
+        """Give what has come of each, its choices counted through."""
+        taken: list[Delta] = []
+        for at, ticket in enumerate(self._tickets):
+            base = at * self._choices
+            taken += (replace(delta, choice=base + delta.choice) for delta in ticket.take()
+                      if 0 <= delta.choice < self._choices)  # fmt: skip
+        return taken
+
+
+class Whole(Confluence[WholeTicket]):
+    """Read once, at the end; see `WholeTicket`."""
+
+    async def outcome_of(self) -> Outcome:
+        """Wait for the end."""
+        while (outcome := self.outcome) is None:
+            await self.wait()
+        return outcome
+
+    def answer(self) -> Answer:
+        """Give all that was said, choices counted through."""
+        answers = [ticket.answer() for ticket in self._tickets]
+        texts = {
+            (at * self._choices + choice, channel): text
+            for at, answer in enumerate(answers)
+            for (choice, channel), text in answer.texts.items()
+        }
+        calls, logprobs = ([answer.calls for answer in answers], [answer.logprobs for answer in answers])
+        return Answer(texts, self._counted(calls), self._counted(logprobs))
+
+    def _counted(self, found: Sequence[Mapping[int, T]]) -> dict[int, T]:
+        return {at * self._choices + choice: one for at, each in enumerate(found) for choice, one in each.items()}
+
+
+def _sum(ends: Sequence[Finished], choices: int) -> Finished:
+    """Give one end for all: reasons and stop strings in order, tokens added up."""
+
+    def each(of: Sequence[str], default: str) -> tuple[str, ...]:
+        return (tuple(of) + (default,) * choices)[:choices]
+
+    return Finished(
+        ends[0].request,
+        tuple(reason for end in ends for reason in each(end.reasons, "stop")),
+        sum(end.prompt_tokens for end in ends),
+        sum(end.completion_tokens for end in ends),
+        sum(end.cached_tokens for end in ends),
+        ends[0].timings,
+        stops=tuple(stop for end in ends for stop in each(end.stops, "")),
+        thought=sum(end.thought for end in ends),
+    )

@@ -1,0 +1,129 @@
+"""Orders to a node's engine that somebody waits for: load a model, give one back, measure one, count a prompt. Beside
+the dispatcher, on its loop.
+
+An order is open from its frame until the node's Finished, Refusal or Failed of that number, the end of the node, the
+end of this process, or LONGEST; whoever gave it hears how it ended, once. A load that nobody waits for any more goes
+on: half a model in memory is of no use to anybody.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from router.dispatch.request import Failure
+from wire.frames import Admitted, Cancel, Count, Failed, Finished, Frame, Load, Profile, Refusal, Unload
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+
+MOST_OPEN = 64
+"""Orders about models at a time, and as many counts."""
+MAX_COUNTS_OF_A_KEY = 16
+"""Counts at a time of one API key, so that others find room beside them."""
+LONGEST = 3600.0
+"""Seconds: half a terabyte from a slow disk. An engine that hangs is found by its agent long before."""
+_DIED = frozenset({"engine_crashed", "engine_lost"})
+
+Ended = Finished | Refused | Failure
+Kind = type[Load] | type[Unload] | type[Profile]
+_DID: dict[type[Frame], str] = {Load: "loaded", Unload: "unloaded", Profile: "measured", Count: "counted a prompt for"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    kind: type[Frame]
+    node: NodeId
+    name: str
+    model: str
+    ended: asyncio.Future[Ended]
+    key: str = ""
+
+    def end(self, ended: Ended) -> None:
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    @property
+    def doing(self) -> str:
+        """Say what the node was doing, after its name."""
+        return f"while it {_DID[self.kind]} {self.model}"
+
+
+class Orders:
+    """See the module. `send` writes a frame to a node's link and says whether there is one; `number` gives the next
+    request number, from the same source as all others."""
+
+    def __init__(self, send: Callable[[NodeId, Frame], bool], number: Callable[[], int]) -> None:
+        self._send = send
+        self._number = number
+        self._open: dict[int, _Order] = {}
+        self._closed = ""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def give(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
+        """Send an order and wait for its end. `name` is the node's, for people."""
+        number = self._number()
+        return await self._carried(kind(number, model), number, node, name, model)
+
+    async def count(self, node: NodeId, name: str, asked: Count) -> Ended:
+        """Send a prompt to a node to be counted; its number is given here."""
+        number, key = self._number(), asked.owner.name
+        mine = sum(one.kind is Count and one.key == key for one in self._open.values())
+        if mine >= MAX_COUNTS_OF_A_KEY:
+            text = f"{mine} counts of this API key are under way already: wait for one to end"
+            return Refused(Code.OVER_SHARE, text, None, 1.0)
+        return await self._carried(replace(asked, request=number), number, node, name, asked.model, key)
+
+    async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = "") -> Ended:
+        if self._closed:
+            return Failure("shutting_down", self._closed)
+        order = _Order(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
+        same = sum((one.kind is Count) == (order.kind is Count) for one in self._open.values())
+        if same >= MOST_OPEN:
+            what = "counts" if order.kind is Count else "loads"
+            return Refused(Code.QUEUE_FULL, f"{MOST_OPEN} {what} are under way already: wait for one to end")
+        self._open[number] = order
+        ended: Ended | None = None
+        try:
+            if not self._send(node, frame):
+                ended = Refused(Code.NOT_READY, f"{name} is not linked", None, 2.0, name)
+                return ended
+            async with asyncio.timeout(LONGEST):
+                ended = await order.ended
+        except TimeoutError:
+            return Failure("order_timeout", f"{name} has said nothing for {LONGEST:.0f} s {order.doing}")
+        else:
+            return ended
+        finally:
+            del self._open[number]
+            if ended is None:
+                self._send(node, Cancel(number))
+
+    def receive(self, node: NodeId, frame: Admitted | Finished | Refusal | Failed) -> None:
+        """Take what a node says; what is about no open order of that node is ignored."""
+        order = self._open.get(frame.request)
+        if order is None or order.node != node:
+            return
+        if isinstance(frame, Finished):
+            order.end(frame)
+        elif isinstance(frame, Refusal):
+            refused = frame.refused
+            order.end(replace(refused, node=order.name, message=f"{order.name}: {refused.message}"))
+        elif isinstance(frame, Failed):
+            died = frame.code in _DIED
+            what = f"the engine of {order.name} died" if died else f"{order.name} failed"
+            order.end(Failure("engine_crashed" if died else frame.code, f"{what} {order.doing}: {frame.message}"))
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """End the orders of a node that is lost."""
+        for order in self._open.values():
+            if order.node == node:
+                order.end(Failure("node_lost", f"{order.name} was lost {order.doing} ({reason})"))
+
+    def shutdown(self, message: str) -> None:
+        """End all of them, and take no more."""
+        self._closed = message
+        for order in self._open.values():
+            order.end(Failure("shutting_down", message))

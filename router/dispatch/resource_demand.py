@@ -1,0 +1,43 @@
+"""What a request asks of a node, the same whichever reader took it."""
+
+from collections.abc import Iterable
+
+from router.admission.request_limits import TEMPLATE_BYTES
+from router.placement.place import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, Demand
+from wire.frames import Message, Params
+
+_PLAIN: frozenset[str] = frozenset()
+
+
+def demand_of(model: str, messages: Iterable[Message], params: Params, tools: str = "") -> Demand:
+    """Give the demand; `tools` is the JSON text that goes into the prompt, empty when there are none."""
+    size = len(tools.encode())
+    for message in messages:
+        content = message.content
+        size += (len(content) if content.isascii() else len(content.encode())) + TEMPLATE_BYTES
+        if message.tool_calls or message.reasoning:
+            size += _besides(message)
+    return Demand(model, size, None, params.max_tokens, params.n, features_of(params, tools))
+
+
+def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: Params) -> Demand:
+    """Give the demand of a prompt that no template writes: a text, or (then counted exactly) token ids."""
+    size, tokens = (len(text.encode()), None) if text else (0, len(ids))
+    return Demand(model, size, tokens, params.max_tokens, params.n, features_of(params))
+
+
+def _besides(message: Message) -> int:
+    calls = sum(len(f"{call.id}{call.name}{call.arguments}".encode()) + TEMPLATE_BYTES for call in message.tool_calls)
+    return calls + len(message.reasoning.encode())
+
+
+def features_of(params: Params, tools: str = "") -> frozenset[str]:
+    """Name what a model must offer beyond plain sampling (`Model.features`), by what has an effect."""
+    sampling = (
+        params.top_k or params.min_p or params.presence_penalty or params.frequency_penalty
+        or params.repetition_penalty != 1 or params.logit_bias
+    )  # fmt: skip
+    if not (sampling or params.logprobs or params.grammar or tools):
+        return _PLAIN
+    asked = {GRAMMAR: params.grammar, TOOLS: tools, LOGPROBS: params.logprobs, SAMPLING: sampling}
+    return frozenset(name for name, wanted in asked.items() if wanted)

@@ -1,0 +1,1 @@
+"""HTTP side of the router: routes, server-sent events and exchanges."""

@@ -1,0 +1,286 @@
+"""The front door: plain ASGI for the routes that models answer, everything else to the control app.
+
+No framework and no middleware on these routes: a token's way is dispatcher → ticket → one `send`. Keys are checked
+before a body is read, a body is bounded before it is parsed, and a request that leaves by any way closes its ticket, so
+its reservation is freed and its node is told.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from router.admission.api_keys import SESSION, ApiKey, KeyRing, credential, session_of
+from router.admission.body_intake import Intake
+from router.admission.key_scope import visible
+from router.dialects.anthropic import api
+from router.dialects.anthropic.api import ANTHROPIC, Messages
+from router.dialects.ollama import models as ollama_models
+from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.ollama.response import OLLAMA
+from router.dialects.openai import models
+from router.dialects.openai.chat import Chat
+from router.dialects.openai.completion import Completion
+from router.dialects.openai.responses import Responses
+from router.dialects.openapi import openapi_paths, openapi_schemas
+from router.dialects.shared.interface import Dialect
+from router.dispatch import count_tokens
+from router.dispatch.dispatcher import Dispatcher
+from router.errors import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
+from router.http import respond
+from router.http.exchange import INLINE_BYTES, Exchange, Receive, Scope
+from router.http.sse import Send
+from router.settings import RouterSettings
+from router.worker_thread import beside
+from wire.units import show_size
+
+P = TypeVar("P")
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+COUNT = "/v1/messages/count_tokens"
+MESSAGES = "/v1/messages"
+MODELS = "/v1/models"
+RESPONSES = "/v1/responses"
+_READ = ("GET", "HEAD")
+_ANY = (*_READ, "POST", "PUT", "DELETE")
+OLLAMA_PATHS = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
+
+__all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
+
+
+class FrontDoor:
+    """The ASGI app. `control` gets every other path, websockets and the lifespan; `clock` is seconds since 1970."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        keys: KeyRing,
+        settings: RouterSettings,
+        control: App,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._counters = dispatcher.counters
+        self._keys = keys
+        self._settings = settings
+        self._control = control
+        self._clock = clock
+        self._started = int(clock())
+        self._short = min(settings.body_bytes, INLINE_BYTES)
+        self._strict = strict = settings.unknown_fields == "refuse"
+        self._responses = Responses(strict=strict)
+        self._intake = Intake(settings.body_bytes)
+        self.dialects: Mapping[str, Dialect] = {
+            CHAT: Chat(strict=strict),
+            COMPLETIONS: Completion(strict=strict),
+            MESSAGES: Messages(strict=strict),
+            RESPONSES: self._responses,
+            "/api/chat": OllamaChat(strict=strict),
+            "/api/generate": OllamaGenerate(strict=strict),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one connection scope."""
+        if scope["type"] != "http":
+            await self._control(scope, receive, send)
+            return
+        path: str = scope["path"]
+        dialect = self.dialects.get(path)
+        if dialect is not None:
+            exchange = Exchange(scope, receive, send, dialect.style)
+            await self._counted(exchange, self._generate(exchange, dialect))
+        elif path == MODELS or path.startswith(MODELS + "/"):
+            exchange = Exchange(scope, receive, send)
+            await self._counted(exchange, self._models(exchange))
+        elif path.startswith(RESPONSES + "/"):
+            exchange = Exchange(scope, receive, send)
+            await self._counted(exchange, self._kept(exchange))
+        elif path == COUNT:
+            exchange = Exchange(scope, receive, send, ANTHROPIC)
+            await self._counted(exchange, self._count(exchange))
+        elif path in OLLAMA_PATHS or path.startswith("/api/blobs/"):
+            exchange = Exchange(scope, receive, send, OLLAMA)
+            await self._counted(exchange, self._ollama(exchange))
+        elif path == "/health":
+            await self._health(Exchange(scope, receive, send))
+        elif path == "/livez":
+            await self._livez(Exchange(scope, receive, send))
+        else:
+            await self._control(scope, receive, send)
+
+    async def _counted(self, exchange: Exchange, answered: Awaitable[None]) -> None:
+        try:
+            await answered
+        finally:
+            self._counters.answered(exchange.status)
+
+    def _allowed(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
+        return allowed(self._keys, exchange, methods, scope)
+
+    # what models answer
+
+    async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
+        key = self._allowed(exchange, ("POST",), "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        asked = await self._asked(exchange, key, partial(dialect.parse, key=key.id))
+        if asked is None:
+            return
+        if isinstance(asked, Problem):
+            await self._refuse(exchange, key, asked)
+            return
+        jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
+        session = session_of(exchange.header(SESSION))
+        if session:
+            jobs = tuple(replace(job, session=session) for job in jobs)
+        await respond.generate(exchange, self._dispatcher, asked, jobs)
+
+    async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
+        """Refuse a request for what it is; `cluster explain` finds it."""
+        self._dispatcher.history.refused(self._dispatcher.now(), exchange.request_id, key.id, problem)
+        await exchange.refuse(problem)
+
+    async def _asked(
+        self, exchange: Exchange, key: ApiKey, parse: Callable[[bytes], P | Problem]
+    ) -> P | Problem | None:
+        """Read and parse a body, within its key's room when it is long; None when the client left."""
+        taken = 0
+
+        async def room(size: int) -> Problem | None:
+            nonlocal taken
+            try:
+                async with asyncio.timeout(self._settings.body_seconds):
+                    await self._intake.take(key.id, size)
+            except TimeoutError:
+                return self._no_room(size)
+            taken = size
+            return None
+
+        try:
+            body = await exchange.body(self._settings, room)
+            if not isinstance(body, bytes):
+                return body
+            return parse(body) if len(body) <= INLINE_BYTES else await beside(partial(parse, body))
+        finally:
+            if taken:
+                self._intake.release(key.id, taken)
+
+    def _no_room(self, size: int) -> Problem:
+        most, seconds = show_size(self._settings.body_bytes), self._settings.body_seconds
+        text = f"this API key may send {most} of long bodies at once, and this one of {show_size(size)} waited"
+        return Problem(429, "rate_limited", f"{text} {seconds:g} s for room: send fewer at once", retry_after=1.0)
+
+    # the rest
+
+    async def _count(self, exchange: Exchange) -> None:
+        key = self._allowed(exchange, ("POST",), "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        asked = await self._asked(exchange, key, partial(api.count, created=int(self._clock()), strict=self._strict))
+        if asked is None:
+            return
+        if isinstance(asked, Problem):
+            await self._refuse(exchange, key, asked)
+            return
+        tokens = await count_tokens.count(self._dispatcher, asked.asked, key.id)
+        if isinstance(tokens, Problem):
+            await self._refuse(exchange, key, tokens)
+            return
+        await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=respond.named(asked.ignored))
+
+    async def _kept(self, exchange: Exchange) -> None:
+        key = self._allowed(exchange, (*_READ, "DELETE"), "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
+        await exchange.tell(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
+
+    async def _models(self, exchange: Exchange) -> None:
+        if exchange.header(b"anthropic-version") is not None:
+            exchange.style = ANTHROPIC
+        key = self._allowed(exchange, _READ, "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+            return
+        name = exchange.path[len(MODELS) + 1 :]
+        view = visible(self._dispatcher.view, key.limits)
+        one, listing = models.one, models.listing
+        if exchange.style is ANTHROPIC:
+            one, listing = models.anthropic_one, models.anthropic_listing
+        await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
+
+    async def _ollama(self, exchange: Exchange) -> None:
+        path, view = exchange.path, self._dispatcher.view
+        post = path == "/api/show"
+        known = path in OLLAMA_PATHS - ollama_models.REFUSED
+        key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
+        if isinstance(key, Problem):
+            await exchange.refuse(key)
+        elif not known:
+            await exchange.refuse(ollama_models.refused(path))
+        elif path == "/api/tags":
+            await exchange.tell(ollama_models.tags(visible(view, key.limits), self._started))
+        elif path == "/api/ps":
+            await exchange.tell(ollama_models.running(visible(view, key.limits)))
+        elif path == "/api/version":
+            await exchange.tell(ollama_models.version())
+        else:
+            body = await exchange.body(replace(self._settings, body_bytes=self._short))
+            if body is not None:
+                seen = visible(view, key.limits)
+                await exchange.tell(
+                    body if isinstance(body, Problem) else ollama_models.show(seen, body, self._started)
+                )
+
+    async def _health(self, exchange: Exchange) -> None:
+        if exchange.method not in _READ:
+            await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
+            return
+        why = self._dispatcher.servable()
+        state: dict[str, object] = {"status": "unavailable" if why else "ok"}
+        presented = credential(exchange.headers)
+        if presented is not None and self._keys.knows(presented):
+            ready = sum(node.state == "ready" for node in self._dispatcher.view.nodes)
+            state |= {"reason": why, "nodes_ready": ready, "waiting": len(self._dispatcher.queue)}
+        await exchange.answer(json.dumps(state).encode(), 503 if why else 200)
+
+    async def _livez(self, exchange: Exchange) -> None:
+        if exchange.method not in _READ:
+            await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
+            return
+        await exchange.answer(b'{"status":"ok"}')
+
+
+def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
+    """Give the key of a request that may use one of these methods; else why not."""
+    if exchange.method not in methods:
+        return wrong_method(exchange.method, ", ".join(methods))
+    presented = credential(exchange.headers)
+    key = keys.anonymous if presented is None else keys.check(presented)
+    if key is None:
+        return NO_KEY if presented is None else WRONG_KEY
+    return key if key.allows(scope) else missing_scope(scope)
+
+
+async def nothing_else(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stand in for the control app: nothing at any other path, and a lifespan that only says yes."""
+    if scope["type"] == "lifespan":
+        with contextlib.suppress(KeyError):
+            while True:
+                event = await receive()
+                await send({"type": event["type"] + ".complete"})
+                if event["type"] == "lifespan.shutdown":
+                    return
+    exchange = Exchange(scope, receive, send)
+    await exchange.refuse(not_found(exchange.path))

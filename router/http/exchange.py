@@ -1,0 +1,145 @@
+"""One HTTP request and the one answer that it gets, over plain ASGI."""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, cast
+
+from router.dialects.shared.interface import OPENAI, Style
+from router.errors import Header, Problem, too_long
+from router.http.coroutine_driver import Step, Stepper
+from router.http.sse import Message, Send
+from router.settings import RouterSettings
+from wire.identity import valid_request_id
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Room = Callable[[int], Awaitable[Problem | None]]
+"""Waits for room for so many bytes of a body; returns why there is none."""
+
+_JSON = (b"content-type", b"application/json")
+_PROCESS = secrets.token_hex(6)
+_numbers = itertools.count(1)
+"""Request ids are unique, not secret."""
+INLINE_BYTES = 64 * 1024
+"""Longest body that is parsed on the loop."""
+GONE = 499
+"""Counted, never sent: the client left before an answer."""
+
+
+class Exchange:
+    """See the module. `style` says how problems are told."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, style: Style = OPENAI) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: list[Header] = scope["headers"]
+        self.receive = receive
+        self.send = send
+        self.style = style
+        self.request_id = _request_id(self.headers)
+        self.status = GONE
+
+    def header(self, name: bytes) -> bytes | None:
+        """Give a request header (lower-case name); None when it is not there."""
+        return next((value for known, value in self.headers if known == name), None)
+
+    def named(self) -> list[Header]:
+        """Give the headers that tell the request's id."""
+        return [(name, self.request_id.encode()) for name in self.style.names]
+
+    async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
+        """Send a whole JSON answer; HEAD gets its headers alone."""
+        self.status = status
+        head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.named()]
+        await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
+        await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
+        """Send a problem."""
+        body = self.style.error(problem, self.request_id)
+        await self.answer(body, problem.status, problem.headers() + (headers or []))
+
+    async def tell(self, found: bytes | Problem) -> None:
+        """Send what was found, or why nothing was."""
+        await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
+
+    async def body(self, settings: RouterSettings, room: Room | None = None) -> bytes | Problem | None:
+        """Read a body up to the limit; None when the client left before its end.
+
+        When more than INLINE_BYTES have arrived, `room` is awaited once with the most bytes that the body can have. Its
+        Problem ends the reading.
+        """
+        limit = settings.body_bytes
+        length = self.header(b"content-length")
+        if length is not None and not (length.isdigit() and len(length) <= 18 and int(length) <= limit):
+            return too_long(limit)
+        size = limit if length is None else int(length)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(settings.body_seconds) as clock:
+                ended = await _received(self.receive, body, limit, INLINE_BYTES)
+                if ended is False:
+                    if room is not None:
+                        clock.reschedule(None)  # the time for a body to arrive does not count its wait for room
+                        refused = await room(size)
+                        if refused is not None:
+                            return refused
+                        clock.reschedule(asyncio.get_running_loop().time() + settings.body_seconds)
+                    ended = await _received(self.receive, body, limit, limit)
+                return bytes(body) if ended is True else ended or None
+        except TimeoutError:
+            seconds = settings.body_seconds
+            return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
+
+
+def _request_id(headers: list[Header]) -> str:
+    for name, value in headers:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if valid_request_id(text):
+                return text
+    return f"{_PROCESS}{next(_numbers):012x}"
+
+
+async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
+    """Read into `body` until it has ended (True) or has more than `pause` bytes (False); None when the client left."""
+    while True:
+        part = await receive()
+        if part["type"] != "http.request":
+            return None
+        body += part.get("body", b"")
+        if len(body) > limit:
+            return too_long(limit)
+        if not part.get("more_body", False):
+            return True
+        if len(body) > pause:
+            return False
+
+
+class Watch:
+    """Calls `gone` when the client leaves."""
+
+    __slots__ = ("_gone", "_receive", "_stepper")
+
+    def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
+        self._receive = cast("Callable[[], Step]", receive)
+        self._gone = gone
+        self._stepper = Stepper(self._received)
+        self._stepper.run(self._receive())
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._gone = _nothing
+        self._stepper.close()
+
+    def _received(self, message: Message | None) -> None:
+        if message is None or message["type"] == "http.disconnect":
+            self._gone()
+        else:
+            self._stepper.run(self._receive())
+
+
+def _nothing() -> None:
+    return

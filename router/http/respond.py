@@ -1,0 +1,108 @@
+"""The one way in which models answer a request, whatever its dialect: submit, follow, tell, and let go of everything.
+
+Every ticket that is opened here is closed here, by whatever way the request ends: answered, refused, broken, given up
+by its client.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+from router.dialects.shared.interface import Asked
+from router.dispatch import multi_prompt
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request import Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.errors import Header
+from router.http.exchange import Exchange, Watch
+from router.http.sse import EventStream, Flow, Pump, problem_of
+from router.worker_thread import beside
+from wire.frames import Finished
+
+IGNORED = b"x-macpool-ignored"
+Streamed = StreamTicket | multi_prompt.Stream
+Collected = WholeTicket | multi_prompt.Whole
+
+
+async def generate(exchange: Exchange, dispatcher: Dispatcher, asked: Asked, jobs: Sequence[Job]) -> None:
+    """Answer a request whose body was understood."""
+    tickets: list[Ticket] = []
+
+    def let_go() -> None:
+        for ticket in tickets:
+            dispatcher.close(ticket)
+
+    watch = Watch(exchange.receive, let_go)
+    try:
+        tickets += (dispatcher.submit(job) for job in jobs)
+        if jobs[0].stream:
+            await _stream(exchange, asked, _streamed(cast("list[StreamTicket]", tickets)))
+        else:
+            await _whole(exchange, asked, _collected(cast("list[WholeTicket]", tickets)))
+    finally:
+        watch.close()
+        let_go()
+
+
+def _streamed(tickets: list[StreamTicket]) -> Streamed:
+    return tickets[0] if len(tickets) == 1 else multi_prompt.Stream(tickets)
+
+
+def _collected(tickets: list[WholeTicket]) -> Collected:
+    return tickets[0] if len(tickets) == 1 else multi_prompt.Whole(tickets)
+
+
+async def _whole(exchange: Exchange, asked: Asked, ticket: Collected) -> None:
+    outcome = await ticket.outcome_of()
+    if isinstance(outcome, Finished):
+        write = partial(asked.whole, ticket.job, ticket.answer(), outcome)
+        body = await beside(write) if ticket.job.params.logprobs else write()
+        await exchange.answer(body, 200, _about(ticket))
+    else:
+        await _decline(exchange, ticket, outcome)
+
+
+async def _stream(exchange: Exchange, asked: Asked, ticket: Streamed) -> None:
+    """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
+    while not ticket.ready:
+        await ticket.wait()
+    outcome = ticket.outcome
+    if outcome is not None and not isinstance(outcome, Finished):
+        await _decline(exchange, ticket, outcome)
+        return
+    stream = EventStream(exchange.send)
+    exchange.status = 200
+    ticket.opened = True
+    await stream.open([*exchange.named(), *_about(ticket)], exchange.style.stream)
+    Pump(cast("Flow", ticket), asked.chunks(ticket), stream)
+    await stream.done
+
+
+async def _decline(exchange: Exchange, ticket: Streamed | Collected, outcome: Outcome) -> None:
+    problem = problem_of(outcome)
+    if problem is not None:
+        await exchange.refuse(problem, _about(ticket))
+
+
+def _about(ticket: Streamed | Collected) -> list[Header]:
+    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *more_of(ticket)]
+    if ticket.node_name:
+        about.insert(0, (b"x-macpool-node", ticket.node_name.encode("ascii", "replace")))
+    return about
+
+
+def more_of(ticket: Ticket | Streamed | Collected) -> list[Header]:
+    """Return the headers that few answers have: what was ignored, and where a key with rates stands with them."""
+    if not ticket.rates:
+        return named(ticket.job.ignored)
+    return named(ticket.job.ignored) + [
+        (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
+        for rate in ticket.rates
+        for name, value in (
+            ("limit", str(rate.limit)), ("remaining", str(rate.remaining)), ("reset", f"{rate.reset:.3f}s"),
+        )
+    ]  # fmt: skip
+
+
+def named(ignored: Sequence[str]) -> list[Header]:
+    """Return the header that names the fields and tools of a request that change nothing; none for none."""
+    return [(IGNORED, ", ".join(ignored).encode("ascii", "replace"))] if ignored else []

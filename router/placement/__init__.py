@@ -1,0 +1,1 @@
+"""Placement: the node that takes a request. Pure."""

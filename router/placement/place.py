@@ -1,0 +1,611 @@
+"""Which node takes a request: filter, score, pick over one immutable view. The answer keeps why every other did not.
+
+Theory. `need` is what the request will add on that node: KV of the whole prompt and the expected output for every
+choice, the transient of a chunk, and the weights where the model is not loaded
+(`wire.capacity.arithmetic.request_need`). A node is feasible only if it is ready, not cordoned, not draining, freshly
+heard, its engine runs, it serves the model with a context long enough, it has not refused this very request since its
+last report, and `wire.capacity.arithmetic.judge` (the arithmetic of the node's own gate) says that `need` fits beside
+what was promised there since. No policy can override that filter: a policy only orders the feasible ones.
+
+A model that is not loaded costs its weights and the time of its load; while a node reads them in, its report counts
+them already. Where a model cannot be loaded its node serves it no more than one that never heard of it; when that is
+so everywhere, waiting helps nobody and the request ends with the cause.
+
+The balanced order is: room for two such requests or more (full marks), else for one; then the shortest time; then the
+least in flight for the speed of its answers; then what was read before (`affinity`, which has shortened the time
+already); then the larger share of headroom; then chance. An idle node that has the model loaded gets full marks
+wherever the request fits: otherwise it would lose to a node with more room that has to load the model. Ranking by plain
+bytes sends everything to the largest machine
+(simulated: median wait 6.4 s instead of 3.1 at 40 % load).
+
+Its time is the expected time to the first token, and what else it costs: by how much the prompts behind it wait
+longer, and, with less weight, how long its answer takes beside those that are there, and how long these stand still. A
+node's prompts take turns, the shortest and the oldest, slower beside rows that decode; so a short one does not wait for
+a long one, and the sum of all that are in front of it is not its time (simulated, a household: the median wait falls
+from 10.8 s to 3.9). Where as many requests are as decode at once, so many of them have to end first, and they end one
+by one.
+
+Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
+context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping
+and the absent ones included.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.placement.prefix_affinity import NOWHERE
+from router.placement.recovery import GROWTH
+from router.placement.reservations import Account, Ledger
+from wire.capacity.arithmetic import (
+    Fits,
+    alone_bytes,
+    can_ever_fit,
+    headroom,
+    judge,
+    most_bytes,
+    occupied,
+    reading_bytes,
+    request_need,
+)
+from wire.identity import NodeId
+from wire.refusals import Code, Numbers, Refused
+from wire.report import ROW_COST, Memory, Model
+from wire.units import show_size
+
+FULL_MARKS = 2
+"""Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
+WARM = 0.5
+"""A node that has read this share of the prompt before gets full marks wherever the request fits at all: most of what
+it needs there may be in the cache that makes room for it."""
+LOAD_LEFT = 0.1
+"""Share of a load that is left at least until the model is there: kernels and a first profile follow the weights."""
+TTFT_STEP = 0.05
+"""Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
+BESIDE_ROWS = 1.6
+"""By how much a prompt takes longer while rows decode, which keep their share of the machine."""
+BUSY_STEPS = 4
+"""Steps to a doubling of what is in flight for a node's speed: machines of nearly the same speed count as equal."""
+ANSWER_WEIGHT, ROW_WEIGHT = 0.3, 0.1
+"""What a second counts beside one until the first token: of its own answer, and of a row that stands still meanwhile
+(simulated: with more the slowest wait longer than need be, with less all answers end later)."""
+RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+RETRY_UNKNOWN = 2.0
+"""Seconds after which to try again where nothing says when it will be better."""
+TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
+"""What a request may ask for that not every model offers, `Demand.features` and `Model.features`."""
+_MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, strict tools or forced calls"}
+
+
+class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
+    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `labels` are those that
+    its key wants on a node; `written` are the tokens of its longest answer that are known already, because it was
+    begun elsewhere."""
+
+    model: str
+    prompt_bytes: int = 0
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    choices: int = 1
+    features: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
+    written: int = 0
+
+    def tokens_on(self, model: Model) -> int:
+        """Give the prompt's tokens: exact, or estimated and then never more than the context."""
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens
+        estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
+        return min(estimate, model.context) if model.context else estimate
+
+    def output_on(self, model: Model, tokens: int) -> int:
+        """Give the output tokens to reserve for each choice: what this model usually writes, or less if asked, and no
+        more than the context leaves after `tokens` of prompt."""
+        usual = model.expected_output
+        if self.written:
+            usual = max(usual, self.written + GROWTH)
+        if self.max_tokens is not None and self.max_tokens < usual:
+            usual = self.max_tokens
+        room = model.context - tokens
+        return usual if usual <= room or not model.context else max(1, room)
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """One node's arithmetic for one request. `why` is empty when it is feasible, `code` the matching refusal;
+    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes, `warm`
+    the share of the prompt that the node has probably read before, `reading` the tokens of it that are to be read and
+    `ahead` those in front of them. In seconds: `expected_ttft`, `expected_answer` from the first token to the last, and
+    `delay`, what others lose by it."""
+
+    node: NodeId
+    name: str
+    state: str
+    why: str = ""
+    code: Code | None = None
+    need: int = 0
+    headroom: int | None = None
+    withheld: int = 0
+    memory: Memory = Memory()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    expected_ttft: float = 0.0
+    in_flight: int = 0
+    model: Model | None = None
+    weights: int = 0
+    warm: float = 0.0
+    ahead: int = 0
+    reading: int = 0
+    expected_answer: float = 0.0
+    delay: float = 0.0
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the node may be picked."""
+        return not self.why
+
+    @property
+    def idle(self) -> bool:
+        """Whether the node has the model loaded and nothing to do."""
+        return self.model is not None and self.model.loaded and not self.in_flight and not self.ahead
+
+    @property
+    def most(self) -> int:
+        """The bytes that the node could give a request that is alone on it."""
+        return most_bytes(self.memory)
+
+    def numbers(self) -> Numbers:
+        """Give the verdict's numbers, `error.memory` of an answer."""
+        memory = self.memory
+        now = occupied(memory)
+        reserved = memory.reserved + self.withheld
+        predicted = None if now is None else now + reserved + self.need + memory.margin
+        return Numbers(predicted, memory.ceiling, now, reserved, self.need, memory.margin, memory.cap, self.headroom,
+                       memory.bound_by)  # fmt: skip
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """This node, and what was found at every node."""
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+class NoPlacement(msgspec.Struct, frozen=True, gc=False):
+    """No node now. `ask`: a node to ask all the same, promising nothing, because only it can know. By the estimate no
+    member could ever hold the request, and this one can count it exactly; or the model is loaded nowhere, and this one
+    may give idle models back for it."""
+
+    refused: Refused
+    candidates: tuple[Candidate, ...]
+    ask: Candidate | None = None
+
+
+class Trials(msgspec.Struct, frozen=True, gc=False):
+    """What this request has met so far: nodes that refused it (with the time of the report that they refused under),
+    nodes that said they could never hold it, and nodes that were lost with it. Only the model of this `fingerprint`
+    may take it: the one that began the answer, or the one that is served under a name with several. Empty: any."""
+
+    refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
+    never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
+    lost: Collection[NodeId] = ()
+    waiting: int = -1
+    fingerprint: str = ""
+
+
+FIRST = Trials()
+
+
+class Correction(msgspec.Struct, frozen=True, gc=False):
+    """A node refused although the view said yes: until its next report its headroom is at most this (bytes)."""
+
+    heard_at: float
+    headroom: int
+
+
+class Policy(Protocol):
+    """Orders feasible nodes: the smallest tuple wins, chance decides between equals."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Give the rank of one feasible node for one request."""
+        ...
+
+
+class Balanced:
+    """Saturating headroom first, then the shortest time, with what others lose in it (see the theory above)."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by marks, time, requests in flight for its speed, share of the prompt known there, share of headroom."""
+        room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
+        marks = FULL_MARKS
+        if candidate.warm < WARM and room < FULL_MARKS * need and not candidate.idle:
+            marks = room // need
+        fraction = room / max(1, memory.ceiling - memory.margin)
+        time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
+        speed = candidate.model.decode_speed if candidate.model else 1.0
+        busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
+        return (-marks, time // TTFT_STEP, busy, -candidate.warm, -fraction)
+
+
+class MostHeadroom:
+    """The plain rule: most bytes of headroom wins."""
+
+    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+        """Rank by headroom in bytes, then requests in flight."""
+        return (-(candidate.headroom or 0), candidate.in_flight)
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({"balanced": Balanced(), "most_headroom": MostHeadroom()})
+
+
+def place(
+    view: ClusterView,
+    request: Demand,
+    ledger: Ledger,
+    *,
+    now: float,
+    draw: Callable[[], float],
+    policy: Policy = POLICIES["balanced"],
+    corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
+    trials: Trials = FIRST,
+    warm: Mapping[NodeId, float] = NOWHERE,
+) -> Placement | NoPlacement:
+    """Pick a node for a request, or say why there is none.
+
+    `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
+    which share of the prompt a node has read before.
+    """
+    seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
+    feasible = [candidate for candidate in seen if not candidate.why]
+    if not feasible:
+        return _refuse(view, request, seen, trials)
+    if len(feasible) == 1:
+        return Placement(feasible[0], seen)
+    ranks = [(*policy.score(one, request), draw()) for one in feasible]
+    return Placement(feasible[ranks.index(min(ranks))], seen)
+
+
+def consider(
+    node: NodeView,
+    request: Demand,
+    ledger: Ledger,
+    now: float,
+    corrections: Mapping[NodeId, Correction],
+    trials: Trials,
+    warm: Mapping[NodeId, float],
+) -> Candidate:
+    """Make one node's arithmetic for a request, and say why it may not be picked if so."""
+    if not request.labels <= node.labels:
+        lacking = ", ".join(sorted(request.labels - node.labels))
+        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
+    model = node.models.get(request.model)
+    if model is None:
+        return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
+    tokens = request.tokens_on(model)
+    output = request.output_on(model, tokens)
+    tokenizing = reading_bytes(request.prompt_bytes, context=model.context)
+    need = max(request_need(model, tokens, output, request.choices), tokenizing)
+    weights = 0 if model.loaded else model.weights
+    if weights and node.reads(model):
+        need, weights = need - weights, 0
+    withheld = ledger.unacknowledged(node.id, trials.waiting)
+    if node.id in corrections:
+        withheld += _withheld(node, ledger, corrections[node.id])
+    why, code = _unfit(node, model, request, now, trials)
+    memory, room = node.memory, node.room  # `judge` would say the same: the reading is the same until the next report
+    if room is not None and memory.guard and need <= room - withheld:
+        room -= withheld
+    else:
+        verdict = judge(memory, need, unacknowledged=withheld, node=node.name)
+        if isinstance(verdict, Fits):
+            room = need  # its guard is off
+        else:
+            room = verdict.numbers.headroom if verdict.numbers is not None else None
+            if not why:
+                why, code = verdict.message, verdict.code
+    turn = None if why else ledger.turns.get(node.id)
+    if turn is not None and not request.written and turn.bars(model.name, model.loaded):
+        why, code = f"makes room for {turn.model}: no new requests for {model.name} until then", Code.NO_ROOM
+    account, speed, engine = ledger.account(node.id), model.prefill_speed, node.engine
+    known = warm.get(node.id, 0.0) if model.loaded else 0.0
+    reading = round(tokens * (1.0 - known)) + request.written
+    ahead = engine.queued_tokens + account.tokens
+    ttft, delay = turns(account, ahead, reading, speed)
+    if engine.running:
+        ttft *= BESIDE_ROWS
+        delay += ROW_WEIGHT * engine.running * reading / speed
+    if not model.loaded:
+        read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
+        ttft += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
+    taken, most = account.rows, engine.rows
+    answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
+    if taken + request.choices > most > 0:
+        ttft += (taken + request.choices - most) * answer / most
+    return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, memory, tokens, output, ttft,
+                     len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
+
+
+def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:
+    """Give the seconds until a prompt of `reading` tokens has been read, and those that others wait for it, on a node
+    whose prompts take turns, the shortest and the oldest. In front of it are `ahead` tokens in all: what is left of the
+    account's unread prompts, and if that is not all then of others, which are taken as long ones."""
+    mine, others, known = reading / speed, ahead / speed, account.unread_tokens
+    if not known or others < TTFT_STEP / 2:  # the order of so little decides nothing
+        return mine + others, 0.0
+    left = min(1.0, ahead / known)
+    shorter, longer, behind = mine, max(0, ahead - known) / speed, 0
+    for one in account.unread.values():
+        seconds = one.seconds * left
+        if seconds <= mine:
+            shorter += seconds
+        else:
+            longer += seconds
+            behind += 1
+    return shorter + min(shorter, longer), behind * mine
+
+
+def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
+    """Give the bytes by which the view still overstates a node that has just refused."""
+    if correction.heard_at != node.heard_at:
+        return 0
+    memory = node.memory
+    now = occupied(memory)
+    room = headroom(memory.ceiling, memory.margin, now, memory.reserved + ledger.unacknowledged(node.id))
+    return 0 if room is None else max(0, room - correction.headroom)
+
+
+_FIT: tuple[str, Code | None] = ("", None)
+
+
+def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Trials) -> tuple[str, Code | None]:
+    """Say why a node may not be picked whatever its memory; nothing when it may."""
+    why = away(node, now)
+    if why is not _FIT:
+        return why
+    if model.cause:
+        return f"cannot load {model.name}: {model.cause}", Code.LOAD_FAILED
+    if request.features and not request.features.issubset(model.features):
+        return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
+            Code.UNSUPPORTED
+        )
+    if _too_long(model, request):
+        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", Code.CONTEXT
+    return _FIT if trials is FIRST else _tried(node, model, trials)
+
+
+def away(node: NodeView, now: float) -> tuple[str, Code | None]:
+    """Say why a node can be given nothing now, whatever it is; nothing when it can."""
+    if node.state == "paused":
+        return f"is paused: {node.sharing.why}", Code.DRAINING
+    if node.state != "ready":
+        return f"is {node.state}", Code.NOT_READY
+    if node.cordoned:
+        return "is cordoned", Code.NOT_READY
+    if node.draining:
+        return "is draining", Code.DRAINING
+    if now - node.heard_at > FRESH_SECONDS:
+        return f"was last heard {now - node.heard_at:.1f} s ago", Code.NOT_READY
+    engine = node.engine
+    if engine.state != "ready":
+        return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), Code.NOT_READY
+    return _FIT
+
+
+def _tried(node: NodeView, model: Model, trials: Trials) -> tuple[str, Code | None]:
+    if trials.fingerprint and trials.fingerprint != model.fingerprint:
+        return f"its {model.name} is another model: {_short(model.fingerprint)}, not {_short(trials.fingerprint)}", (
+            Code.NOT_READY
+        )
+    if node.id in trials.lost:
+        return "was lost with this request", Code.NOT_READY
+    if node.id in trials.never:
+        return f"refused for good: {trials.never[node.id].message}", trials.never[node.id].code
+    if trials.refused.get(node.id) == node.heard_at:
+        return "refused this request and has not reported since", Code.NO_ROOM
+    return _FIT
+
+
+def _short(fingerprint: str) -> str:
+    return f"fingerprint {fingerprint[:8] or 'unknown'}"
+
+
+def _too_long(model: Model, request: Demand) -> bool:
+    return bool(model.context) and request.prompt_tokens is not None and request.prompt_tokens >= model.context
+
+
+# why there is none
+
+
+def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
+    all_known = [node for node in view.nodes if request.model in node.models]
+    if not all_known:
+        return NoPlacement(_no_model(view, request), seen)
+    known = [node for node in all_known if request.labels <= node.labels]
+    if not known:
+        text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+        return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
+    causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
+    serving = [node for node in known if node.id not in causes]
+    if not serving:
+        return NoPlacement(_load_failed(known, request, causes), seen)
+    offers = [candidate for candidate in seen if candidate.model is not None and candidate.node not in causes]
+    missing = _missing(serving, request)
+    if missing:
+        return NoPlacement(Refused(Code.UNSUPPORTED, f"no node offers {missing} with {request.model}"), seen)
+    if request.prompt_tokens is not None or all(node.id in trials.never for node in serving):
+        final = _never(serving, request, offers, trials)
+        if final is not None:
+            return NoPlacement(final, seen)
+    ask = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
+    return NoPlacement(_not_now(request, offers), seen, ask)
+
+
+def _broken(node: NodeView, request: Demand, trials: Trials) -> str:
+    """Say why a node cannot load the model, by its report or by what it answered to this request; empty if it can."""
+    told = trials.never.get(node.id)
+    if told is not None and told.code is Code.LOAD_FAILED:
+        return told.message.removeprefix(f"{request.model} cannot be loaded: ")
+    return node.models[request.model].cause
+
+
+def _load_failed(known: list[NodeView], request: Demand, causes: Mapping[NodeId, str]) -> Refused:
+    told = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
+    more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
+    text = f"no node can load {request.model}: {told}{more}"
+    return Refused(Code.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
+
+
+def _missing(serving: list[NodeView], request: Demand) -> str:
+    """Name what no member offers with this model, whatever its state; empty when one offers all of it."""
+    offered = [frozenset(node.models[request.model].features) for node in serving]
+    if any(request.features <= features for features in offered):
+        return ""
+    lacking = request.features.difference(*offered) or request.features
+    return " and ".join(_MEANT.get(feature, feature) for feature in sorted(lacking))
+
+
+def _no_model(view: ClusterView, request: Demand) -> Refused:
+    if any(package.name == request.model for node in view.nodes for package in node.video.packages):
+        return Refused(Code.INVALID, f"the model {request.model!r} makes videos and does not chat: POST /v1/videos")
+    known = view.models()
+    if not known:
+        return Refused(Code.NOT_READY, "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
+                       "here, `cluster join` adds a machine", None, RETRY_UNKNOWN)  # fmt: skip
+    near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
+    return Refused(
+        Code.NO_MODEL, f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}"
+    )
+
+
+def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Refused | None:
+    """Say that no member could ever hold the request; None as long as one could."""
+    if any(_ever(node, request, trials) for node in serving):
+        return None
+    longest = max(node.models[request.model].context for node in serving)
+    told = [trials.never[node.id] for node in serving if node.id in trials.never]
+    told = [refused for refused in told if refused.code is not Code.TOO_LARGE]
+    if request.prompt_tokens is not None and longest and request.prompt_tokens >= longest:
+        return Refused(Code.CONTEXT, f"the prompt has {request.prompt_tokens} tokens, the longest context of "
+                       f"{request.model} in this cluster is {longest}: shorten the prompt")  # fmt: skip
+    if len(told) == len(serving):
+        return told[0]
+    best = max(offers, key=lambda one: one.most)
+    return Refused(
+        Code.TOO_LARGE,
+        f"needs {show_size(_alone(best, request))} alone, the most that any member can give is "
+        f"{show_size(best.most)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
+        f"variant of {request.model}",
+        best.numbers(), None, best.name,
+    )  # fmt: skip
+
+
+def _ever(node: NodeView, request: Demand, trials: Trials) -> bool:
+    model = node.models[request.model]
+    if node.id in trials.never or _too_long(model, request):
+        return False
+    tokens = request.tokens_on(model)
+    return can_ever_fit(node.memory, model, tokens, request.output_on(model, tokens), request.choices)
+
+
+def _alone(candidate: Candidate, request: Demand) -> int:
+    model = candidate.model
+    assert model is not None  # noqa: S101  offers are candidates that serve the model
+    return alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
+
+
+def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:
+    """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all is idle."""
+    if any(_ever(node, request, trials) for node in serving):
+        return None
+    able = [
+        candidate for candidate in offers if candidate.code is Code.NO_ROOM and candidate.node not in trials.refused
+    ]
+    return max(able, key=lambda one: one.most, default=None)
+
+
+def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -> Candidate | None:
+    """Choose a node that could hold the model if it gave back others that nobody uses: idle, and large enough. None
+    while some node that is here has the model, for there it is only a matter of time."""
+    if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
+        return None
+    idle = {
+        node.id for node in serving
+        if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
+    }  # fmt: skip
+    able = [
+        one for one in offers
+        if one.code is Code.NO_ROOM and one.node in idle and not one.in_flight and one.need <= one.most
+        and one.node not in trials.refused
+    ]  # fmt: skip
+    return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
+
+
+_MEMORY = frozenset({Code.NO_ROOM, Code.UNREADABLE})
+
+
+def _not_now(request: Demand, offers: list[Candidate]) -> Refused:
+    short = [candidate for candidate in offers if candidate.code in _MEMORY]
+    if not short:
+        return _nobody(request, offers)
+    best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
+    count = "" if request.prompt_tokens is not None else " by estimate"
+    if best.code is Code.UNREADABLE:
+        text = f"the memory of {best.name} cannot be read, so nothing is started there until it can"
+        return Refused(Code.UNREADABLE, text, best.numbers(), RETRY_UNKNOWN, best.name)
+    text = (
+        f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
+        f"the prompt, lower max_tokens or use a smaller variant of {request.model}"
+    )
+    return Refused(Code.NO_ROOM, text, best.numbers(), retry_after(best), best.name)
+
+
+def _nobody(request: Demand, offers: list[Candidate]) -> Refused:
+    draining = all(candidate.code is Code.DRAINING for candidate in offers)
+    reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
+    return Refused(
+        Code.DRAINING if draining else Code.NOT_READY,
+        f"no node can take {request.model} now: {reasons}",
+        None,
+        RETRY_UNKNOWN,
+    )
+
+
+def retry_after(candidate: Candidate) -> float:
+    """Estimate seconds until a node that is full has room: until one of its requests should end, 1 to 60."""
+    model = candidate.model
+    if model is None or candidate.in_flight == 0:
+        return RETRY_UNKNOWN
+    answer = model.expected_output / model.decode_speed
+    return min(RETRY_MOST, max(RETRY_LEAST, answer / candidate.in_flight))
+
+
+def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
+    """Give a whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
+    return [_row(candidate, candidate.node == chosen) for candidate in candidates]
+
+
+def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
+    numbers = candidate.numbers()
+    return {
+        "node": candidate.node,
+        "name": candidate.name,
+        "state": candidate.state,
+        "chosen": chosen,
+        "feasible": candidate.feasible,
+        "why_not": candidate.why,
+        "code": None if candidate.code is None else candidate.code.value,
+        "need": candidate.need,
+        "unacknowledged": candidate.withheld,
+        **{name: value for name, value in msgspec.structs.asdict(numbers).items() if name != "estimate"},
+        "prompt_tokens": candidate.prompt_tokens,
+        "expected_output": candidate.output_tokens,
+        "expected_ttft_seconds": round(candidate.expected_ttft, 3),
+        "expected_answer_seconds": round(candidate.expected_answer, 3),
+        "delay_seconds": round(candidate.delay, 3),
+        "known_share": round(candidate.warm, 3),
+        "in_flight": candidate.in_flight,
+    }

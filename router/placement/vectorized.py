@@ -1,0 +1,272 @@
+"""Placement in a large cluster: a first look at all nodes by arrays, then the exact rule for the one that leads.
+
+Theory. `placement.place` looks at every node, 5 us each: right for a household, 5 ms for a thousand machines. Here a
+table per model keeps what that rule reads of each node as columns; a report or a promise rewrites one row. A request
+ranks all rows at once, approximately: what it needs is taken as a straight line of its length. The leader is then
+examined by the exact rule. Feasible: it is taken, so no request goes where `place` would not let it. Not: the next one
+is, LOOKS times in all; after that, or where no row seems to fit, `place` decides. So arrays save time and nothing else:
+no request is refused by an approximation.
+
+Equal nodes are told apart by a little noise that starts at another row each time.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import (
+    ANSWER_WEIGHT,
+    BESIDE_ROWS,
+    FIRST,
+    FULL_MARKS,
+    LOAD_LEFT,
+    POLICIES,
+    ROW_WEIGHT,
+    TTFT_STEP,
+    WARM,
+    Candidate,
+    Correction,
+    Demand,
+    NoPlacement,
+    Placement,
+    Policy,
+    Trials,
+    away,
+    consider,
+    place,
+)
+from router.placement.prefix_affinity import NOWHERE
+from router.placement.reservations import Ledger
+from wire.capacity.arithmetic import headroom, occupied, request_need
+from wire.identity import NodeId
+from wire.report import ROW_COST, Model
+
+LOOKS = 8
+"""Leaders that are examined before all are."""
+_SHORT, _LONG, _ANSWER = 256, 4096, 64
+"""Prompts and answer between which a need is taken as a straight line, in tokens."""
+
+_MARK, _STEP, _KNOWN, _FRACTION = 1e10, 1e4, 5e3, 1e3
+"""Weights of what decides, each above all that comes after it: room for one more such request, a step of time, what
+was read, the fraction free. A row without room for one is therefore behind all that have it."""
+_NOTHING = (0.0, 0.0, 1.0, 0.0)
+
+Column = NDArray[np.float64]
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """What a policy may rank by, one number per node: bytes needed and of headroom, the seconds that count, share of
+    the ceiling that is free, noise below 1."""
+
+    need: Column
+    room: Column
+    time: Column
+    fraction: Column
+    noise: Column
+
+
+def rank_balanced(rows: Rows) -> Column:
+    """Rank as `placement.Balanced`: the smallest number leads."""
+    marks = rows.room / rows.need
+    np.floor(np.minimum(marks, FULL_MARKS, out=marks), out=marks)
+    marks *= _MARK
+    rank = rows.time * (1 / TTFT_STEP)
+    np.floor(rank, out=rank)
+    rank *= _STEP
+    rank -= marks
+    rank -= rows.fraction
+    rank += rows.noise
+    return rank
+
+
+def rank_most_headroom(rows: Rows) -> Column:
+    """Rank as `placement.MostHeadroom`."""
+    return rows.noise - rows.room
+
+
+RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
+    {POLICIES["balanced"]: rank_balanced, POLICIES["most_headroom"]: rank_most_headroom}
+)
+"""A policy that is not here is asked about every node."""
+
+
+class _Table:
+    """One model's columns. `fixed` and `slope` give the bytes needed by tokens, `wait` the seconds before a prompt,
+    `token` those for each of its tokens, `answer` those for each of its answer's. `read` has what the report says of
+    room, wait, ceiling and an answer's token, before promises and beside nobody; `full` how many decode at once, and
+    the seconds from one usual answer's end to the next where all of them do. `resting`: by its report the node has the
+    model loaded and no prompt to read; `idle`: nor was anything promised there since."""
+
+    def __init__(self, count: int) -> None:
+        self.room: Column = np.zeros(count)
+        self.fixed: Column = np.ones(count)
+        self.slope: Column = np.zeros(count)
+        self.wait: Column = np.zeros(count)
+        self.token: Column = np.zeros(count)
+        self.answer: Column = np.zeros(count)
+        self.fraction: Column = np.zeros(count)
+        self.read: list[tuple[float, float, float, float]] = [_NOTHING] * count
+        self.full: list[tuple[int, float]] = [(0, 0.0)] * count
+        self.resting = np.zeros(count, dtype=np.bool_)
+        self.idle = np.zeros(count, dtype=np.bool_)
+
+    def write(self, row: int, node: NodeView, model: Model) -> None:
+        """Take in a report."""
+        memory = node.memory
+        room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
+        self.resting[row] = model.loaded and not node.engine.queued_tokens
+        if room is None or model.cause or away(node, node.heard_at)[0]:
+            self.read[row] = _NOTHING
+            return
+        short = request_need(model, _SHORT, _ANSWER)
+        slope = (request_need(model, _LONG, _ANSWER) - short) / (_LONG - _SHORT)
+        weights = model.weights if node.reads(model) else 0
+        self.slope[row], self.fixed[row] = slope, max(1.0, short - weights - slope * (_SHORT + _ANSWER))
+        slower = BESIDE_ROWS if node.engine.running else 1.0
+        self.token[row] = (slower + ROW_WEIGHT * node.engine.running) / model.prefill_speed
+        answer = ANSWER_WEIGHT / model.decode_speed if model.decode_speed > 0 else 0.0
+        wait = slower * node.engine.queued_tokens / model.prefill_speed
+        most = node.engine.rows
+        usual = model.expected_output / model.decode_speed if model.decode_speed > 0 else 0.0
+        self.full[row] = (most, usual / most) if most else (0, 0.0)
+        if not model.loaded:
+            read = model.progress or 0.5
+            wait += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
+        self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
+
+    def promise(self, row: int, need: int, tokens: int, taken: int) -> None:
+        """Take off what was promised since the report, in bytes and prompt tokens; so many rows are taken."""
+        room, wait, ceiling, answer = self.read[row]
+        self.answer[row] = answer * (1.0 + ROW_COST * taken)
+        self.room[row] = room = max(0.0, room - need)
+        self.idle[row] = self.resting[row] and not taken and not tokens
+        most, each = self.full[row]
+        if taken >= most > 0:
+            wait += (taken + 1 - most) * each * (1.0 + ROW_COST * taken)
+        self.wait[row] = wait + tokens * float(self.token[row])
+        self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
+
+
+class Columns:
+    """The tables of one router; it must `follow` every view."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._view = ClusterView()
+        self._index: dict[NodeId, int] = {}
+        self._tables: dict[str, _Table] = {}
+        self._noise: Column = np.zeros(0)
+
+    def place(
+        self,
+        view: ClusterView,
+        request: Demand,
+        *,
+        now: float,
+        draw: Callable[[], float],
+        policy: Policy = POLICIES["balanced"],
+        corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
+        trials: Trials = FIRST,
+        warm: Mapping[NodeId, float] = NOWHERE,
+    ) -> Placement | NoPlacement:
+        """Pick a node like `placement.place`. Of the candidates only those that were examined are told."""
+        ranks = RANKS.get(policy)
+        if view is self._view and ranks is not None and request.choices == 1:
+            self._settle()
+            found = self._lead(request, now, draw, ranks, corrections, trials, warm)
+            if found is not None:
+                return found
+        return place(view, request, self._ledger, now=now, draw=draw, policy=policy, corrections=corrections,
+                     trials=trials, warm=warm)  # fmt: skip
+
+    def _lead(
+        self, request: Demand, now: float, draw: Callable[[], float], ranks: Callable[[Rows], Column],
+        corrections: Mapping[NodeId, Correction], trials: Trials, warm: Mapping[NodeId, float],
+    ) -> Placement | None:  # fmt: skip
+        table, nodes = self._table(request.model), self._view.nodes
+        model = next((one for node in nodes if (one := node.models.get(request.model))), None)
+        if model is None:
+            return None
+        tokens = request.tokens_on(model)
+        output = request.output_on(model, tokens)
+        need = table.slope * (tokens + output)
+        need += table.fixed
+        time = table.token * tokens
+        time += table.wait
+        time += table.answer * output
+        need[table.idle & (table.room >= need)] = 1.0
+        known = {self._index[node]: share for node, share in warm.items() if node in self._index}
+        for row, share in known.items():
+            time[row] -= share * tokens * table.token[row]
+            if share >= WARM and table.room[row] >= need[row]:
+                need[row] = 1.0
+        start = int(draw() * len(nodes))
+        rank = ranks(Rows(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
+        for row, share in known.items():
+            rank[row] -= share * _KNOWN
+        seen: list[Candidate] = []
+        for _ in range(min(LOOKS, len(nodes))):
+            row = int(rank.argmin())
+            candidate = consider(nodes[row], request, self._ledger, now, corrections, trials, warm)
+            seen.append(candidate)
+            if not candidate.why:
+                return Placement(candidate, tuple(reversed(seen)))
+            rank[row] = np.inf
+        return None
+
+    # keeping up
+
+    def follow(self, view: ClusterView) -> None:
+        """Take a new picture: rewrite the rows of the nodes that changed."""
+        old, self._view = self._view, view
+        if len(view.nodes) != len(old.nodes):
+            self._begin(view)
+            return
+        for row, node in enumerate(view.nodes):
+            before = old.nodes[row]
+            if node is before:
+                continue
+            if node.id != before.id:
+                self._begin(view)
+                return
+            for name, table in self._tables.items():
+                self._write(table, name, row, node)
+
+    def _begin(self, view: ClusterView) -> None:
+        self._tables.clear()
+        self._index = {node.id: row for row, node in enumerate(view.nodes)}
+        self._noise = np.random.default_rng(len(view.nodes)).random(2 * len(view.nodes))
+
+    def _settle(self) -> None:
+        """Take off what was promised, and put back what was released, since the last placement."""
+        for node in self._ledger.take_touched():
+            row = self._index.get(node)
+            if row is not None:
+                for table in self._tables.values():
+                    self._promise(table, row, node)
+
+    def _promise(self, table: _Table, row: int, node: NodeId) -> None:
+        ledger = self._ledger
+        table.promise(row, ledger.unacknowledged(node), ledger.unacknowledged_tokens(node), ledger.rows(node))
+
+    def _write(self, table: _Table, name: str, row: int, node: NodeView) -> None:
+        model = node.models.get(name)
+        if model is None:
+            table.read[row] = _NOTHING
+        else:
+            table.write(row, node, model)
+        self._promise(table, row, node.id)
+
+    def _table(self, name: str) -> _Table:
+        table = self._tables.get(name)
+        if table is None:
+            table = self._tables[name] = _Table(len(self._view.nodes))
+            for row, node in enumerate(self._view.nodes):
+                self._write(table, name, row, node)
+        return table

@@ -1,0 +1,207 @@
+"""Every rule holds when it should and rests when it should, for Prometheus and for the coordinator alike."""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.alerts.evaluator import Condition, Conditions, sample_of
+from coordinator.alerts.promql import History, Labels, Metric, Rise, Sample, walk
+from coordinator.alerts.rules import OUTSIDE, PAGE, RULES, WATCHED, Rule, rules_file, runbook_url, told
+from coordinator.metrics.families import Kind
+from coordinator.metrics.node import NODE
+from coordinator.metrics.pool import POOL
+from tests.support.pictures import WALL, node_picture, pool_picture, view
+from tests.support.prometheus import needs
+from tests.support.scenarios import STEP, STORIES, Series, steady
+
+ROOT = Path(__file__).parents[4]
+FAMILIES = {family.full_name: family for family in (*POOL, *NODE)}
+NAMED = {rule.name: rule for rule in RULES}
+STUDIO: Labels = frozenset({("node", "studio")})
+
+
+# the table
+
+
+def test_every_rule_has_a_story_and_a_name_of_its_own():
+    assert len(NAMED) == len(RULES)
+    assert set(STORIES) == set(NAMED)
+
+
+def test_rules_look_at_metrics_and_labels_that_exist():
+    for rule in WATCHED:
+        for part in walk(rule.holds):
+            if isinstance(part, Metric | Rise):
+                family = FAMILIES[part.name]
+                labels = {name for name, _ in part.only} if isinstance(part, Metric) else set(part.without)
+                assert labels <= set(family.label_names), rule.name
+                assert (family.kind is Kind.COUNTER) == isinstance(part, Rise), rule.name
+
+
+def test_every_rule_says_what_to_do_and_has_its_entry_in_the_runbook():
+    page = (ROOT / "docs" / "operations.md").read_text()
+    for rule in RULES:
+        assert len(rule.remedy) > 20
+        assert re.search(rf"^### {rule.name}$", page, re.MULTILINE), f"docs/operations.md has no entry {rule.name}"
+        assert f"docs/operations.md#{rule.name.lower()}" == rule.runbook
+
+
+def test_the_committed_rules_are_those_of_the_table():
+    file = ROOT / "deploy" / "prometheus" / "rules.yml"
+    assert file.read_text() == rules_file(), "deploy/prometheus/rules.yml is old: run `make docs`"
+
+
+# Prometheus
+
+
+def series(story: Series, seconds: int) -> list[dict[str, str]]:
+    steps = range(0, seconds + STEP, STEP)
+    return [{"series": name, "values": " ".join(f"{values(at):.17g}" for at in steps)}
+            for name, values in story.items()]  # fmt: skip
+
+
+def alerts(rule: Rule, labels: dict[str, str]) -> list[dict[str, Any]]:
+    annotations = {"summary": told(rule.summary, frozenset(labels.items())), "description": rule.remedy,
+                   "runbook_url": runbook_url(PAGE, rule.name)}  # fmt: skip
+    return [{"exp_labels": {**labels, "severity": rule.severity.value}, "exp_annotations": annotations}]
+
+
+def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    needs("promtool")
+    (folder / "rules.yml").write_text(rules_file())
+    whole = {"rule_files": ["rules.yml"], "evaluation_interval": f"{STEP}s", "tests": tests}
+    (folder / "test.yml").write_text(json.dumps(whole))
+    return subprocess.run(["promtool", "test", "rules", "test.yml"], capture_output=True, text=True, cwd=folder)
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_the_alert_fires_and_rests(name: str, tmp_path: Path, record_property: Callable[[str, object], None]):
+    story, rule = STORIES[name], NAMED[name]
+    fires = {
+        "interval": f"{STEP}s", "input_series": series(story.holds, story.seconds),
+        "alert_rule_test": [{"eval_time": f"{story.seconds}s", "alertname": name,
+                             "exp_alerts": alerts(rule, dict(story.labels))}],
+    }  # fmt: skip
+    rests = [
+        {"interval": f"{STEP}s", "input_series": series(one, story.seconds),
+         "alert_rule_test": [{"eval_time": f"{at}s", "alertname": name, "exp_alerts": []}
+                             for at in range(0, story.seconds + 1, 10)]}
+        for one in story.rests
+    ]  # fmt: skip
+    done = promtool(tmp_path, [fires, *rests])
+    assert done.returncode == 0, done.stdout + done.stderr
+    record_property("seen", f"alert {name}: fires after {story.seconds} s, rests in {len(rests)} other stories")
+
+
+def test_the_test_would_notice(tmp_path: Path):
+    story = STORIES["GuardOff"]
+    wrong = {"interval": f"{STEP}s", "input_series": series(story.holds, 10),
+             "alert_rule_test": [{"eval_time": "10s", "alertname": "GuardOff", "exp_alerts": []}]}  # fmt: skip
+    assert promtool(tmp_path, [wrong]).returncode != 0
+
+
+# the coordinator
+
+
+def sample(story: Series, now: float) -> Sample:
+    found: dict[str, dict[Labels, float]] = {}
+    for name, values in story.items():
+        metric, _, labels = name.rstrip("}").partition("{")
+        pairs = frozenset(re.findall(r'(\w+)="([^"]*)"', labels))
+        found.setdefault(metric, {})[pairs] = float(f"{values(now):.17g}")
+    return found
+
+
+def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
+    """Play a story; give what held at each look."""
+    conditions = Conditions()
+    held: list[set[tuple[str, Labels]]] = []
+    for now in range(0, seconds + STEP, STEP):
+        conditions.look(sample(story, now), now)
+        held.append({(one.rule.name, one.labels) for one in conditions.active()})
+    return held
+
+
+@pytest.mark.parametrize("name", [name for name in STORIES if name not in OUTSIDE])
+def test_the_condition_begins_and_rests(name: str):
+    story = STORIES[name]
+    assert (name, frozenset(story.labels.items())) in played(story.holds, story.seconds)[-1]
+    for one in story.rests:
+        assert all(name not in {rule for rule, _ in held} for held in played(one, story.seconds))
+
+
+def test_an_inert_gate_is_told_within_half_a_minute():
+    story = STORIES["GateInert"]
+    first = next(at for at, held in enumerate(played(story.holds, 60)) if held)
+    assert first * STEP <= 20
+
+
+def test_an_inert_gate_that_runs_nothing_more_is_told_no_more():
+    frozen = {
+        name: lambda now, values=values: values(min(now, 60)) for name, values in STORIES["GateInert"].holds.items()
+    }
+    held = played(frozen, 120)
+    assert held[60 // STEP]
+    assert not any(held[(60 + 30 + STEP) // STEP :])
+
+
+def test_what_began_and_what_ended_is_told_once():
+    conditions, told_of = Conditions(), list[tuple[str, str, bool]]()
+    conditions.listeners.append(lambda one, began: told_of.append((one.rule.name, one.node, began)))
+    for now in range(0, 60, STEP):
+        guard = 1.0 if 20 <= now < 40 else 0.0
+        conditions.look({"macpool_gate_guard": {STUDIO: guard}}, now)
+    assert told_of == [("GuardOff", "studio", True), ("GuardOff", "studio", False), ("GuardOff", "studio", True)]
+    assert conditions.flags()["GuardOff"]
+    assert not conditions.flags()["GateInert"]
+
+
+def test_critical_conditions_come_first():
+    conditions = Conditions()
+    for now in (0, 10, 20):
+        conditions.look({"macpool_node_memory_margin_bytes": {STUDIO: 0}, "macpool_node_memory_cap_bytes": {STUDIO: 5},
+                         "macpool_gate_guard": {STUDIO: 0}}, now)  # fmt: skip
+    assert [one.rule.name for one in conditions.active()] == ["GuardOff", "MarginZero"]
+
+
+def test_a_counter_that_was_seen_once_has_not_risen():
+    history = History({"c": frozenset({30.0})})
+    history.take({"c": {STUDIO: 100}}, 0)
+    assert list(history.rises("c", 30)) == []
+    history.take({"c": {STUDIO: 103}}, 5)
+    assert list(history.rises("c", 30)) == [(STUDIO, 3)]
+    history.take({"c": {STUDIO: 2}}, 10)
+    assert list(history.rises("c", 30)) == [(STUDIO, 5)]
+    history.take({"c": {STUDIO: 2}}, 37)
+    assert list(history.rises("c", 30)) == [(STUDIO, 2)]
+    history.take({}, 40)
+    history.take({"c": {STUDIO: 50}}, 45)
+    assert list(history.rises("c", 30)) == []
+
+
+def test_a_healthy_pool_has_no_conditions():
+    conditions = Conditions()
+    nodes = [node_picture(view(f"n{number}"), None) for number in range(3)]
+    for _ in range(3):
+        conditions.look(sample_of(pool_picture(3, 2, conditions={}), nodes), WALL)
+    assert conditions.active() == []
+
+
+def test_a_sample_names_nodes_as_service_discovery_does():
+    found = sample_of(pool_picture(2, 1), [node_picture(view("n0"), None), node_picture(view("n1"), None)])
+    assert set(found["macpool_gate_armed"]) == {frozenset({("node", "n0")}), frozenset({("node", "n1")})}
+    assert found["macpool_router_queue_depth"] == {frozenset(): 1.0}
+    assert {rule_metric for rule in WATCHED for rule_metric in rule.metrics()} == set(found)
+
+
+def test_a_row_is_for_people_and_programs():
+    row = Condition(NAMED["GuardOff"], STUDIO, 5.0).row()
+    assert row["node"] == "studio"
+    assert "studio" in str(row["summary"])
+    assert json.loads(json.dumps(row)) == row
+    assert steady(1)(0) == 1

@@ -1,0 +1,298 @@
+"""Where conditions are told to: what is no address, where nothing is sent, and how often it is tried."""
+
+import asyncio
+import json
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from coordinator.alerts import webhook
+from coordinator.alerts.evaluator import Condition
+from coordinator.alerts.rules import RULES
+from coordinator.alerts.webhook import Address, Webhook, WebhookError, allowed, parse, post
+from coordinator.tls.https_ca import Endpoint
+
+SECRET = "canary-path-secret"
+GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), frozenset({("node", "studio")}), 5.0)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.com/x", "http://192.168.1.5/x", "http://localhost/x", "http://127.1/", "http://2130706433/",
+        "http://0x7f000001/", "http://169.254.169.254/latest", "http://[::ffff:10.0.0.1]/", "ftp://example.com/",
+        "file:///etc/passwd", "https://user:pw@example.com/", "https://user@example.com/", "https://exa\tmple.com/",
+        "https://example.com\\@127.0.0.1/", "https://example.com/\r\nHost: x", "https://example.com/ x", "https://",
+        "https:///x", "//example.com/x", "gopher://x/", "https://example.com:99999/", "https://\u24db.example/",
+        "https://[fe80::1/", "example.com", "\0",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_for_conditions_is_refused(url: str):
+    with pytest.raises(WebhookError) as refused:
+        parse(url)
+    assert "pw" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("https://ntfy.sh/topic", Address(True, "ntfy.sh", 443, "/topic")),
+        ("https://example.com:8443/a?b=c#d", Address(True, "example.com", 8443, "/a?b=c")),
+        ("http://127.0.0.1:8123/api", Address(False, "127.0.0.1", 8123, "/api")),
+        ("http://[::1]:80", Address(False, "::1", 80, "/")),
+        ("http://127.0.0.1", Address(False, "127.0.0.1", 80, "/")),
+    ],
+)
+def test_addresses_are_read(url: str, address: Address):
+    assert parse(url) == address
+
+
+@pytest.mark.parametrize(
+    ("tls", "found"),
+    [
+        (True, ["169.254.169.254"]), (True, ["93.184.216.34", "169.254.1.1"]), (True, ["fe80::1%eth0"]),
+        (True, ["::ffff:169.254.169.254"]), (True, ["224.0.0.1"]), (True, ["0.0.0.0"]), (True, ["2002:a9fe:a9fe::1"]),
+        (True, []), (False, ["10.0.0.5"]), (False, ["127.0.0.1", "93.184.216.34"]),
+    ],
+)  # fmt: skip
+def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
+    with pytest.raises(WebhookError):
+        allowed(Address(tls, "example.com", 443, "/"), found)
+
+
+@pytest.mark.parametrize("host", [
+    "169.254.169.254", "169.254.170.2", "169.254.0.1", "100.100.100.200", "168.63.129.16", "192.0.0.192",
+    "fd00:ec2::254", "fd20:ce::254", "fe80::a9fe:a9fe", "::ffff:169.254.169.254", "::ffff:100.100.100.200",
+    "::169.254.169.254", "64:ff9b::169.254.169.254", "64:ff9b::100.100.100.200", "64:ff9b:1::169.254.169.254",
+    "2002:a9fe:a9fe::1", "2002:6464:64c8::", "2001:0:a9fe:a9fe::1", "2001:db8::5efe:169.254.169.254",
+    "2001:0:1:1:0:0:5601:5601", "2001:db8::200:5efe:169.254.169.254", "::", "0.0.0.0", "ff02::1", "240.0.0.1",
+])  # fmt: skip
+def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
+    with pytest.raises(WebhookError):
+        allowed(Address(True, "example.com", 443, "/"), ["93.184.216.34", host])
+
+
+@pytest.mark.parametrize("host", [
+    "93.184.216.34", "192.168.1.9", "10.0.0.1", "100.64.0.7", "127.0.0.1", "::1", "2606:2800:220:1::1", "fd12:3456::1",
+    "64:ff9b::93.184.216.34", "::ffff:192.168.1.9",
+])  # fmt: skip
+def test_addresses_of_homes_and_of_the_internet_are_reached(host: str):
+    assert allowed(Address(True, "example.com", 443, "/"), [host]) == host
+
+
+def test_a_name_is_resolved_once_and_redirects_are_not_followed():
+    asked: list[str] = []
+
+    def find(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
+
+    with receiver(302) as (address, got):
+        named = Address(False, "localhost", address.port, address.path)
+        assert post(named, b"{}", find) == 302
+    assert (asked, len(got)) == (["localhost"], 1)
+
+
+def test_the_address_that_was_looked_at_is_the_one_that_is_used():
+    assert allowed(Address(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"]) == "192.168.1.9"
+
+
+# a real server
+
+
+class Receiver(BaseHTTPRequestHandler):
+    statuses: list[int]
+    got: list[tuple[str, dict[str, Any]]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.got.append((self.path, json.loads(body)))
+        status = self.statuses.pop(0) if self.statuses else 204
+        self.send_response(status)
+        if status == 302:
+            self.send_header("location", "/elsewhere")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a client that left."""
+
+
+@contextmanager
+def receiver(
+    *statuses: int, tls: ssl.SSLContext | None = None
+) -> Iterator[tuple[Address, list[tuple[str, dict[str, Any]]]]]:
+    got: list[tuple[str, dict[str, Any]]] = []
+    kind = type("One", (Receiver,), {"statuses": list(statuses), "got": got})
+    server = Server(("127.0.0.1", 0), kind)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield parse(f"http://127.0.0.1:{server.server_address[1]}/{SECRET}"), got
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def told(address: Address, count: int, got: list[Any]) -> None:
+    one = Webhook(address, "home")
+    running = asyncio.create_task(one.run())
+    one.tell(GUARD_OFF, True)
+    one.tell(GUARD_OFF, False)
+    async with asyncio.timeout(20):
+        while len(got) < count:  # noqa: ASYNC110  the server is in another thread
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "FIRST_WAIT", 0.01)
+
+
+async def test_what_begins_and_what_ends_is_told_in_order():
+    with receiver() as (address, got):
+        await told(address, 2, got)
+    assert [path for path, _ in got] == [f"/{SECRET}"] * 2
+    assert [message["event"] for _, message in got] == ["began", "ended"]
+    assert got[0][1] == {"schema": 1, "cluster": "home", "event": "began", **GUARD_OFF.row()}
+
+
+async def test_who_cannot_now_is_asked_again_and_who_will_not_is_not():
+    with receiver(503, 429, 204, 400, 204) as (address, got):
+        await told(address, 4, got)
+    assert [message["event"] for _, message in got] == ["began", "began", "began", "ended"]
+
+
+async def test_a_redirect_is_not_followed():
+    with receiver(302, 302, 302) as (address, got):
+        await told(address, 2, got)
+    assert {path for path, _ in got} == {f"/{SECRET}"}
+
+
+async def test_attempts_are_bounded_and_the_path_is_in_no_log():
+    asked: list[bytes] = []
+
+    def broken(_: Address, body: bytes) -> int:
+        asked.append(body)
+        raise OSError(f"no way to https://example.com/{SECRET}")
+
+    one = Webhook(Address(True, "example.com", 443, f"/{SECRET}"), "home", broken)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(one.run())
+        one.tell(GUARD_OFF, True)
+        async with asyncio.timeout(20):
+            while not logs:  # noqa: ASYNC110  a log tells nobody
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert len(asked) == webhook.RETRIES
+    assert SECRET not in repr(logs)
+    assert logs[0]["host"] == "example.com"
+
+
+async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, Any]]]:
+    """Deliver one message to answers that come in turn, then one that is taken; return attempts and log."""
+    asked, over = list[bytes](), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def send(_: Address, body: bytes) -> int:
+        asked.append(body)
+        if json.loads(body)["event"] == "ended":
+            loop.call_soon_threadsafe(over.set)
+            return 200
+        answer = answers[len(asked) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    one = Webhook(Address(True, "example.com", 443, "/"), "home", send)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(one.run())
+        one.tell(GUARD_OFF, True)
+        one.tell(GUARD_OFF, False)
+        await asyncio.wait_for(over.wait(), 20)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return len(asked) - 1, [dict(line) for line in logs]
+
+
+@pytest.mark.parametrize(
+    ("answers", "tried", "reason"),
+    [([200], 1, ""), ([299], 1, ""), ([300], 1, "status 300"), ([199], 1, "status 199"), ([499], 1, "status 499"),
+     ([500] * 4, 4, "status 500"), ([429] * 4, 4, "status 429"), ([500, 200], 2, ""),
+     ([OSError(SECRET)] * 4, 4, "OSError"), ([WebhookError("it has no address")] * 4, 4, "it has no address")],
+)  # fmt: skip
+async def test_the_answer_decides_whether_it_is_tried_again_and_the_log_says_why_it_failed(
+    answers: list[int | Exception], tried: int, reason: str
+):
+    count, logs = await attempts(answers)
+    failed = {"event": "webhook failed", "log_level": "warning", "host": "example.com", "reason": reason}
+    assert (count, logs) == (tried, [failed] if reason else [])
+
+
+async def test_the_wait_before_each_further_attempt_is_twice_as_long(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await attempts([500] * 4)
+    assert waits == [0.01, 0.02, 0.04]
+
+
+async def test_a_flood_is_bounded():
+    one = Webhook(Address(True, "example.com", 443, "/"), "home", lambda *_: 204)
+    for _ in range(1000):
+        one.tell(GUARD_OFF, True)
+    assert one.waiting == webhook.WAITING
+
+
+def test_what_answers_no_http_is_a_failure():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            line, _ = server.accept()
+            line.recv(4096)
+            line.sendall(b"garbage\r\n\r\n")
+            line.close()
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(OSError, match="no HTTP"):
+            post(Address(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
+        thread.join()
+
+
+def test_a_message_goes_over_tls_to_a_server_that_the_machine_trusts(tmp_path: Path):
+    endpoint = Endpoint(tmp_path, (), time.time, lambda: ())
+    trust = ssl.create_default_context(cadata=endpoint.ca_pem)
+    for given, statuses in ((trust, [200]), (None, [])):
+        with receiver(200, tls=endpoint.context) as (address, got):
+            secure = Address(True, "localhost", address.port, "/")
+            if statuses:
+                assert post(secure, b"{}", lambda *_: ["127.0.0.1"], given) == 200
+            else:
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    post(secure, b"{}", lambda *_: ["127.0.0.1"], given)
+        assert len(got) == len(statuses)

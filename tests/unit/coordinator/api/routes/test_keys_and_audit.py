@@ -1,0 +1,386 @@
+"""Keys with limits, what they used, and who did what: the API as it stands in the coordinator."""
+
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.api.routes.requests import WallClock, summary
+from coordinator.observe.load_history import NodeLoad, Reading
+from coordinator.state.database import MemberRow
+from router.admission.api_keys import nobody_known
+from router.admission.rate_limits import KeyLimits
+from router.admission.usage import Used
+from router.dispatch.decision_log import Story, read_line
+from router.dispatch.request import Job
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import Demand
+from tests.support.application import Application, application
+from tests.support.loopback_cluster import a_model
+from wire.frames import Message, Params, Timings
+from wire.identity import NodeId
+from wire.report import Hardware
+
+A, B = NodeId("a"), NodeId("b")
+
+
+@pytest.fixture
+async def built(tmp_path: Path) -> AsyncIterator[Application]:
+    async with application(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def admin(built: Application) -> AsyncIterator[httpx.AsyncClient]:
+    key = built.admin.create_key("boss", ["admin"], None)["key"]
+    async with client(built, key) as made:
+        yield made
+
+
+def client(built: Application, key: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=built.app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", trust_env=False,
+                             headers={"authorization": f"Bearer {key}"})  # fmt: skip
+
+
+async def make(admin: httpx.AsyncClient, name: str = "app", **limits: object) -> dict[str, Any]:
+    answer = await admin.post("/api/v1/keys", json={"name": name, "limits": limits})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(model: str = "tiny") -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_keys_limits_are_listed_changed_and_kept(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, models=["qwen*"], requests_per_minute=10, priority="high")
+    (listed,) = [key for key in (await admin.get("/api/v1/keys")).json()["keys"] if key["id"] == made["id"]]
+    assert listed["limits"] == {"models": ["qwen*"], "requests_per_minute": 10, "priority": "high"}
+    answer = await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {"concurrency": 3}})
+    assert answer.status_code == 200
+    row = built.store.keys[made["id"]].limits
+    assert row is not None
+    assert (row.concurrency, row.models) == (3, ())
+    await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {}})
+    assert built.store.keys[made["id"]].limits is None
+    assert (await admin.put("/api/v1/keys/nobody/limits", json={"limits": {}})).status_code == 404
+
+
+@pytest.mark.parametrize(("limits", "named"), [
+    ({"requests_per_minute": 0}, "requests_per_minute"), ({"rate": 1}, "rate"), ({"models": ["a"] * 65}, "models"),
+    ({"priority": "now"}, "priority"), ({"tokens_per_minute": "many"}, "tokens_per_minute"),
+])  # fmt: skip
+async def test_wrong_limits_are_refused_by_name(admin: httpx.AsyncClient, limits: dict[str, Any], named: str):
+    answer = await admin.post("/api/v1/keys", json={"name": "app", "limits": limits})
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_the_key_may_not_use_is_a_403(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, models=["qwen*"])
+    async with client(built, made["key"]) as one:
+        answer = await one.post("/v1/chat/completions", json=chat("llama"))
+    assert answer.status_code == 403
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("not_allowed", "permission_error")
+    assert "qwen*" in error["message"]
+
+
+async def test_over_its_rate_a_key_gets_a_429_with_the_time(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, requests_per_minute=1, waiting=0)
+    async with client(built, made["key"]) as one:
+        first = await one.post("/v1/chat/completions", json=chat())
+        second = await one.post("/v1/chat/completions", json=chat())
+    assert first.json()["error"]["code"] == "over_share", "nobody serves it, and it may not wait"
+    assert second.status_code == 429
+    assert second.json()["error"]["code"] == "rate_limited"
+    assert int(second.headers["retry-after"]) in (59, 60)
+
+
+async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin)
+    used = built.dispatcher.usage.of(made["id"], "tiny")
+    used.requests, used.prompt_tokens, used.completion_tokens = 2, 100, 30
+    rows = (await admin.get("/api/v1/keys/usage")).json()["usage"]
+    assert rows == [{"key": made["id"], "name": "app", "model": "tiny", "requests": 2, "failed": 0,
+                     "prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 30}]  # fmt: skip
+    assert (await admin.get("/api/v1/keys/usage?since=2999-01-01")).json()["usage"] == []
+    assert (await admin.get("/api/v1/keys/usage?since=yesterday")).status_code == 400
+    other = await make(admin, "other")
+    async with client(built, made["key"]) as one, client(built, other["key"]) as two:
+        assert (await one.get("/api/v1/usage")).json()["usage"] == rows
+        assert (await two.get("/api/v1/usage")).json()["usage"] == []
+        assert (await one.get("/api/v1/keys/usage")).status_code == 403
+
+
+async def test_usage_is_listed_by_day_too(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin)
+    for day, tokens in (("2026-01-31", 3), ("2026-02-01", 4), ("2026-02-01", 5)):
+        built.store.count(made["id"], "tiny", day, Used(1, completion_tokens=tokens))
+    path = "/api/v1/keys/usage?since=2026-01-01"
+    assert [row["completion_tokens"] for row in (await admin.get(path)).json()["usage"]] == [12]
+    daily = (await admin.get(f"{path}&daily=true")).json()["usage"]
+    assert [(row["day"], row["requests"], row["completion_tokens"]) for row in daily] == [
+        ("2026-01-31", 1, 3), ("2026-02-01", 2, 9),
+    ]  # fmt: skip
+    async with client(built, made["key"]) as one:
+        assert (await one.get("/api/v1/usage?daily=true&since=2026-01-01")).json()["usage"] == daily
+
+
+async def test_a_key_is_renamed_and_keeps_all_else(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, concurrency=3)
+    path = f"/api/v1/keys/{made['id']}/name"
+    assert (await admin.put(path, json={"name": "laptop"})).status_code == 200
+    taken = await admin.put(path, json={"name": "boss"})
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken")
+    assert (await admin.put(path, json={"name": "laptop"})).status_code == 200, "its own name is no other key's"
+    for name in ("local", "page", "", "two\nlines"):
+        assert (await admin.put(path, json={"name": name})).status_code == 400, name
+    assert (await admin.put("/api/v1/keys/nothing/name", json={"name": "x"})).status_code == 404
+    async with client(built, made["key"]) as one:
+        own = (await one.get("/api/v1/key")).json()
+    assert (own["name"], own["scopes"], own["limits"]) == ("laptop", ["infer"], {"concurrency": 3})
+    assert "digest" not in own
+
+
+async def test_a_rotated_keys_old_secret_is_refused_at_once(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, concurrency=3)
+    async with client(built, made["key"]) as old:
+        assert (await old.get("/api/v1/key")).status_code == 200
+        rotated = (await admin.post(f"/api/v1/keys/{made['id']}/rotate")).json()
+        assert (await old.get("/api/v1/key")).status_code == 401
+    assert rotated["id"] == made["id"]
+    assert rotated["key"].startswith(f"mp_{made['id']}_")
+    async with client(built, rotated["key"]) as new:
+        assert (await new.get("/api/v1/key")).json()["limits"] == {"concurrency": 3}
+    assert (await admin.post("/api/v1/keys/nothing/rotate")).status_code == 404
+    assert rotated["key"] not in (await admin.get("/api/v1/audit")).text
+
+
+async def test_when_a_key_expires_is_changed(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin)
+    path = f"/api/v1/keys/{made['id']}/expiry"
+    assert (await admin.put(path, json={"ttl_seconds": 60})).status_code == 200
+    assert 50 < (built.store.keys[made["id"]].expires or 0) - time.time() <= 60
+    assert (await admin.put(path, json={"ttl_seconds": None})).status_code == 200
+    assert built.store.keys[made["id"]].expires is None
+    for body in ({}, {"ttl_seconds": 0}, {"ttl_seconds": 1e12}):
+        assert (await admin.put(path, json=body)).status_code == 400, body
+
+
+async def test_the_load_of_the_last_hour_is_shown(built: Application, admin: httpx.AsyncClient):
+    assert (await admin.get("/api/v1/history")).json()["number"] == -1
+    for at in (0.0, 10.0):
+        built.load.take(Reading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
+    found = (await admin.get("/api/v1/history")).json()
+    assert found["pool"]["queued"] == [2]
+    assert found["nodes"] == {"a": {
+        "prompt_tokens_per_second": [0.0], "generated_tokens_per_second": [1.0], "in_flight": [0.0],
+        "memory_bytes": [5.0], "cap_bytes": [10.0], "ttft_seconds": [None],
+    }}  # fmt: skip
+    for points in ("0", "361", "x"):
+        assert (await admin.get(f"/api/v1/history?points={points}")).status_code == 400
+
+
+async def test_a_request_that_failed_is_counted_as_such(built: Application):
+    job = Job(Demand("tiny", 10), "k", "r", (Message("user", "hi"),), Params(), 0, stream=False)
+    built.dispatcher.close(built.dispatcher.submit(job))
+    used = built.dispatcher.usage.of("k", "")
+    assert (used.requests, used.failed) == (1, 1)
+
+
+async def test_names_that_clients_make_up_make_no_rows(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, waiting=0)
+    async with client(built, made["key"]) as one:
+        for number in range(20):
+            assert (await one.post("/v1/chat/completions", json=chat(f"made-up-{number}"))).status_code == 429
+    (row,) = (await admin.get("/api/v1/keys/usage")).json()["usage"]
+    assert (row["model"], row["requests"], row["failed"]) == ("", 20, 20)
+
+
+async def test_old_usage_is_dropped(built: Application):
+    built.store.count("k", "tiny", "2020-01-01", Used(1))
+    used = built.dispatcher.usage.of("k", "tiny")
+    used.requests = 1
+    built.admin.count(built.dispatcher.usage)
+    assert [row.used.requests for row in built.store.usage] == [1]
+    assert [row.day for row in built.store.usage] > ["2020-01-01"]
+
+
+async def test_every_administrative_act_is_written_down_with_who_did_it(built: Application, admin: httpx.AsyncClient):
+    built.store.put_member(MemberRow(NodeId("n1"), "studio", "m", Hardware(), "", 1.0))
+    boss = next(iter(built.store.keys))
+    made = await make(admin)
+    await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {}})
+    await admin.delete(f"/api/v1/keys/{made['id']}")
+    await admin.delete("/api/v1/keys/nobody")
+    await admin.post("/api/v1/tokens", json={"name": "for the lab"})
+    await admin.get("/api/v1/keys")
+    acts = (await admin.get("/api/v1/audit")).json()["acts"]
+    assert [(act["actor"], act["action"], act["subject"]) for act in acts] == [
+        (boss, "create_key", f"app {made['id']}"),
+        (boss, "limit_key", made["id"]),
+        (boss, "revoke_key", made["id"]),
+        (boss, "create_token", "for the lab"),
+    ]
+    assert made["key"] not in str(acts), "no secret is written down"
+    assert (await admin.get("/api/v1/audit?last=1")).json()["acts"] == acts[-1:]
+    reader = built.admin.create_key("reader", ["infer", "metrics"], None)["key"]
+    async with client(built, reader) as one:
+        assert (await one.get("/api/v1/audit")).status_code == 403
+
+
+# requests, explained
+
+
+async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin, waiting=0)
+    async with client(built, made["key"]) as one:
+        answer = await one.post("/v1/chat/completions", json=chat(), headers={"x-request-id": "mine-1"})
+        assert answer.status_code == 429
+        assert (await one.get("/api/v1/requests/mine-1")).status_code == 403, "it shows other keys' requests"
+    told = (await admin.get("/api/v1/requests/mine-1")).json()
+    (story,) = told["requests"]
+    assert (story["outcome"], story["key"], story["model"]) == ("over_share", made["id"], "tiny")
+    (decision,) = told["decisions"]
+    assert decision["chosen"] is None
+    assert "no node of the cluster" in decision["refused"]
+    listed = (await admin.get("/api/v1/requests?last=1")).json()["requests"]
+    assert listed == told["requests"]
+    missing = await admin.get("/api/v1/requests/nobody")
+    assert missing.status_code == 404
+    assert "the newest 1000 are" in missing.json()["error"]["message"]
+    lines = (await admin.get("/api/v1/decisions")).content.splitlines()
+    assert read_line(lines[-1]).request_id == "mine-1"
+
+
+@pytest.mark.parametrize(("seconds", "decode", "tokens", "rate"), [
+    (2.5, 1.0, 21, 10.0), (0.51, 0.4, 21, 50.0), (0.51, 0.001, 21, None), (2.5, 1.0, 1, None), (2.5, 1.0, 0, None),
+])  # fmt: skip
+def test_a_requests_row_has_its_time_mac_and_speed(seconds: float, decode: float, tokens: int, rate: float | None):
+    steps = ((0.0, "sent", "mini"), (0.2, "refused: no_headroom", "mini"), (0.3, "sent", "studio"),
+             (0.5, "first token", "studio"))  # fmt: skip
+    story = Story("r", "k", "tiny", True, 100.0, seconds, "ok", "", steps, 5, 0, tokens, Timings(decode=decode))
+    row = summary(story, WallClock(lambda: 110.0))
+    assert (row["node"], row["ttft_seconds"], row["tokens_per_second"]) == ("studio", 0.5, rate)
+    assert abs(row["at"] - (time.time() - 10)) < 1
+
+
+async def test_a_request_under_way_is_explained_by_its_phase_and_steps(built: Application, admin: httpx.AsyncClient):
+    job = Job(Demand("tiny", 100), "k", "mine-2", (Message("user", "hi"),), Params(), 0, stream=True)
+    ticket = built.dispatcher.submit(job)
+    for phase, swap in (("queued", ""), ("waiting for a model swap on studio (one -> two)",) * 2):
+        ticket.swap = swap
+        (now,) = (await admin.get("/api/v1/requests/mine-2")).json()["under_way"]
+        assert (now["phase"], now["model"], [step["what"] for step in now["steps"]]) == (phase, "tiny", ["queued"])
+    built.dispatcher.close(ticket)
+    assert (await admin.get("/api/v1/requests/mine-2")).json()["under_way"] == []
+
+
+async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.AsyncClient):
+    models = tuple(a_model(name, context=4096) for name in ("qwen3", "llama"))
+    built.dispatcher.set_view(ClusterView((
+        NodeView(A, "a", "ready", models={model.name: model for model in models}),
+        NodeView(B, "b", "ready", models={"other": a_model("other")}, labels=frozenset({"lab"})),
+    )))  # fmt: skip
+    some, lab = await make(admin, models=["qwen*"]), await make(admin, "lab", labels=["lab"])
+    for key, expected in ((some, ["qwen3"]), (lab, ["other"])):
+        async with client(built, key["key"]) as one:
+            assert [model["id"] for model in (await one.get("/v1/models")).json()["data"]] == expected
+            assert [model["name"] for model in (await one.get("/api/tags")).json()["models"]] == expected
+            theirs = await one.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+            assert [model["id"] for model in theirs.json()["data"]] == expected
+            assert (await one.get("/v1/models/llama")).status_code == 404
+    async with client(built, some["key"]) as one:
+        count = await one.post("/v1/messages/count_tokens", json=chat("llama"))
+        assert count.status_code == 403
+        assert "may not use the model 'llama'" in count.json()["error"]["message"]
+
+
+# without a key
+
+
+async def test_without_a_key_nothing_is_answered_unless_it_was_allowed(built: Application):
+    async with client(built, "sk-anything") as junk:
+        assert (await junk.get("/v1/models")).status_code == 401
+        built.admin.ring.anonymous = nobody_known(0.0)
+        assert (await junk.get("/v1/models")).status_code == 200
+        assert (await junk.get("/v1/models", headers={"authorization": ""})).status_code == 200
+        assert (await junk.get("/api/v1/nodes")).status_code == 403
+        assert (await junk.post("/api/v1/keys", json={"name": "mine"})).status_code == 403
+        wrong = await junk.get("/v1/models", headers={"authorization": "Bearer mp_abcdefgh_wrong"})
+        assert wrong.status_code == 401, "a key of ours that is wrong stays wrong"
+
+
+async def test_a_second_key_of_one_name_is_refused_until_the_first_is_revoked(admin: httpx.AsyncClient):
+    first = await make(admin)
+    for name in ("app", "APP", first["id"]):
+        answer = await admin.post("/api/v1/keys", json={"name": name})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_taken")
+        assert first["id"] in answer.json()["error"]["message"]
+    assert (await admin.delete(f"/api/v1/keys/{first['id']}")).status_code == 200
+    await make(admin)
+
+
+# what lasts
+
+
+async def test_stored_keys_open_with_their_scopes_expiry_and_limits_after_a_restart(tmp_path: Path):
+    async with application(tmp_path) as first:
+        limits = KeyLimits(models=("qwen*",), concurrency=2)
+        bounded = first.admin.create_key("app", ["infer"], 3600.0, limits)
+        reader = first.admin.create_key("reader", ["metrics", "infer"], None)
+        revoked = first.admin.create_key("gone", ["admin"], None)
+        first.admin.revoke_key(revoked["id"])
+        rotated = first.admin.rotate_key(reader["id"])
+        assert first.admin.ring.check(reader["key"]) is None
+    async with application(tmp_path) as second:
+        ring = second.admin.ring
+        assert ring.check(bounded["key"]) is None, "nothing opens before the keys are loaded"
+        second.admin.load()
+        key = ring.check(bounded["key"])
+        assert key is not None
+        assert (key.name, key.scopes, key.limits) == ("app", {"infer"}, limits)
+        assert abs((key.expires or 0) - time.time() - 3600) < 60
+        assert ring.check(rotated or "") == ring.of(reader["id"])
+        assert [ring.check(text["key"]) for text in (reader, revoked)] == [None, None]
+        assert {row["name"]: row["scopes"] for row in second.admin.list_keys()["keys"]} == {
+            "app": ["infer"], "reader": ["infer", "metrics"],
+        }  # fmt: skip
+        assert ring.names() == {bounded["id"]: "app", reader["id"]: "reader"}
+
+
+async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
+    today = datetime.now(UTC).date()
+    kept, old = (today - timedelta(days=days) for days in (400, 401))
+    for day in (kept, old):
+        built.store.count("k", "tiny", day.isoformat(), Used(1))
+    used = built.dispatcher.usage.of("k", "tiny")
+    used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens = 2, 1, 30, 4, 5
+    for _ in range(2):
+        built.admin.count(built.dispatcher.usage)
+    assert [(row.key, row.model, row.day, row.used) for row in built.store.usage] == [
+        ("k", "tiny", kept.isoformat(), Used(1)), ("k", "tiny", today.isoformat(), Used(2, 1, 30, 4, 5)),
+    ]  # fmt: skip
+
+
+async def test_what_is_changed_of_a_key_is_in_the_ring_and_on_the_disk_at_once(built: Application):
+    admin, ring = built.admin, built.admin.ring
+    made = admin.create_key("app", ["infer"], None)
+    assert admin.limit_key(made["id"], KeyLimits(concurrency=3))
+    assert admin.rename_key(made["id"], "laptop")
+    assert admin.expire_key(made["id"], 60.0)
+    key, row = ring.check(made["key"]), built.store.keys[made["id"]]
+    assert key is not None
+    assert (key.name, key.limits, key.expires) == (row.name, row.limits, row.expires)
+    assert (row.name, row.limits) == ("laptop", KeyLimits(concurrency=3))
+    assert ring.limits(made["id"]) == KeyLimits(concurrency=3)
+    assert admin.revoke_key(made["id"])
+    assert ring.check(made["key"]) is None
+    assert made["id"] not in built.store.keys
+    assert not admin.revoke_key(made["id"])

@@ -1,0 +1,134 @@
+"""A restore reads what is a backup of ours, says why it uses nothing else, and is finished after it was broken off."""
+
+import hashlib
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.backup.archive import MAGIC, Member, head_of, read_manifest
+from coordinator.backup.atomic_swap import settle
+from coordinator.backup.backup import back_up
+from coordinator.backup.restore import Counts, Present, RestoreError, look, present, restore
+from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A backup without videos of a cluster with the name home."""
+    cluster(tmp_path / "home", video=False)
+    return back_up(tmp_path / "home", tmp_path / "saved").file
+
+
+def rebuilt(file: Path, name: str, content: bytes) -> Path:
+    """Make a backup whose member of this name has another content, with its digest."""
+    with file.open("rb") as opened:
+        opened.seek(len(MAGIC))
+        manifest = read_manifest(opened)
+        contents = {one.name: opened.read(one.size) for one in manifest.members} | {name: content}
+    members = tuple(Member(one, len(held), hashlib.sha256(held).hexdigest()) for one, held in contents.items())
+    made = file.with_name("rebuilt")
+    made.write_bytes(MAGIC + head_of(replace(manifest, members=members)) + b"".join(contents.values()))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"macpool backup 2\n", "newer macpool: update"), (b"macpool sealed 2\n", "newer macpool: update"),
+     (b"#!/bin/sh\n", "is no backup of macpool"), (b"", "is no backup of macpool")],
+)  # fmt: skip
+def test_a_file_that_is_no_backup_of_ours_says_what_it_is(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "b").write_bytes(content)
+    for use in (look, lambda file: restore(file, tmp_path / "state", NOW)):
+        with pytest.raises(RestoreError, match=words):
+            use(tmp_path / "b")
+
+
+def test_files_that_cannot_be_read_or_written_are_named(saved: Path, tmp_path: Path) -> None:
+    missing, taken = tmp_path / "missing", tmp_path / "file"
+    taken.touch()
+    with pytest.raises(RestoreError, match=f"{missing} cannot be read: No such file"):
+        look(missing)
+    with pytest.raises(RestoreError, match=f"{missing}: No such file"):
+        restore(missing, tmp_path / "state", NOW)
+    with pytest.raises(RestoreError, match=f"{taken} cannot be written: "):
+        restore(saved, taken, NOW)
+
+
+def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path: Path) -> None:
+    cluster(tmp_path / "lab", "lab", video=False)
+    lab = back_up(tmp_path / "lab", tmp_path / "lab.backup").file
+    with lab.open("rb") as opened:
+        opened.seek(len(MAGIC))
+        theirs = {one.name: opened.read(one.size) for one in read_manifest(opened).members}
+    for name, content, words in (
+        ("cluster.db", b"garbage" * 1000, "holds cannot be used: "),
+        ("cluster.db", theirs["cluster.db"], "its cluster.db is of another cluster than its authority"),
+        ("authority/authority.pem", theirs["authority/authority.pem"], "its authority is that of another cluster"),
+    ):
+        with pytest.raises(RestoreError, match=words):
+            restore(rebuilt(saved, name, content), tmp_path / "state", NOW)
+        assert not (tmp_path / "state" / "cluster.db").exists()
+
+
+def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -> None:
+    state, name = tmp_path / "home", shows(tmp_path / "home")[0]
+    assert present(tmp_path / "empty") is None
+    assert present(state) == Present(name, 1)
+    shutil.copytree(state, tmp_path / "without-database")
+    (tmp_path / "without-database" / "cluster.db").unlink()
+    assert present(tmp_path / "without-database") == Present(name, 0)
+    shutil.rmtree(state / "authority")
+    assert present(state) == Present("", 1)
+    with pytest.raises(RestoreError, match="holds this cluster already, after 1 starts"):
+        restore(saved, state, NOW)
+
+
+def test_a_restore_says_what_it_put_where(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "home" / "config.toml").unlink()
+    bare = back_up(tmp_path / "home", tmp_path / "bare").file
+    done = restore(bare, tmp_path / "state", NOW)
+    assert (done.counts, done.aside, done.config) == (Counts(1, 1, 1, 0), None, "")
+    assert not (tmp_path / "state" / "config.toml").exists()
+    again = restore(saved, tmp_path / "state", NOW, replace=True)
+    assert again.config == "config.toml"
+    assert again.aside is not None
+    assert (again.aside / "cluster.db").exists()
+
+
+def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, old = shows(tmp_path / "home")[0], cluster(tmp_path / "lab", "lab")
+    rename, finished, left = Path.rename, list[bool](), 0
+
+    def counted(self: Path, target: Path) -> Path:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    for renames in range(20):
+        state, left = tmp_path / f"state-{renames}", renames
+        shutil.copytree(tmp_path / "lab", state)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", counted)
+            with suppress(RestoreError):
+                restore(saved, state, NOW, replace=True)
+        broken = left < 0
+        if renames % 2:
+            settle(state)
+        else:
+            with pytest.raises(RestoreError, match="holds"):
+                restore(saved, state, NOW)
+        found = shows(state)[0]
+        assert found in (old, new)
+        finished.append(found == new)
+        if not broken:
+            break
+    assert finished == sorted(finished)
+    assert finished[-1]
+    assert len(finished) > 5

@@ -1,0 +1,85 @@
+"""`cluster backup` and `cluster restore` at the command, with their exit codes and words."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.cli import cluster as command
+from coordinator.state.database import Store
+from tests.unit.coordinator.backup.test_backup import cluster
+
+
+def run(*words: str | Path, given: str = "") -> tuple[int, str, str]:
+    done = CliRunner().invoke(command, [str(word) for word in words], input=given)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path) -> None:
+    ident, file, secret = cluster(tmp_path / "home"), tmp_path / "b", tmp_path / "secret"
+    secret.write_text("correct horse\n")
+    code, told, warned = run("backup", file, "--state", tmp_path / "home", "--passphrase-file", secret, "--artifacts")
+    assert (code, warned) == (0, ""), warned
+    assert ident in told
+    assert "/etc/cert.pem is named by the settings" in told
+    code, told, _ = run("restore", file, "--check", "--state", tmp_path / "two", "--passphrase-file", secret)
+    assert (code, "is whole" in told) == (0, True)
+    assert not (tmp_path / "two").exists()
+    code, told, _ = run("restore", file, "--state", tmp_path / "two", "--passphrase-file", "-", given="correct horse\n")
+    assert code == 0
+    for words in (
+        ident,
+        "1 members, 1 keys, 1 join tokens",
+        "next: stop the coordinator of the other machine",
+        "cluster up",
+    ):
+        assert words in told
+    assert "correct horse" not in told
+    code, told, _ = run("restore", file, "--state", tmp_path / "three", "--passphrase-file", secret, "-o", "json")
+    assert json.loads(told)["members"] == 1
+
+
+def test_what_is_refused_says_the_next_step(tmp_path: Path) -> None:
+    cluster(tmp_path / "home", video=False)
+    file, plain = tmp_path / "b", ("--state", tmp_path / "home")
+    code, _, warned = run("backup", file, *plain)
+    assert (code, "whoever reads it has the cluster" in warned) == (0, True)
+    assert run("backup", file, "--state", tmp_path / "nobody")[0] == 5
+    assert run("restore", tmp_path / "missing", "--state", tmp_path / "two")[0] == 5
+    code, _, said = run("restore", file, *plain)
+    assert (code, "--replace" in said) == (6, True)
+    running = Store(tmp_path / "home")
+    code, _, said = run("restore", file, "--replace", *plain)
+    running.close()
+    assert (code, "stop it first" in said) == (6, True)
+    assert run("restore", file, "--replace", *plain)[0] == 0
+    file.write_bytes(file.read_bytes()[:-5])
+    code, _, said = run("restore", file, "--state", tmp_path / "two")
+    assert (code, "cut off" in said) == (6, True)
+
+
+@pytest.mark.parametrize("content", ["", "\n"])
+def test_an_empty_passphrase_is_none(tmp_path: Path, content: str) -> None:
+    cluster(tmp_path / "home", video=False)
+    secret = tmp_path / "secret"
+    secret.write_text(content)
+    code, _, said = run("backup", tmp_path / "b", "--state", tmp_path / "home", "--passphrase-file", secret)
+    assert (code, "empty" in said) == (4, True)
+    assert run("backup", tmp_path / "b", "--state", tmp_path / "home", "--encrypt")[0] == 2, "no terminal, no prompt"
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_link_in_the_state_folder_leads_nowhere(tmp_path: Path) -> None:
+    cluster(tmp_path / "home", video=False)
+    run("backup", tmp_path / "b", "--state", tmp_path / "home")
+    outside, two = tmp_path / "outside", tmp_path / "two"
+    outside.mkdir(mode=0o755)
+    (outside / "precious").write_text("all of it")
+    two.mkdir()
+    (two / "restoring").symlink_to(outside)
+    (two / "authority").symlink_to(outside)
+    assert run("restore", tmp_path / "b", "--state", two)[0] == 0
+    assert [one.name for one in outside.iterdir()] == ["precious"]
+    assert (outside.stat().st_mode & 0o777) == 0o755
+    assert not (two / "authority").is_symlink()

@@ -1,0 +1,64 @@
+"""How a token gets to a new Mac: through a pipe or a file, never as an argument that every user of it could read."""
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import coordinator.cli.commands.join as verbs
+from coordinator.cli import cluster
+from coordinator.joining.join_tokens import join_line
+
+TOKEN = "mpj1.pin.id.secret"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
+    """Return the arguments of the node that was started, and what it read from its descriptor."""
+    found: list[tuple[list[str], str]] = []
+
+    def execute(_: str, arguments: list[str]) -> None:
+        descriptor = int(arguments[arguments.index("--token-fd") + 1])
+        found.append((arguments, os.read(descriptor, 1000).decode()))
+        os.close(descriptor)
+
+    monkeypatch.setattr(verbs.os, "execv", execute)
+    return found
+
+
+def test_a_token_as_an_argument_is_refused_with_the_line_to_use(started: list[tuple[list[str], str]]) -> None:
+    refused = CliRunner().invoke(cluster, ["join", "127.0.0.1:8081", "--token", TOKEN])
+    assert refused.exit_code == 2
+    assert "echo TOKEN | cluster join URL --token-file -" in " ".join(refused.output.split())
+    assert TOKEN not in refused.output
+    assert not started
+
+
+@pytest.mark.parametrize("how", ["file", "pipe"])
+def test_a_token_comes_from_a_file_or_a_pipe(how: str, tmp_path: Path, started: list[tuple[list[str], str]]) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    source = str(tmp_path / "token") if how == "file" else "-"
+    CliRunner().invoke(cluster, ["join", "127.0.0.1:8081", "--token-file", source], input=f"{TOKEN}\n")
+    ((arguments, read),) = started
+    assert read.strip() == TOKEN
+    assert not any("secret" in argument for argument in arguments)
+
+
+def test_the_printed_line_gives_the_token_to_a_pipe() -> None:
+    line = join_line("macpool://10.0.0.1:8081", TOKEN)
+    echo, _, command = line.partition(" | ")
+    assert echo == f"echo {TOKEN}"
+    assert command == "cluster join macpool://10.0.0.1:8081 --token-file -"
+
+
+@pytest.mark.parametrize("url", ["https://studio.local:8080", "https://studio.local:8080/v1", "http://studio.local"])
+def test_the_endpoint_of_programs_is_refused_with_the_line_to_use(
+    url: str, started: list[tuple[list[str], str]]
+) -> None:
+    refused = CliRunner().invoke(cluster, ["join", url])
+    assert refused.exit_code == 2
+    text = " ".join(refused.output.split())
+    assert "cluster join macpool://studio.local:8081 --token-file FILE" in text
+    assert "`cluster token create` on the coordinator prints the whole line" in text
+    assert not started

@@ -1,0 +1,190 @@
+"""`cluster models`, `load` and `unload` as a person sees them, against a server that says what a coordinator would."""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from coordinator.cli import cluster
+from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
+from router.errors import Problem, failed, from_refused
+from tests.support.processes import CLI, environment
+from wire.refusals import Code, Numbers, Refused
+from wire.units import GIB
+
+
+class Server:
+    """Answers every request alike, once it may; keeps what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answer: dict[str, Any] | Problem = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.may = threading.Event()
+        self.may.set()
+        told = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                length = int(self.headers.get("content-length", 0))
+                told.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
+                told.may.wait(20)
+                problem = told.answer if isinstance(told.answer, Problem) else None
+                body = problem.body("r") if problem else json.dumps(told.answer).encode()
+                self.send_response(problem.status if problem else 200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.key = folder / "key"
+        self.key.write_text("mp_a_b")
+        self.options = ["--url", f"http://127.0.0.1:{self.http.server_port}", "--key-file", str(self.key)]
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def run(self, *words: str) -> Result:
+        return CliRunner().invoke(cluster, [*words, *self.options])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def row(
+    name: str, model: str = "loaded", cause: str = "", state: str = "ready", progress: float = 0.0
+) -> dict[str, object]:
+    return {"id": name, "name": name, "state": state, "model": model, "cause": cause, "progress": progress}
+
+
+def test_models_names_the_nodes_that_hold_different_models(server: Server):
+    nodes = [
+        {**row("studio"), "fingerprint": "abcdef0123456789"},
+        {**row("mini"), "fingerprint": "fedcba9876543210"},
+        {**row("gone", state="left"), "fingerprint": "0000"},
+        {**row("old", "failed", "truncated"), "fingerprint": ""},
+    ]
+    one = {"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096, "fingerprint": "fedcba9876543210"}
+    server.answer = {"models": [{**one, "conflict": True}, {**one, "name": "same", "conflict": False}]}
+    text = server.run("models").output
+    assert "a/b is not the same model everywhere: fedcba98 (served) on mini; abcdef01 on studio. New requests" in text
+    assert "same is not the same" not in text
+
+
+def test_models_says_how_every_node_stands_to_each(server: Server):
+    nodes = [
+        row("studio"),
+        row("mini", "loading", progress=0.426),
+        row("air", "known", state="lost"),
+        row("old", "failed", "truncated"),
+    ]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    text = server.run("models").output
+    assert "studio, mini (loading, 43%)  " in text
+    assert "air" not in text
+    wide = server.run("models", "-o", "wide").output
+    assert "studio, mini (loading, 43%), air (not loaded) lost, old (cannot load)" in wide
+    assert "old cannot load a/b: truncated" in text
+    assert "4.0 GiB" in text
+    assert "prefill" not in wide, "a coordinator of before says no speeds"
+
+
+def test_models_says_how_fast_a_node_is(server: Server):
+    nodes = [
+        row("studio") | {"prefill_speed": 1234.5, "decode_speed": 61.2},
+        row("air", "known") | {"prefill_speed": 300.0, "decode_speed": 20.0},
+    ]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    text = server.run("model", "show", "A/B").output
+    assert "a/b on studio: prefill 1,234 tokens/s, decode 61 tokens/s for one request\n" in text
+    assert "prefill" not in server.run("models").output
+    assert "a/b on air" not in text, "nothing is loaded there"
+
+
+def test_load_says_where_and_how_long(server: Server):
+    server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 12.34, "already": False}}
+    assert server.run("model", "load", "a/b").output == "a/b loaded on studio in 12.3 s\n"
+    assert server.asked == [("/api/v1/models/load", {"model": "a/b", "node": None})]
+    server.answer["node"]["already"] = True
+    assert server.run("model", "load", "a/b", "--node", "studio").output == "a/b is loaded on studio already\n"
+    assert server.asked[1][1]["node"] == "studio"
+
+
+def test_unload_says_where(server: Server):
+    nodes = [{"id": name, "name": name, "seconds": 0.2, "already": False} for name in ("one", "two")]
+    server.answer = {"model": "a/b", "nodes": nodes}
+    result = server.run("model", "unload", "a/b")
+    assert result.output == "a/b unloaded on one in 0.2 s\na/b unloaded on two in 0.2 s\n"
+    assert server.asked == [("/api/v1/models/unload", {"model": "a/b", "node": None})]
+
+
+MEASURED = {"max_context": 5000, "max_batch": 7, "kv_per_token": 2048, "transient": GIB, "residual": 0, "covered": 512}
+TOLD = "rows of up to 5000 tokens, 7 usual ones at once; 2.0 KiB a token, 1.0 GiB for a forward, residual 0.0 MiB"
+
+
+def test_profile_says_what_was_found_and_models_shows_it(server: Server):
+    found = {"id": "n", "name": "studio", "seconds": 61.0, "already": False, "measured": MEASURED}
+    server.answer = {"model": "a/b", "nodes": [found]}
+    assert server.run("model", "profile", "a/b").output == f"a/b measured on studio in 61.0 s: {TOLD}\n"
+    assert server.asked == [("/api/v1/models/profile", {"model": "a/b", "node": None})]
+    nodes = [{**row("studio"), "measured": MEASURED}]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    assert f"a/b on studio: {TOLD}" in server.run("models", "-o", "wide").output
+
+
+ENDS = [
+    (from_refused(Refused(Code.NO_ROOM, "needs 5 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
+    (from_refused(Refused(Code.TOO_LARGE, "needs 50 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
+    (from_refused(Refused(Code.IN_USE, "2 requests")), REFUSED),
+    (from_refused(Refused(Code.NO_MODEL, "no such model")), NOT_FOUND),
+    (from_refused(Refused(Code.LOAD_FAILED, "truncated")), 1),
+    (failed("node_lost", "studio was lost"), 1),
+    (failed("order_timeout", "nothing for 3600 s"), TIMED_OUT),
+]
+
+
+@pytest.mark.parametrize(("problem", "code"), ENDS)
+@pytest.mark.parametrize("verb", ["load", "unload", "profile"])
+def test_what_goes_wrong_is_told_with_its_numbers_and_exit_code(server: Server, verb: str, problem: Problem, code: int):
+    server.answer = problem
+    result = server.run("model", verb, "a/b")
+    assert result.exit_code == code
+    assert problem.message in result.output
+    assert ("estimate 5.0 GiB, headroom 1.0 GiB" in result.output) == (problem.memory is not None)
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_that_it_lasts_and_a_pipe_does_not(server: Server, tmp_path: Path):
+    server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 1.5, "already": False}}
+    server.may.clear()
+    ours, theirs = os.openpty()
+    command = [*CLI, "model", "load", "a/b", *server.options]
+    terminal = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment(**terminal), cwd=tmp_path
+    ) as load:
+        os.close(theirs)
+        seen = b""
+        while b"loading a/b" not in seen:
+            seen += os.read(ours, 4096)
+        server.may.set()
+        assert load.stdout is not None
+        assert load.stdout.read() == "a/b loaded on studio in 1.5 s\n"
+    assert load.returncode == 0
+    os.close(ours)
+    assert server.run("model", "load", "a/b").stderr == ""

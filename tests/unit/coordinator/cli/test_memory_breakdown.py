@@ -1,0 +1,104 @@
+"""What a person reads of a node's memory, from what the registry makes of a report."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from coordinator.cli.commands import nodes as verbs
+from coordinator.cli.memory_breakdown import arithmetic, guard_of
+from coordinator.client import api_client
+from coordinator.observe.node_rows import dangers_of, enforcement_row
+from router.placement.cluster_view import NodeView
+from wire.identity import NodeId
+from wire.report import Enforcement, Level, Memory
+from wire.units import GIB, MIB
+
+
+def node(**changes: Any) -> dict[str, Any]:
+    """A node as the API gives it: 96 GiB of which Metal decides, 12 kept, 60 in use, 4 promised."""
+    enforcement = enforcement_row(Enforcement(Level.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1))
+    return {
+        "name": "studio", "cap": 96 * GIB, "ceiling": 90 * GIB, "margin": 12 * GIB, "phys": 58 * GIB,
+        "active": 57 * GIB, "recent": 60 * GIB, "current": 60 * GIB, "reserved": 4 * GIB, "headroom": 14 * GIB,
+        "leases": 6 * GIB, "base": 300 * MIB, "cache": 256 * MIB, "peak": 61 * GIB, "canary": 256 * MIB,
+        "cap_bound_by": "metal",
+        "bound_by": "leases", "tier": "balanced", "remedy": "wait for the video job", "source": "phys_footprint",
+        "age": 0.25, "guard": True, "gate_armed": True, "enforcement": enforcement,
+        "system_memory": {"available": 31 * GIB, "pressure": "warn", "worker": 5 * GIB, "source": "vm_statistics64",
+                          "age": 0.5},
+        "engine": {"restarts": 3, "wired": 54 * GIB,
+                   "counts": {"checks": 10, "refusals": 4, "sheds": 2, "evictions": 1}},
+    } | changes  # fmt: skip
+
+
+def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
+    assert arithmetic(node()) == [
+        "cap       96.0 GiB, decided by metal, tier balanced",
+        "ceiling   90.0 GiB, decided by leases; leases 6.0 GiB",
+        "remedy    wait for the video job",
+        "current   60.0 GiB = highest of phys 58.0 GiB, active 57.0 GiB, recent 60.0 GiB; phys_footprint, 0.2 s old",
+        "headroom  14.0 GiB = ceiling 90.0 GiB − margin 12.0 GiB − current 60.0 GiB − reserved 4.0 GiB",
+        "guard     armed; level over soft; engine from outside 59.0 GiB, at most 70.0 GiB ever",
+        "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB; last reserve 256.0 MiB; wired 54.0 GiB",
+        "system    available 31.0 GiB, pressure warn, video worker 5.0 GiB; vm_statistics64, 0.5 s old",
+        "counts    10 checks, 4 refusals, 2 sheds, 1 evictions, 2 times over the cap, 1 engine kills, 3 restarts",
+    ]
+
+
+def test_what_is_unknown_is_shown_as_unknown():
+    lines = arithmetic(node(phys=None, current=None, headroom=None, source=""))
+    assert any("phys -" in line and "no source" in line for line in lines)
+    assert any(line.startswith("headroom  - =") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({}, "armed"), ({"guard": False}, "OFF"), ({"margin": 0}, "no margin"), ({"gate_armed": False}, "not armed"),
+     ({"cap": 0}, "-")],
+)  # fmt: skip
+def test_a_guard_in_a_word(changes: dict[str, Any], word: str):
+    assert guard_of(node(**changes)) == word
+
+
+def view(memory: Memory, enforcement: Enforcement) -> NodeView:
+    return NodeView(NodeId("n1"), "studio", "ready", memory=memory, enforcement=enforcement)
+
+
+def test_a_weakened_guard_is_told_in_the_nodes_words_and_by_the_facts_where_it_has_none():
+    off = Memory(cap=8 * GIB, guard=False, margin=0)
+    told = ("memory.guard is off: it may panic", "memory.margin is 0: a spike", "the cap is above the Metal limit")
+    assert dangers_of(view(off, Enforcement(warnings=told))) == list(told)
+    silent = dangers_of(view(off, Enforcement()))
+    assert [text.split(",")[0] for text in silent] == ["memory.guard is off", "memory.margin is 0"]
+    assert dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
+    assert dangers_of(view(Memory(), Enforcement())) == [], "a node that has said nothing yet"
+
+
+def test_a_node_over_its_cap_is_a_danger():
+    (text,) = dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(Level.OVER_HARD)))
+    assert "over its cap of 8.0 GiB" in text
+
+
+def status(**fields: Any) -> dict[str, Any]:
+    return {
+        "cluster": {"name": "home", "id": "c"}, "uptime_seconds": 1.0, "base_url": "u", "nodes": {}, "models": [],
+        "in_flight": 0, "queued": 0, "warnings": ["far: it is slow", "near: memory.guard is off"], **fields,
+    }  # fmt: skip
+
+
+def test_status_shows_dangers_in_red_and_other_warnings_in_yellow(monkeypatch: pytest.MonkeyPatch):
+    lines: list[tuple[str, str | None]] = []
+    monkeypatch.setattr("click.secho", lambda text, fg=None: lines.append((text, fg)))
+    verbs.print_status(status(dangers=["near: memory.guard is off"]))
+    assert lines == [("warning   far: it is slow", "yellow"), ("warning   near: memory.guard is off", "red")]
+
+
+def test_alarming_cells_of_a_table_are_red(monkeypatch: pytest.MonkeyPatch):
+    out = io.StringIO()
+    colours = Console(file=out, force_terminal=True, color_system="standard", width=80)
+    monkeypatch.setattr("rich.console.Console", lambda **_: colours)
+    api_client.table(("GUARD",), [("OFF",), ("armed",)], alarming={"OFF"})
+    assert "\x1b[1;31mOFF" in out.getvalue()
+    assert "31marmed" not in out.getvalue()

@@ -1,0 +1,281 @@
+"""Members over the real cluster port: what people decide about them lasts, and who is removed stays out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.cluster.registry import LINKED_SECONDS
+from node.agent.identity import Identity, install, new_csr
+from router.placement.place import Demand, NoPlacement, Placement
+from tests.support.cluster_port import Port, a_report, hello, opened, the_no
+from tests.support.enrolment import HARDWARE
+from wire.certificate import LEAF_LIFE, read_certificate
+from wire.frames import Goodbye, Pause, Renew, Renewed, Welcome
+from wire.report import Sharing
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+async def ready(port: Port, who: Identity) -> None:
+    await port.link(who)
+    await port.until(lambda: port.state(who) == "ready")
+
+
+def placed(port: Port) -> Placement | NoPlacement:
+    return port.application.dispatcher.preview(Demand("tiny", 100))
+
+
+# what lasts
+
+
+async def test_a_cordoned_node_stays_cordoned_after_a_restart_until_it_is_uncordoned(tmp_path: Path):
+    async with opened(tmp_path) as port:
+        one, two = port.member("one"), port.member("two")
+        port.application.registry.cordon(one.node, on=True)
+        await port.application.store.flush()
+    async with opened(tmp_path) as port:
+        registry = port.application.registry
+        assert {node.id: node.cordoned for node in registry.view().nodes} == {one.node: True, two.node: False}
+        await ready(port, one)
+        assert isinstance(placed(port), NoPlacement), "it is linked and ready, and gets nothing"
+        assert (await port.get(f"/api/v1/nodes/{one.node}"))["node"]["cordoned"] is True
+        registry.cordon(one.node, on=False)
+        assert isinstance(placed(port), Placement)
+        await port.application.store.flush()
+    async with opened(tmp_path) as port:
+        assert not any(node.cordoned for node in port.application.registry.view().nodes)
+
+
+async def test_labels_and_the_permission_for_videos_last_and_are_seen_at_once(tmp_path: Path):
+    async with opened(tmp_path) as port:
+        who, registry = port.member("one"), port.application.registry
+        for labels, allowed in ((("lab", "fast"), True), (("slow",), False), (("slow",), True)):
+            registry.label(who.node, labels)
+            seen = registry.view().node(who.node)
+            assert seen is not None
+            assert seen.labels == frozenset(labels)
+            registry.allow_video(who.node, on=allowed)
+            seen = registry.view().node(who.node)
+            assert seen is not None
+            assert seen.video_allowed is allowed
+    async with opened(tmp_path) as port:
+        registry = port.application.registry
+        seen = registry.view().node(who.node)
+        assert seen is not None
+        assert (seen.labels, seen.video_allowed) == (frozenset({"slow"}), True)
+        registry.allow_video(who.node, on=False)
+        seen = registry.view().node(who.node)
+        assert seen is not None
+        assert not seen.video_allowed
+    async with opened(tmp_path) as port:
+        assert not port.application.store.members[who.node].video
+
+
+async def test_a_removed_nodes_link_ends_with_the_reason_and_it_stays_out_after_a_restart(tmp_path: Path):
+    async with opened(tmp_path) as port:
+        who, other = port.member("one"), port.member("two")
+        line, kept = await port.link(who), await port.link(other)
+        await port.until(lambda: port.state(who) == port.state(other) == "ready")
+        port.application.registry.remove(who.node)
+        denied = the_no(await line.ended())
+        assert (denied.reason, denied.final) == ("removed", True)
+        assert "removed from the cluster by an administrator" in denied.message
+        await port.until(lambda: port.application.registry.links.open() == 1)
+        kept.send(a_report(2))
+        assert port.state(other) == "ready"
+        assert port.application.store.members[who.node].removed == pytest.approx(time.time(), abs=60)
+        again = await port.dial(who)
+        again.send(hello(who))
+        assert the_no(await again.ended()).reason == "removed"
+        await port.application.store.flush()
+    async with opened(tmp_path) as port:
+        assert [node.id for node in port.application.registry.view().nodes] == [other.node]
+        assert port.application.store.denied(who.node, "")
+        late = await port.dial(who)
+        late.send(hello(who))
+        assert the_no(await late.ended()).reason == "removed"
+
+
+async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_stays(port: Port):
+    leaves, sleeps, stops = (port.member(name) for name in ("leaves", "sleeps", "stops"))
+    for who, reason, state in ((leaves, "leave", "left"), (sleeps, "asleep", "asleep"), (stops, "stopping", "lost")):
+        line = await port.link(who)
+        await port.until(lambda who=who: port.state(who) == "ready")
+        line.send(Goodbye(reason))
+        await port.until(lambda who=who, state=state: port.state(who) == state)
+    store = port.application.store
+    assert [store.denied(who.node, "") for who in (leaves, sleeps, stops)] == [True, False, False]
+    assert store.members[leaves.node].removed is not None
+    assert [store.members[who.node].removed for who in (sleeps, stops)] == [None, None]
+    await ready(port, sleeps)
+    await ready(port, stops)
+
+
+# greeting
+
+
+async def test_welcome_tells_the_cluster_its_epoch_generation_and_addresses(port: Port):
+    registry, who = port.application.registry, port.member("one")
+    registry.addresses = ("10.0.0.5:8081", "studio.local:8081")
+    line = await port.dial(who)
+    line.send(hello(who))
+    welcome = await line.until(Welcome)
+    authority = port.application.authority
+    assert (welcome.epoch, welcome.cluster, welcome.cluster_name) == (1, authority.cluster, "home")
+    assert (welcome.version, welcome.addresses) == ("0", registry.addresses)
+    assert abs(welcome.time - time.time()) < 60
+    assert welcome.generation == 0
+    assert authority.sealed(0, welcome.seal)
+
+
+async def test_a_link_tells_hardware_version_and_protocol(port: Port):
+    who = port.member("one")
+    new = replace(HARDWARE, chip="M9 Ultra", memory=1 << 40)
+    line = await port.link(who, hardware=new, version="9.8.7")
+    await port.until(lambda: port.state(who) == "ready")
+    assert port.application.store.members[who.node].hardware == new
+    row = (await port.get(f"/api/v1/nodes/{who.node}"))["node"]
+    assert (row["chip"], row["memory"], row["version"]) == ("M9 Ultra", 1 << 40, "9.8.7")
+    assert 0 <= row["heard_seconds"] < 30
+    assert row["protocol"] == hello(who).protocol
+    line.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"machine": "another"}, "cloned"), ({"node": "node-2"}, "identity"), ({"protocol": 0}, "protocol")],
+)
+async def test_a_hello_that_does_not_fit_its_certificate_is_denied_for_good(
+    port: Port, changes: dict[str, object], reason: str
+):
+    who, _ = port.member("one"), port.member("two")
+    line = await port.dial(who)
+    line.send(hello(who, **changes))
+    denied = the_no(await line.ended())
+    assert (denied.reason, denied.final) == (reason, True)
+    assert port.application.registry.links.open() == 0
+
+
+async def test_a_second_process_waits_as_long_as_the_first_one_reports(port: Port):
+    who = port.member("one")
+    await ready(port, who)
+    copy = await port.dial(who)
+    copy.send(hello(who, instance="of a copied disk"))
+    denied = the_no(await copy.ended())
+    assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, LINKED_SECONDS)
+    assert "one is linked now by another process, from 127.0.0.1" in denied.message
+    assert port.state(who) == "ready"
+    same = await port.dial(who)
+    same.send(hello(who))
+    assert isinstance(await same.until(Welcome), Welcome), "a process that lost its link makes another"
+
+
+async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    who = port.member("one")
+    await ready(port, who)
+    monkeypatch.setattr("coordinator.cluster.registry.LINKED_SECONDS", 0.0)
+    other = await port.dial(who)
+    other.send(hello(who, instance="restarted"))
+    assert isinstance(await other.until(Welcome), Welcome)
+
+
+# renewal
+
+
+async def test_a_renewed_certificate_is_for_the_same_node_the_new_key_and_a_whole_life(port: Port):
+    who = port.member("one")
+    line = await port.link(who)
+    line.send(Renew(new_csr(who)))
+    renewed = await line.until(Renewed)
+    made = read_certificate(renewed.certificate)
+    assert (made.uri, made.name) == (read_certificate(who.certificate).uri, "one")
+    assert abs(made.expires - time.time() - LEAF_LIFE) < 120
+    assert port.application.store.members[who.node].serial == made.serial
+    assert made.serial != read_certificate(who.certificate).serial
+    after = install(who, renewed.certificate)
+    second = await port.dial(after)
+    second.send(hello(after, takeover=True))
+    assert (await second.until(Welcome)).cluster == port.application.authority.cluster
+
+
+async def test_a_renewal_that_cannot_be_signed_ends_that_link_and_keeps_the_certificate(port: Port):
+    who = port.member("one")
+    serial = port.application.store.members[who.node].serial
+    line = await port.link(who)
+    line.send(Renew(b"junk"))
+    assert the_no(await line.ended()).reason == "bad_request"
+    assert port.application.store.members[who.node].serial == serial
+    await ready(port, who)
+
+
+# what people ask
+
+
+async def test_a_member_is_found_by_id_and_by_name_and_the_one_that_is_here_first(port: Port):
+    registry = port.application.registry
+    old = port.member("studio")
+    registry.remove(old.node)
+    new = port.member("studio")
+    assert registry.find("studio") == new.node
+    assert registry.find(str(old.node)) == old.node
+    assert registry.find(str(new.node)) == new.node
+    assert registry.find("nothing") is None
+
+
+async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port, monkeypatch: pytest.MonkeyPatch):
+    registry, who = port.application.registry, port.member("one")
+    with pytest.raises(LookupError, match="it has not reported yet"):
+        await registry.pause(who.node, 60.0, "boss")
+    line = await port.link(who, a_report(sharing=Sharing("always")))
+    await port.until(lambda: port.state(who) == "ready")
+    pausing = asyncio.create_task(registry.pause(who.node, 60.0, "boss"))
+    assert await line.until(Pause) == Pause(60.0, "boss")
+    paused = Sharing("always", paused=True, why="paused by boss", until=time.time() + 60, by_hand=True)
+    line.send(a_report(2, sharing=paused, draining=True))
+    assert await pausing == paused
+    await port.until(lambda: port.state(who) == "paused")
+    assert isinstance(placed(port), NoPlacement)
+    resuming = asyncio.create_task(registry.pause(who.node, 0.0, "boss"))
+    assert await line.until(Pause) == Pause(0.0, "boss")
+    line.send(a_report(3, sharing=Sharing("always")))
+    assert await resuming == Sharing("always")
+    await port.until(lambda: port.state(who) == "ready")
+    assert isinstance(placed(port), Placement)
+    monkeypatch.setattr("coordinator.cluster.registry.PAUSE_SECONDS", 0.05)
+    assert await registry.pause(who.node, None, "boss") is None, "its report does not say so"
+    assert await registry.pause(who.node, 0.0, "boss") == Sharing("always")
+    line.close()
+    await port.until(lambda: port.state(who) == "lost")
+    with pytest.raises(LookupError, match="it is not linked"):
+        await registry.pause(who.node, 60.0, "boss")
+
+
+async def test_warnings_name_their_node_and_a_silent_half_of_the_pool(port: Port):
+    registry = port.application.registry
+    lines = {name: await port.link(port.member(name)) for name in ("a", "b", "c", "d")}
+    await port.until(lambda: registry.states()["ready"] == 4)
+    assert registry.warnings() == []
+    hung = a_report(2)
+    lines["a"].send(replace(hung, engine=replace(hung.engine, state="hung", cause="no step for 60 s")))
+    await port.until(registry.warnings)
+    assert registry.warnings() == ["a: its engine is hung: no step for 60 s"]
+    assert registry.dangers() == []
+    off = replace(hung.memory, guard=False)
+    lines["b"].send(a_report(2, memory=off))
+    await port.until(registry.dangers)
+    assert registry.dangers() == ["b: memory.guard is off, so nothing keeps it under its cap"]
+    for name in ("a", "b"):
+        lines[name].close()
+    await port.until(lambda: registry.states()["lost"] == 2)
+    assert registry.warnings() == ["half of the nodes fell silent at once: look at this machine's own network first"]
+    assert registry.dangers() == []

@@ -1,0 +1,222 @@
+"""Loading over the API: a whole coordinator, and nodes on real links that answer what a test wants."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from node.agent.identity import Identity
+from tests.support.cluster_port import Line, Port, a_report, opened
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.frames import Failed, Finished, Load, Profile, Refusal, Report, Unload
+from wire.refusals import Code, Numbers, Refused
+from wire.report import Model
+from wire.units import GIB
+
+BIG = "publisher/big-model"
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+def big(**changes: object) -> Model:
+    return a_model(BIG, **({"loaded": False, "weights": 4 * GIB} | changes))
+
+
+def report(*models: Model, room: int = 8 * GIB) -> Report:
+    return a_report(models=models, memory=a_memory(room))
+
+
+async def node(port: Port, name: str, *models: Model, room: int = 8 * GIB) -> tuple[Identity, Line]:
+    who = port.member(name)
+    line = await port.link(who, report(*models, room=room))
+    await port.until(lambda: port.state(who) == "ready")
+    return who, line
+
+
+async def ask(port: Port, verb: str, node: str | None = None, model: str = BIG) -> asyncio.Task[httpx.Response]:
+    async def call() -> httpx.Response:
+        async with port.client("admin") as client:
+            return await client.post(f"/api/v1/models/{verb}", json={"model": model, "node": node})
+
+    return asyncio.create_task(call())
+
+
+def error(answer: httpx.Response) -> dict[str, Any]:
+    return answer.json()["error"]
+
+
+async def test_a_model_is_loaded_where_it_fits_and_the_answer_says_where(port: Port):
+    await node(port, "mini", big(), room=1 * GIB)
+    _, studio = await node(port, "studio", big())
+    asking = await ask(port, "load")
+    load = await studio.until(Load)
+    assert load.model == BIG
+    assert not asking.done()
+    studio.send(Finished(load.request, (), 0, 0))
+    answer = await asking
+    assert answer.status_code == 200
+    found = answer.json()
+    assert (found["model"], found["node"]["name"], found["node"]["already"]) == (BIG, "studio", False)
+    assert found["node"]["seconds"] >= 0
+
+
+async def test_a_model_that_is_loaded_already_is_said_to_be(port: Port):
+    await node(port, "studio", big(loaded=True))
+    for where in (None, "studio"):
+        answer = await (await ask(port, "load", where))
+        assert answer.json()["node"]["already"] is True
+
+
+async def test_a_node_that_refuses_is_followed_by_the_next_and_the_refusal_keeps_its_numbers(port: Port):
+    _, first = await node(port, "first", big(load_seconds=1.0))
+    _, second = await node(port, "second", big(load_seconds=90.0))
+    asking = await ask(port, "load")
+    for line in (first, second):
+        load = await line.until(Load)
+        line.send(Refusal(load.request, Refused(Code.NO_ROOM, "needs 4.0 GiB", Numbers(headroom=5, margin=7))))
+    answer = await asking
+    assert answer.status_code == 503
+    assert error(answer)["message"] == "first: needs 4.0 GiB; second: needs 4.0 GiB"
+    assert error(answer)["memory"]["headroom"] == 5
+
+
+async def test_a_named_node_is_asked_even_for_what_it_has_not_reported(port: Port):
+    _, studio = await node(port, "studio")
+    asking = await ask(port, "load", "studio")
+    load = await studio.until(Load)
+    studio.send(Refusal(load.request, Refused(Code.LOAD_FAILED, f"{BIG} cannot be loaded: truncated")))
+    answer = await asking
+    assert answer.status_code == 500
+    assert error(answer)["code"] == "model_load_failed"
+    assert "retry-after" not in answer.headers
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_cordoned_node_is_refused_for_a_load_and_not_for_an_unload(port: Port):
+    who, studio = await node(port, "studio", big())
+    port.application.registry.cordon(who.node, on=True)
+    for where in ("studio", None):
+        answer = await (await ask(port, "load", where))
+        assert answer.status_code == 503
+        assert "studio is cordoned" in error(answer)["message"]
+    asking = await ask(port, "unload", "studio")
+    unload = await studio.until(Unload)
+    studio.send(Finished(unload.request, (), 0, 0))
+    assert (await asking).status_code == 200
+
+
+async def test_a_node_that_is_lost_during_a_load_is_an_error(port: Port):
+    _, studio = await node(port, "studio", big())
+    asking = await ask(port, "load")
+    await studio.until(Load)
+    studio.close()
+    answer = await asking
+    assert (answer.status_code, error(answer)["code"]) == (502, "node_lost")
+    assert f"studio was lost while it loaded {BIG}" in error(answer)["message"]
+
+
+async def test_an_engine_that_dies_in_a_load_is_an_error_and_no_other_node_is_asked(port: Port):
+    _, studio = await node(port, "studio", big())
+    await node(port, "other", big(load_seconds=500.0))
+    asking = await ask(port, "load")
+    load = await studio.until(Load)
+    studio.send(Failed(load.request, "engine_lost", "the engine process ended by SIGABRT"))
+    answer = await asking
+    assert (answer.status_code, error(answer)["code"]) == (500, "engine_crashed")
+    assert "the engine of studio died while it loaded" in error(answer)["message"]
+    assert "SIGABRT" in error(answer)["message"]
+
+
+async def test_a_model_is_unloaded_wherever_it_is_loaded(port: Port):
+    _, one = await node(port, "one", big(loaded=True))
+    _, two = await node(port, "two", big(loaded=True))
+    await node(port, "three", big())
+    asking = await ask(port, "unload")
+    for line in (one, two):
+        unload = await line.until(Unload)
+        line.send(Finished(unload.request, (), 0, 0))
+    assert sorted(row["name"] for row in (await asking).json()["nodes"]) == ["one", "two"]
+
+
+async def test_a_model_in_use_stays_and_what_was_done_elsewhere_is_said(port: Port):
+    _, one = await node(port, "one", big(loaded=True))
+    _, two = await node(port, "two", big(loaded=True))
+    asking = await ask(port, "unload")
+    unload = await one.until(Unload)
+    one.send(Refusal(unload.request, Refused(Code.IN_USE, "it has 2 requests here")))
+    unload = await two.until(Unload)
+    two.send(Finished(unload.request, (), 0, 0))
+    answer = await asking
+    assert (answer.status_code, error(answer)["code"]) == (409, "model_in_use")
+    assert error(answer)["message"] == "one: it has 2 requests here; unloaded on two"
+
+
+@pytest.mark.parametrize(("verb", "where", "model", "status", "code"), [
+    ("load", None, "nothing", 404, "model_not_found"),
+    ("unload", None, BIG, 404, "model_not_found"),
+    ("load", "nowhere", BIG, 404, "node_not_found"),
+    ("load", None, "a\nb", 400, "invalid_request"),
+])  # fmt: skip
+async def test_what_cannot_be_is_said_at_once(
+    port: Port, verb: str, where: str | None, model: str, status: int, code: str
+):
+    await node(port, "studio", big())
+    answer = await (await ask(port, verb, where, model))
+    assert (answer.status_code, error(answer)["code"]) == (status, code)
+
+
+async def test_the_list_says_how_every_node_stands_to_a_model(port: Port):
+    await node(port, "has", big(loaded=True))
+    await node(port, "loads", big(loading=True))
+    await node(port, "knows", big())
+    broken, _ = await node(port, "broken", big(cause="truncated"), a_model("gone", loaded=False, cause="no template"))
+    rows = {row["name"]: row for row in (await port.get("/api/v1/models"))["models"]}
+    found = {one["name"]: (one["model"], one["cause"], one["state"]) for one in rows[BIG]["nodes"]}
+    assert found == {
+        "has": ("loaded", "", "ready"), "loads": ("loading", "", "ready"), "knows": ("known", "", "ready"),
+        "broken": ("failed", "truncated", "ready"),
+    }  # fmt: skip
+    speeds = {(one["prefill_speed"], one["decode_speed"]) for one in rows[BIG]["nodes"]}
+    assert speeds == {(round(big().prefill_speed, 1), round(big().decode_speed, 1))}
+    inspected = (await port.get(f"/api/v1/nodes/{broken.node}"))["node"]["models"]
+    assert [(one["name"], one["model"], one["cause"]) for one in inspected] == [
+        ("gone", "failed", "no template"), (BIG, "failed", "truncated"),
+    ]  # fmt: skip
+    assert [one["id"] for one in (await port.get("/v1/models"))["data"]] == [BIG]
+    async with port.client("infer") as client:
+        assert "no template" in (await client.get("/v1/models/gone")).json()["error"]["message"]
+
+
+async def test_a_model_is_measured_wherever_it_is_loaded_and_the_answer_says_what_was_found(port: Port):
+    _, one = await node(port, "one", big(loaded=True))
+    await node(port, "two", big())
+    asking = await ask(port, "profile")
+    order = await one.until(Profile)
+    assert order.model == BIG
+    found = big(loaded=True, profiled=True, max_context=5000, max_batch=7, observed=9, residual=3, covered=512)
+    one.send(Finished(order.request, (), 0, 0, measured=found))
+    answer = (await asking).json()
+    (row,) = answer["nodes"]
+    assert row["name"] == "one"
+    assert row["measured"] == {
+        "max_context": 5000, "max_batch": 7, "kv_per_token": found.kv_per_token, "transient": 9, "residual": 3,
+        "covered": 512,
+    }  # fmt: skip
+
+
+async def test_a_model_that_is_loaded_nowhere_is_measured_where_it_would_be_loaded(port: Port):
+    await node(port, "mini", big(), room=1 * GIB)
+    _, studio = await node(port, "studio", big())
+    asking = await ask(port, "profile")
+    order = await studio.until(Profile)
+    studio.send(Refusal(order.request, Refused(Code.NO_ROOM, "the profile failed: lower engine.mlx.chunk")))
+    answer = await asking
+    assert answer.status_code == 503
+    assert error(answer)["message"] == "studio: the profile failed: lower engine.mlx.chunk"

@@ -1,0 +1,521 @@
+"""The registry over a real store and authority, without links: who may link, what a restart keeps, what placement is
+given of every event."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.backup.generation_fence import Mark
+from coordinator.cluster import membership
+from coordinator.cluster.membership import State
+from coordinator.cluster.registry import Registry
+from coordinator.joining.enrollment import Cluster, Enrolment
+from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_tokens import Tokens
+from coordinator.state.database import MemberRow, Store
+from coordinator.tls.cluster_ca import Authority
+from node.agent.identity import new_request
+from router.placement.cluster_view import ClusterView, NodeView
+from tests.support.cluster_port import a_report
+from tests.support.loopback_cluster import a_memory
+from wire.certificate import read_certificate
+from wire.frames import Denied, Finished, Frame, Goodbye, Hello, Query, Renew, Welcome
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
+from wire.report import Enforcement, EngineState, Hardware, Level
+from wire.units import GIB
+
+HARDWARE = Hardware("M4 Max", 128 * GIB, 16, "macOS 26.1", "3.11")
+WALL = 1_700_000_000.0
+
+
+class Placed:
+    """What placement is given, in order."""
+
+    def __init__(self) -> None:
+        self.views: list[ClusterView] = []
+        self.frames: list[tuple[NodeId, Frame]] = []
+        self.gone: list[tuple[NodeId, str]] = []
+        self.forgotten: list[NodeId] = []
+
+    def set_view(self, view: ClusterView) -> None:
+        self.views.append(view)
+
+    def receive(self, node: NodeId, frame: Frame) -> None:
+        self.frames.append((node, frame))
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        self.gone.append((node, reason))
+
+    def forget(self, node: NodeId) -> None:
+        self.forgotten.append(node)
+
+
+class Coordinator:
+    """One start of a coordinator over a state folder, with every member that the store has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(folder)
+        self.closed = False
+        self.authority = Authority(folder / "authority", time.time)
+        self.store.found(self.authority.cluster, "home")
+        tokens, approvals = Tokens(self.store, self.authority.ca, time.time), Approvals()
+        cluster = Cluster("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
+        self.epoch = self.store.next_epoch()
+        self.registry = Registry(self.store, self.authority, Enrolment(cluster), name="home", version="1.2.3",
+                                 epoch=self.epoch, wall=lambda: WALL)  # fmt: skip
+        self.placed = Placed()
+        self.registry.placing = self.placed
+
+    async def stop(self) -> None:
+        """End this start, with everything on the disk."""
+        await self.store.flush()
+        self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.registry.close()
+            self.store.close()
+
+    def join(self, name: str, **fields: Any) -> NodeId:
+        """Make a member with a certificate."""
+        node, request = NodeId(f"id-{name}"), new_request(name)
+        serial = read_certificate(self.authority.sign(request.csr, node, name)).serial
+        row = MemberRow(node, name, f"machine of {name}", HARDWARE, serial, WALL, **fields)
+        self.store.put_member(row)
+        self.registry.enrolled(row)
+        return node
+
+    def hello(self, node: NodeId, **changes: Any) -> Hello:
+        row = self.store.members[node]
+        made = Hello(PROTOCOL, node, row.name, f"instance of {row.name}", row.machine, "1.2.3", HARDWARE)
+        return replace(made, **changes)
+
+    def greet(self, node: NodeId, **changes: Any) -> Welcome | Denied:
+        """Say what a Hello with the node's own certificate is answered."""
+        peer = Peer(self.authority.cluster, changes.pop("certificate", node))
+        return self.registry.greet(peer, self.store.members[node].serial, self.hello(node, **changes))
+
+    def link(self, node: NodeId, *, report: bool = True, **changes: Any) -> int:
+        """Link a node; give the link's number."""
+        number = self.registry.linked(node, self.hello(node, **changes))
+        if report:
+            self.registry.received(node, number, a_report())
+        return number
+
+    def state(self, node: NodeId) -> str:
+        return self.registry.pool.members[node].state.value
+
+    def seen(self, node: NodeId) -> NodeView:
+        """Give the node as placement saw it last."""
+        found = self.placed.views[-1].node(node)
+        assert found is not None
+        return found
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait for what the registry's own clock brings."""
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110  placement has no event for tests
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Callable[[], Coordinator]]:
+    made: list[Coordinator] = []
+
+    def begin() -> Coordinator:
+        made.append(Coordinator(tmp_path))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+async def test_a_cordon_labels_and_the_permission_for_video_survive_a_restart(start: Callable[[], Coordinator]):
+    first = start()
+    studio, mini = first.join("studio"), first.join("mini")
+    first.link(studio)
+    first.registry.cordon(studio, on=True)
+    first.registry.label(studio, ("lab", "big"))
+    first.registry.allow_video(studio, on=True)
+    await first.stop()
+    second = start()
+    assert second.epoch == first.epoch + 1
+    assert [second.registry.pool.members[node].cordoned for node in (studio, mini)] == [True, False]
+    assert second.registry.pool.members[studio].reason == "not seen since the coordinator started"
+    for report in (False, True):
+        view = next(one for one in second.registry.view().nodes if one.id == studio)
+        assert (view.cordoned, view.labels, view.video_allowed) == (True, frozenset({"lab", "big"}), True)
+        assert view.state == ("ready" if report else "lost")
+        second.link(studio)
+    assert second.seen(studio).cordoned, "a node that links again stays cordoned"
+    second.registry.cordon(studio, on=False)
+    second.registry.label(studio, ())
+    second.registry.allow_video(studio, on=False)
+    assert (second.seen(studio).cordoned, second.seen(studio).labels, second.seen(studio).video_allowed) == (
+        False, frozenset(), False,
+    )  # fmt: skip
+    await second.stop()
+    third = start()
+    row = third.store.members[studio]
+    assert (row.cordoned, row.labels, row.video) == (False, (), False)
+    assert not third.registry.pool.members[studio].cordoned
+
+
+async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(start: Callable[[], Coordinator]):
+    first = start()
+    studio = first.join("studio")
+    number = first.link(studio)
+    first.registry.remove(studio)
+    assert first.placed.gone == [(studio, "removed")]
+    assert first.state(studio) == "left"
+    assert first.store.members[studio].removed == WALL
+    serial = first.store.members[studio].serial
+    assert first.store.denied(studio, serial)
+    first.registry.unlinked(studio, number, "connection ended")
+    assert first.placed.gone == [(studio, "removed")], "its link's end is no second loss"
+    await first.stop()
+    second = start()
+    assert second.registry.pool.members == {}
+    assert second.store.denied(studio, serial), "the list of denied nodes says so, too"
+    denied = second.greet(studio)
+    assert isinstance(denied, Denied)
+    assert (denied.reason, denied.final) == ("removed", True)
+
+
+async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start: Callable[[], Coordinator]):
+    one = start()
+    studio, mini, air = (one.join(name) for name in ("studio", "mini", "air"))
+    for node, reason in ((studio, "leave"), (mini, "asleep"), (air, "stopping")):
+        one.registry.received(node, one.link(node), Goodbye(reason))
+    assert [one.state(node) for node in (studio, mini, air)] == ["left", "asleep", "lost"]
+    assert one.placed.gone == [(studio, "left"), (mini, "asleep"), (air, "stopped")]
+    assert isinstance(one.greet(studio), Denied)
+    assert isinstance(one.greet(mini), Welcome)
+    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in State}
+
+
+# greetings
+
+
+async def test_a_welcome_says_who_the_coordinator_is(start: Callable[[], Coordinator]):
+    one = start()
+    one.registry.addresses = ("10.0.0.1:8081",)
+    welcome = one.greet(one.join("studio"))
+    assert isinstance(welcome, Welcome)
+    assert (welcome.epoch, welcome.cluster, welcome.cluster_name, welcome.time, welcome.version) == (
+        one.epoch, one.authority.cluster, "home", WALL, "1.2.3",
+    )  # fmt: skip
+    assert (welcome.addresses, welcome.generation) == (("10.0.0.1:8081",), 0)
+    assert one.authority.sealed(0, welcome.seal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"protocol": OLDEST_PROTOCOL - 1}, "protocol", "update macpool on the node"),
+        ({"protocol": PROTOCOL + 1}, "protocol", "update macpool on the coordinator"),
+        ({"certificate": NodeId("id-mini")}, "identity", "not the one of its certificate"),
+        ({"machine": "another"}, "cloned", "belongs to another machine (studio)"),
+    ],
+)
+async def test_a_wrong_greeting_is_denied_for_good(
+    start: Callable[[], Coordinator], changes: dict[str, Any], code: str, words: str
+):
+    one = start()
+    studio = one.join("studio")
+    denied = one.greet(studio, **changes)
+    assert isinstance(denied, Denied)
+    assert (denied.reason, denied.final) == (code, True)
+    assert words in denied.message
+    assert isinstance(one.greet(studio, protocol=OLDEST_PROTOCOL), Welcome)
+
+
+async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    marks: list[Mark] = []
+    one.registry.on_superseded = marks.append
+    assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof says nothing"
+    assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal(0)), Welcome)
+    assert marks == []
+    seal = one.authority.seal(3)
+    denied = one.greet(studio, generation=3, seal=seal)
+    assert isinstance(denied, Denied)
+    assert (denied.reason, denied.final) == ("superseded", False)
+    assert marks == [Mark(3, seal, "studio", WALL)]
+
+
+async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    one.registry.readable = {"/api/v1/status": lambda: {"name": "home"}}
+    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
+
+    def ask(path: str, machine: str = row.machine) -> bytes | Denied:
+        return one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, machine, path))
+
+    assert ask("/api/v1/status") == b'{"name": "home"}'
+    for denied, code in ((ask("/api/v1/keys"), "not_readable"), (ask("/api/v1/status", "another"), "cloned")):
+        assert isinstance(denied, Denied)
+        assert denied.reason == code
+
+
+async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[], Coordinator]):
+    one = start()
+    studio, peer = one.join("studio"), Peer(one.authority.cluster, NodeId("stranger"))
+    stranger = one.registry.greet(peer, "ab", replace(one.hello(studio), node="stranger"))
+    assert isinstance(stranger, Denied)
+    assert (stranger.reason, stranger.final) == ("removed", True)
+    assert isinstance(one.greet(studio, certificate=NodeId("stranger"), version="9.9"), Denied)
+    assert one.registry.about(studio)[2] == "", "a version is believed with the node's own certificate"
+    one.store.deny_node(studio, WALL, "its certificate was lost")
+    denied = one.greet(studio)
+    assert isinstance(denied, Denied)
+    assert denied.reason == "removed"
+
+
+async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
+    denied = one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, row.machine, "/x"))
+    assert denied == Denied("not_readable", "a member may read nothing yet, not /x", final=True)
+
+
+# links
+
+
+async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: Callable[[], Coordinator]):
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    number = one.link(studio)
+    one.link(mini)
+    before, count = one.placed.views[-1], len(one.placed.views)
+    began = asyncio.get_running_loop().time()
+    one.registry.received(studio, number, a_report(2))
+    assert len(one.placed.views) == count + 1
+    after = one.placed.views[-1]
+    assert after.node(mini) is before.node(mini)
+    seen = one.seen(studio)
+    assert seen is not before.node(studio)
+    assert (seen.epoch, seen.name) == (number, "studio")
+    assert began <= seen.heard_at <= asyncio.get_running_loop().time()
+    assert one.registry.view().node(studio) is seen
+
+
+async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    numbers = {node: one.link(node) for node in (studio, mini)}
+    monkeypatch.setattr("coordinator.cluster.registry.AT_ONCE", 2)
+    count = len(one.placed.views)
+    one.registry.received(studio, numbers[studio], a_report(2))
+    assert len(one.placed.views) == count + 1, "two are no large cluster"
+    monkeypatch.setattr("coordinator.cluster.registry.AT_ONCE", 1)
+    for _ in range(2):
+        waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: "nobody yet"))
+        await asyncio.sleep(0)
+        count = len(one.placed.views)
+        for sequence in (3, 4):
+            for node, number in numbers.items():
+                one.registry.received(node, number, a_report(sequence, draining=sequence == 3))
+        assert len(one.placed.views) == count
+        await until(lambda before=count: len(one.placed.views) > before)
+        assert len(one.placed.views) == count + 1
+        assert [one.seen(node).state for node in numbers] == ["ready", "ready"]
+        waiting.cancel()
+    one.registry.received(studio, numbers[studio], a_report(5))
+    one.registry.close()
+    count = len(one.placed.views)
+    await asyncio.sleep(0.05)
+    assert len(one.placed.views) == count, "a registry that is closed publishes nothing"
+
+
+async def test_a_node_that_reports_no_more_is_suspect_and_lost(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership, "SUSPECT_AFTER", 0.05)
+    one = start()
+    studio = one.join("studio")
+    number = one.link(studio)
+    await until(lambda: one.seen(studio).state == "suspect")
+    assert one.placed.gone == []
+    monkeypatch.setattr(membership, "LOST_AFTER", 0.1)
+    one.registry.received(studio, number, a_report(2))
+    await until(lambda: one.seen(studio).state == "lost")
+    assert one.placed.gone == [(studio, "silent for 0.1 s")]
+
+
+async def test_a_node_that_left_is_forgotten_after_a_while(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership, "FORGET_AFTER", 0.05)
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    one.link(mini)
+    one.greet(studio)
+    one.link(studio)
+    one.registry.remove(studio)
+    await until(lambda: one.placed.forgotten)
+    assert one.placed.forgotten == [studio]
+    assert [node.id for node in one.placed.views[-1].nodes] == [mini]
+    assert one.registry.find("studio") is None
+    one.registry.unlinked(studio, 1, "connection ended")
+    assert one.registry.dangers() == []
+
+
+async def test_without_placement_members_are_kept_all_the_same(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership, "FORGET_AFTER", 0.05)
+    one = start()
+    one.registry.placing = None
+    studio = one.join("studio")
+    number = one.link(studio)
+    one.registry.received(studio, number, Finished(7, ("stop",), 1, 1))
+    one.registry.remove(studio)
+    await until(lambda: studio not in one.registry.pool.members)
+    assert one.placed.views == one.placed.frames == one.placed.gone == []
+
+
+async def test_a_node_is_ready_with_its_first_report_and_lost_with_its_link(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    number = one.link(studio, report=False)
+    assert (one.state(studio), one.seen(studio).models) == ("joining", {})
+    one.registry.received(studio, number, a_report())
+    assert (one.state(studio), one.seen(studio).state) == ("ready", "ready")
+    assert set(one.seen(studio).models) == {"tiny"}
+    assert one.seen(studio).memory == a_report().memory
+    finished = Finished(7, ("stop",), 1, 1)
+    one.registry.received(studio, number, finished)
+    assert one.placed.frames == [(studio, finished)]
+    one.registry.unlinked(studio, number, "cable")
+    assert (one.state(studio), one.placed.gone) == ("lost", [(studio, "cable")])
+    again = one.link(studio, report=False)
+    assert again > number
+    assert one.state(studio) == "joining"
+
+
+async def test_reports_goodbyes_and_the_end_of_an_older_link_change_nothing(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    older = one.link(studio)
+    newer = one.link(studio, report=False, instance="restarted")
+    assert one.placed.gone == [(studio, "replaced")], "its requests went with the older link"
+    one.registry.received(studio, older, a_report(draining=True))
+    one.registry.received(studio, older, Goodbye("leave"))
+    one.registry.unlinked(studio, older, "connection ended")
+    assert one.state(studio) == "joining"
+    one.registry.received(studio, newer, a_report())
+    assert (one.state(studio), one.store.members[studio].removed) == ("ready", None)
+    assert one.placed.gone == [(studio, "replaced")]
+
+
+async def test_a_second_link_of_the_same_process_takes_over_without_a_loss(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    one.link(studio)
+    one.link(studio, takeover=True)
+    assert one.state(studio) == "ready"
+    assert one.placed.gone == []
+
+
+async def test_a_draining_or_paused_node_is_shown_as_such(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    number = one.link(studio)
+    one.registry.received(studio, number, a_report(draining=True))
+    assert one.state(studio) == "draining"
+    one.registry.received(studio, number, a_report())
+    assert one.state(studio) == "ready"
+
+
+async def test_what_a_node_runs_and_its_hardware_are_of_its_newest_hello(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    one.greet(studio, version="1.1.0", protocol=OLDEST_PROTOCOL)
+    assert one.registry.about(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
+    described = one.registry.describe(studio, 0)
+    assert (described["version"], described["protocol"], described["heard_seconds"]) == ("1.1.0", OLDEST_PROTOCOL, None)
+    newer = Hardware("M5", 256 * GIB, 16, "macOS 26.2", "3.12")
+    number = one.link(studio, hardware=newer)
+    assert one.store.members[studio].hardware == newer
+    assert one.registry.about(studio) == ("M5", "macOS 26.2", "1.1.0")
+    one.registry.received(studio, number, a_report())
+    described = one.registry.describe(studio, 3)
+    assert (described["in_flight"], described["joined"], described["memory"]) == (3, WALL, 256 * GIB)
+    assert 0 <= described["heard_seconds"] < 5
+
+
+async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], Coordinator]):
+    first = start()
+    studio = first.join("studio")
+    number, before = first.link(studio), first.store.members[studio].serial
+    first.registry.received(studio, number, Renew(new_request("studio").csr))
+    after = first.store.members[studio].serial
+    assert after != before
+    first.registry.received(studio, number, Renew(b"no request"))
+    assert first.store.members[studio].serial == after, "a bad request changes nothing"
+    await first.stop()
+    assert start().store.members[studio].serial == after
+
+
+# for people
+
+
+async def test_a_member_is_found_by_name_or_id_and_of_two_the_one_that_is_here(start: Callable[[], Coordinator]):
+    one = start()
+    gone = one.join("studio")
+    one.registry.remove(gone)
+    here = NodeId("id-2")
+    row = MemberRow(here, "studio", "m2", HARDWARE, "ab", WALL)
+    one.store.put_member(row)
+    one.registry.enrolled(row)
+    assert one.registry.find("studio") == here
+    assert one.registry.find(gone) == gone
+    assert one.registry.find("mini") is None
+
+
+async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coordinator]):
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    number = one.link(studio)
+    one.link(mini)
+    assert one.registry.warnings() == []
+    failed = a_report(engine=EngineState("mlx", "failed", "it has no weights"))
+    one.registry.received(studio, number, failed)
+    assert one.registry.warnings() == ["studio: its engine is failed: it has no weights"]
+    assert one.registry.dangers() == []
+    bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(Level.OVER_HARD))
+    one.registry.received(studio, number, bare)
+    dangers = one.registry.dangers()
+    assert [text.partition(",")[0] for text in dangers] == [
+        "studio: memory.margin is 0", f"studio: it stands over its cap of {a_memory().cap // GIB}.0 GiB less leases",
+    ]  # fmt: skip
+    assert one.registry.warnings()[:2] == dangers, "what is dangerous stands first"
+    one.registry.unlinked(studio, number, "cable")
+    assert not [text for text in one.registry.warnings() if text.startswith("studio")]
+    assert one.registry.dangers() == []
+
+
+async def test_an_answer_is_waited_for_until_the_node_can_give_one(start: Callable[[], Coordinator]):
+    one = start()
+    studio = one.join("studio")
+    waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: studio))
+    number = one.link(studio, report=False)
+    one.registry.received(studio, number, a_report(engine=EngineState("mlx", "starting")))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.registry.received(studio, number, a_report())
+    await asyncio.wait_for(waiting, 30)

@@ -1,0 +1,187 @@
+"""Places for connections: few for a stranger, the longest at rest ends for a new one, none that is answered does."""
+
+import tracemalloc
+
+import pytest
+
+from coordinator.http import connection_slots as places_module
+from coordinator.http.connection_slots import RESERVED_FILES, Place, Places, is_this_machine, origin, room_for
+
+
+def taken(places: Places, address: str, ended: list[Place]) -> Place:
+    place = places.take(address)
+    assert place is not None
+    place.end = lambda: ended.append(place)
+    place.greeted()
+    return place
+
+
+def test_an_address_without_a_key_has_few_places_and_its_longest_at_rest_ends():
+    places, ended = Places(most=100, strangers=3), list[Place]()
+    mine = [taken(places, "192.0.2.1", ended) for _ in range(3)]
+    others = [taken(places, "192.0.2.2", ended) for _ in range(3)]
+    mine[0].work()
+    mine[0].rest()
+    taken(places, "192.0.2.1", ended)
+    assert ended == [mine[1]]
+    assert len(places) == 6
+    for one in (*others, mine[0], mine[2]):
+        one.work()
+
+
+def test_a_connection_that_is_answered_never_ends_for_another():
+    places, ended = Places(most=100, strangers=3), list[Place]()
+    for _ in range(3):
+        taken(places, "192.0.2.1", ended).work()
+    assert places.take("192.0.2.1") is None
+    assert (ended, places.refused, len(places)) == ([], 1, 3)
+
+
+def test_a_connection_that_is_answered_never_ends_for_another_address():
+    places, ended = Places(most=4, strangers=3), list[Place]()
+    busy = [taken(places, "192.0.2.1", ended), taken(places, "192.0.2.2", ended)]
+    for one in busy:
+        one.work()
+    for number in range(5):
+        taken(places, f"192.0.2.{number + 10}", ended)
+    assert not set(ended) & set(busy)
+
+
+def test_a_good_key_gives_an_address_more_places():
+    places, ended = Places(most=100, strangers=3), list[Place]()
+    for _ in range(50):
+        one = taken(places, "192.0.2.1", ended)
+        one.work()
+        one.know()
+    assert places.take("192.0.2.1") is None
+    assert taken(places, "192.0.2.2", ended)
+
+
+def test_idle_strangers_of_many_addresses_never_keep_a_new_one_out():
+    places, ended = Places(most=100, strangers=3), list[Place]()
+    idle = [taken(places, f"198.51.100.{number}", ended) for number in range(100)]
+    for _ in range(30):
+        taken(places, "127.0.0.1", ended)
+    assert ended == idle[:30]
+    assert len(places) == 100
+
+
+def test_handshakes_are_bounded_in_all():
+    places, ended = Places(most=100, strangers=100, handshakes=5), list[Place]()
+    begun = list[Place]()
+    for number in range(20):
+        place = places.take(f"198.51.100.{number}")
+        assert place is not None
+        place.end = lambda place=place: ended.append(place)
+        begun.append(place)
+    assert ended == begun[:15]
+    assert len(places) == 5
+
+
+def test_a_place_is_given_back_once():
+    places = Places(most=10)
+    place = places.take("192.0.2.1")
+    assert place is not None
+    for _ in range(3):
+        place.leave()
+        place.rest()
+        place.work()
+    assert len(places) == 0
+
+
+@pytest.mark.parametrize(("address", "whose"), [
+    ("192.0.2.1", "192.0.2.1"), ("2001:db8::1", "2001:db8::"), ("2001:db8::ffff:1", "2001:db8::"),
+    ("fe80::1%en0", "fe80::"), ("::ffff:192.0.2.1", "192.0.2.1"), ("", ""),
+])  # fmt: skip
+def test_a_host_with_a_network_of_addresses_is_one(address: str, whose: str):
+    assert origin(address) == whose
+
+
+def test_descriptors_are_kept_for_links_and_the_log():
+    assert room_for(1024) == 1024 - RESERVED_FILES
+    assert room_for(100_000) == 4096
+    assert room_for(64) == 16
+
+
+def test_an_ipv6_network_of_64_bits_is_one_origin():
+    assert origin("2001:db8::8000:0:0:1") == "2001:db8::"
+
+
+@pytest.mark.parametrize(
+    ("address", "ours"), [("127.0.0.1", True), ("::1", True), ("", True), ("192.0.2.1", False), ("fd00::1", False)]
+)
+def test_this_machine_is_loopback_or_a_socket_without_an_address(address: str, ours: bool):
+    assert is_this_machine(address) is ours
+
+
+def test_new_connections_are_refused_and_counted_where_all_are_answered():
+    places, ended = Places(most=2, strangers=5), list[Place]()
+    assert (places.shed, places.refused) == (0, 0)
+    busy = [taken(places, f"192.0.2.{number}", ended) for number in range(2)]
+    for one in busy:
+        one.work()
+    assert places.take("192.0.2.9") is None
+    assert (places.shed, places.refused, ended) == (0, 1, [])
+    busy[0].rest()
+    assert places.take("192.0.2.9") is not None
+    assert (places.shed, places.refused, ended) == (1, 1, busy[:1])
+
+
+def test_a_handshake_that_is_over_gives_way_to_none():
+    places, ended = Places(most=10, strangers=10, handshakes=1), list[Place]()
+    first = taken(places, "192.0.2.1", ended)
+    second = places.take("192.0.2.2")
+    assert second is not None
+    second.end = lambda: ended.append(second)
+    assert ended == []
+    taken(places, "192.0.2.3", ended)
+    assert ended == [second]
+    assert first not in ended
+
+
+def test_the_longest_at_rest_is_the_one_that_was_answered_first():
+    places, ended = Places(most=2, strangers=5), list[Place]()
+    first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
+    first.rest()
+    taken(places, "192.0.2.1", ended)
+    assert ended == [second]
+
+
+def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addresses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(places_module, "MAX_KNOWN", 2)
+    places, ended = Places(most=100, strangers=1), list[Place]()
+    for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1", "192.0.2.3"):
+        place = taken(places, address, ended)
+        assert not place.proven
+        place.know()
+        assert place.proven
+        place.leave()
+    known = list[str]()
+    for address in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
+        taken(places, address, ended).work()
+        known += [address] if places.take(address) is not None else []
+    assert known == ["192.0.2.1", "192.0.2.3"], "the one that was seen longest ago is forgotten"
+
+
+def test_who_leaves_makes_room_for_its_address_and_is_not_remembered():
+    places, ended = Places(most=100, strangers=2), list[Place]()
+    first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
+    for one in (first, second):
+        one.work()
+    first.leave()
+    second.rest()
+    second.work()
+    taken(places, "192.0.2.1", ended).work()
+    assert places.take("192.0.2.1") is None
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            place = places.take(f"198.51.{number // 250}.{number % 250}")
+            assert place is not None
+            place.leave()
+        origin.cache_clear()
+        is_this_machine.cache_clear()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 100_000

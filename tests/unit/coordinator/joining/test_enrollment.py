@@ -1,0 +1,470 @@
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from cryptography import x509
+
+from coordinator.joining.enrollment import LONGEST, PATIENCE, Cluster, Conversation, Enrolment, unique_name
+from coordinator.joining.join_approvals import LIFE, MOST_WAITING, MOST_WAITING_HERE, Approvals, Waiting
+from coordinator.joining.join_tokens import Tokens
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.state.database import MemberRow, Store
+from coordinator.tls.cluster_ca import Authority
+from node.agent.identity import create, new_request, prove_identity
+from tests.support.enrolment import HARDWARE, Wall
+from wire.certificate import read_certificate
+from wire.codec import encode
+from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame, Goodbye
+from wire.identity import PROTOCOL, NodeId, commitment, request_mac, short_code, token_key
+from wire.report import Hardware
+
+START = EnrolStart(PROTOCOL)
+NONCE = b"n" * 16
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    wall, store = Wall(), Store(tmp_path)
+    authority = Authority(tmp_path, wall)
+    joined: list[MemberRow] = []
+    yield Cluster("lab", authority, Tokens(store, authority.ca, wall), store, Approvals(), wall, joined.append)
+    store.close()
+
+
+def talk(cluster: Cluster, now: float = 0.0) -> Conversation:
+    conversation = Enrolment(cluster).converse("10.0.0.7", now)
+    assert isinstance(conversation, Conversation)
+    return conversation
+
+
+def denied(frames: list[Frame]) -> str:
+    (frame,) = frames
+    assert isinstance(frame, Denied)
+    return frame.reason
+
+
+def with_token(cluster: Cluster, csr: bytes, name: str = "studio", machine: str = "m1") -> Enrol:
+    token = cluster.tokens.create()
+    return Enrol(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+
+
+def pending(cluster: Cluster, now: float = 0.0) -> tuple[Conversation, str]:
+    """Bring a conversation to where it waits for a person."""
+    conversation, csr = talk(cluster, now), new_request("air").csr
+    (authority,) = conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), now)
+    assert isinstance(authority, EnrolAuthority)
+    assert conversation.receive(Enrol(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [EnrolPending(LIFE)]
+    return conversation, short_code(authority.ca, csr, NONCE, authority.nonce)
+
+
+def test_the_whole_conversation_with_a_token(cluster: Cluster) -> None:
+    conversation, csr = talk(cluster), new_request("studio").csr
+    (authority,) = conversation.feed(encode(START), 0.0)
+    assert isinstance(authority, EnrolAuthority)
+    assert (authority.ca, authority.cluster_name) == (cluster.authority.ca, "lab")
+    (enrolled,) = conversation.feed(encode(with_token(cluster, csr)), 0.1)
+    assert isinstance(enrolled, Enrolled)
+    assert conversation.closed
+    assert conversation.feed(encode(START), 0.2) == []
+    assert x509.load_der_x509_certificate(enrolled.certificate).public_key()
+
+
+@pytest.mark.parametrize(("protocol", "who"), [(0, "node"), (PROTOCOL + 1, "coordinator")])
+def test_another_protocol_is_told_who_must_update(cluster: Cluster, protocol: int, who: str) -> None:
+    conversation = talk(cluster)
+    (answer,) = conversation.receive(EnrolStart(protocol), 0.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.final) == ("protocol", True)
+    assert answer.message.endswith(f"update macpool on the {who}")
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "reason"),
+    [("", "m1", "bad_name"), ("<b>", "m1", "bad_name"), ("a\n", "m1", "bad_name"), ("a", "m/1", "bad_machine")],
+)
+def test_bad_words_use_no_token_up(cluster: Cluster, name: str, machine: str, reason: str) -> None:
+    conversation = talk(cluster)
+    conversation.receive(START, 0.0)
+    assert denied(conversation.receive(with_token(cluster, new_request("a").csr, name, machine), 0.0)) == reason
+    assert [token.uses_left for token in cluster.tokens.list()] == [1]
+
+
+def test_a_request_that_we_do_not_sign_uses_no_token_up(cluster: Cluster) -> None:
+    conversation = talk(cluster)
+    conversation.receive(START, 0.0)
+    assert denied(conversation.receive(with_token(cluster, b"junk"), 0.0)) == "bad_request"
+    assert [token.uses_left for token in cluster.tokens.list()] == [1]
+
+
+def test_only_the_order_of_the_conversation_is_possible(cluster: Cluster) -> None:
+    enrol = with_token(cluster, new_request("a").csr)
+    assert denied(talk(cluster).receive(enrol, 0.0)) == "unexpected"
+    twice = talk(cluster)
+    twice.receive(START, 0.0)
+    assert denied(twice.receive(START, 0.0)) == "unexpected"
+    waiting, _ = pending(cluster)
+    assert denied(waiting.receive(enrol, 1.0)) == "unexpected"
+    assert not cluster.approvals.list(1.0)
+
+
+def test_patience_ends(cluster: Cluster) -> None:
+    conversation = talk(cluster, 100.0)
+    assert conversation.deadline == 100.0 + PATIENCE
+    assert conversation.poll(104.9) == []
+    assert denied(conversation.poll(conversation.deadline)) == "too_slow"
+    late = talk(cluster, 100.0)
+    assert denied(late.receive(START, 105.0)) == "too_slow"
+
+
+def test_slow_bytes_do_not_buy_time(cluster: Cluster) -> None:
+    conversation, answers = talk(cluster), list[Frame]()
+    for number, byte in enumerate(encode(START)):
+        answers += conversation.feed(bytes([byte]), float(number))
+    assert denied(answers + conversation.poll(PATIENCE)) == "too_slow"
+
+
+def test_a_code_is_approved(cluster: Cluster) -> None:
+    conversation, code = pending(cluster)
+    woken: list[bool] = []
+    conversation.wake = lambda: woken.append(True)
+    assert conversation.poll(1.0) == []
+    cluster.approvals.approve(code, 1.0)
+    assert woken == [True]
+    (enrolled,) = conversation.poll(1.0)
+    assert isinstance(enrolled, Enrolled)
+    assert conversation.closed
+
+
+def test_a_code_is_rejected_or_forgotten(cluster: Cluster) -> None:
+    conversation, code = pending(cluster)
+    cluster.approvals.reject(code, 1.0)
+    assert denied(conversation.poll(1.0)) == "rejected"
+    slow, _ = pending(cluster, 10.0)
+    assert slow.poll(609.0) == []
+    assert denied(slow.poll(610.0)) == "approval_expired"
+
+
+def test_who_goes_away_waits_no_more(cluster: Cluster) -> None:
+    conversation, _ = pending(cluster)
+    conversation.gone()
+    assert not cluster.approvals.list(0.0)
+    assert conversation.poll(1.0) == []
+
+
+def test_nonce_and_request_are_those_that_were_committed_to(cluster: Cluster) -> None:
+    csr, other = new_request("air").csr, new_request("air").csr
+    for asked, opening in ((other, NONCE), (csr, b"m" * 16), (csr, b"")):
+        conversation = talk(cluster)
+        conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+        frame = Enrol(asked, "air", "m1", HARDWARE, opening=opening)
+        assert denied(conversation.receive(frame, 0.0)) == "commitment_broken"
+    bare = talk(cluster)
+    bare.receive(START, 0.0)
+    assert denied(bare.receive(Enrol(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
+
+
+def test_an_address_that_asks_too_often_waits(cluster: Cluster) -> None:
+    door = Enrolment(cluster, RateLimit(30, 2))
+    assert isinstance(door.converse("10.0.0.7", 0.0), Conversation)
+    assert isinstance(door.converse("10.0.0.7", 0.0), Conversation)
+    answer = door.converse("10.0.0.7", 0.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.retry_after) == ("too_often", 2.0)
+    assert isinstance(door.converse("10.0.0.8", 0.0), Conversation)
+
+
+def test_what_a_stranger_says_of_itself_is_made_printable(cluster: Cluster) -> None:
+    conversation, csr = talk(cluster), new_request("a").csr
+    conversation.receive(START, 0.0)
+    good = with_token(cluster, csr)
+    told = Hardware("\x1b[31m<script>" + "x" * 200, -5, -1, "macOS", "3.13")
+    conversation.receive(Enrol(csr, "a", "m1", told, good.token, good.mac), 0.0)
+    (row,) = cluster.store.members.values()
+    assert row.hardware.chip.startswith("??31m?script?x")
+    assert len(row.hardware.chip) == 64
+    assert (row.hardware.memory, row.hardware.cores) == (0, 0)
+
+
+def test_a_removed_machine_becomes_a_new_node(cluster: Cluster) -> None:
+    nodes: list[str] = []
+    for _ in range(2):
+        conversation = talk(cluster)
+        conversation.receive(START, 0.0)
+        (enrolled,) = conversation.receive(with_token(cluster, new_request("a").csr), 0.0)
+        assert isinstance(enrolled, Enrolled)
+        nodes.append(enrolled.node)
+        row = cluster.store.members[list(cluster.store.members)[-1]]
+        cluster.store.put_member(
+            MemberRow(row.node, row.name, row.machine, row.hardware, row.serial, row.joined, removed=1.0)
+        )
+    assert nodes[0] != nodes[1]
+    assert {row.name for row in cluster.store.members.values()} == {"studio"}
+
+
+def test_names_are_made_unique() -> None:
+    assert unique_name("mac", []) == "mac"
+    assert unique_name("mac", ["MAC"]) == "mac-2"
+    assert unique_name("mac", ["mac", "mac-2", "mac-3"]) == "mac-4"
+    assert unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"
+
+
+def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: Cluster) -> None:
+    """Its node, cordon, labels and permission for videos; its former certificate is denied and the audit says how."""
+    first = talk(cluster)
+    first.receive(START, 0.0)
+    (enrolled,) = first.receive(with_token(cluster, new_request("studio").csr), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    (row,) = cluster.store.members.values()
+    cluster.store.put_member(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
+    again, csr = talk(cluster), new_request("studio").csr
+    again.receive(START, 0.0)
+    token = cluster.tokens.create(replaces=True)
+    (other,) = again.receive(
+        Enrol(csr, "renamed", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr)), 0.0
+    )
+    assert isinstance(other, Enrolled)
+    (after,) = cluster.store.members.values()
+    assert (after.node, other.node, after.name) == (row.node, row.node, "renamed")
+    assert (after.cordoned, after.labels, after.video) == (True, ("lab", "fast"), True)
+    assert after.serial == read_certificate(other.certificate).serial != row.serial
+    assert cluster.store.denied(row.node, row.serial)
+    assert not cluster.store.denied(row.node, after.serial)
+    assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
+    assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
+
+
+def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cluster: Cluster) -> None:
+    conversation, csr = talk(cluster), new_request("studio").csr
+    conversation.receive(START, 0.0)
+    (enrolled,) = conversation.receive(with_token(cluster, csr), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    (row,) = cluster.store.members.values()
+    told = read_certificate(enrolled.certificate)
+    assert (row.node, row.name, row.machine, row.hardware) == (enrolled.node, "studio", "m1", HARDWARE)
+    assert (row.serial, row.joined) == (told.serial, cluster.clock())
+    assert (row.cordoned, row.labels, row.video, row.removed) == (False, (), False, None)
+    assert told.uri == f"cluster://{cluster.authority.cluster}/node/{enrolled.node}"
+    assert cluster.tokens.list()[0].uses_left == 0
+    (act,) = cluster.store.audit
+    assert (act.actor, act.action, act.subject) == ("node", "joined", f"studio {enrolled.node}")
+
+
+def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: Cluster) -> None:
+    first = talk(cluster)
+    first.receive(START, 0.0)
+    first.receive(with_token(cluster, new_request("studio").csr), 0.0)
+    (row,) = cluster.store.members.values()
+
+    def linked_from(node: NodeId) -> str:
+        return "10.0.0.2" if node == row.node else ""
+
+    linked = replace(cluster, linked_from=linked_from)
+    csr, token = new_request("studio").csr, cluster.tokens.create(replaces=True)
+    with_it = talk(linked)
+    with_it.receive(START, 0.0)
+    asked = Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    (answer,) = with_it.receive(asked, 0.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.final) == ("machine_taken", True)
+    assert "is that of studio, which is linked now from 10.0.0.2" in answer.message
+    by_code = talk(linked)
+    by_code.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+    assert denied(by_code.receive(Enrol(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
+    assert cluster.store.members == {row.node: row}
+    assert not cluster.approvals.list(0.0)
+
+
+def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_denied(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    first, request = talk(cluster), new_request("studio")
+    first.receive(START, 0.0)
+    (enrolled,) = first.receive(with_token(cluster, request.csr), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    (row,) = cluster.store.members.values()
+    create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m1")
+
+    def again() -> list[Frame]:
+        conversation, csr = talk(cluster), new_request("studio").csr
+        conversation.receive(START, 0.0)
+        certificate, proof = prove_identity(tmp_path / "node", csr)
+        asked = with_token(cluster, csr)
+        return conversation.receive(msgspec.structs.replace(asked, certificate=certificate, proof=proof), 0.0)
+
+    (rejoined,) = again()
+    assert isinstance(rejoined, Enrolled)
+    assert rejoined.node == row.node
+    assert "by its own key" in cluster.store.audit[-2].subject
+    cluster.store.deny_serial(row.serial, 1.0, "stolen")
+    assert denied(again()) == "machine_taken"
+
+
+def refusal(frames: list[Frame]) -> tuple[str, bool, float]:
+    (frame,) = frames
+    assert isinstance(frame, Denied)
+    return frame.reason, frame.final, frame.retry_after
+
+
+def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> MemberRow:
+    """Let a machine join with a token; return its member."""
+    conversation = talk(cluster)
+    conversation.receive(START, 0.0)
+    (enrolled,) = conversation.receive(with_token(cluster, new_request(name).csr, name, machine), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    return cluster.store.members[NodeId(enrolled.node)]
+
+
+def asking(
+    cluster: Cluster, machine: str = "m1", csr: bytes = b"", opening: bytes = NONCE
+) -> tuple[Conversation, list[Frame]]:
+    """Ask to join with a code; return the conversation and its answer."""
+    conversation, csr = talk(cluster), csr or new_request("air").csr
+    conversation.receive(EnrolStart(PROTOCOL, commitment(opening, csr)), 0.0)
+    return conversation, conversation.receive(Enrol(csr, "air", machine, HARDWARE, opening=opening), 0.0)
+
+
+def test_refusals_that_no_patience_mends_are_final(cluster: Cluster) -> None:
+    csr = new_request("a").csr
+    good = with_token(cluster, csr)
+    wrong = {
+        "bad_name": msgspec.structs.replace(good, name=""),
+        "bad_machine": msgspec.structs.replace(good, machine="m/1"),
+        "token_unknown": msgspec.structs.replace(good, token="abcdefgh"),
+        "bad_request": with_token(cluster, b"junk"),
+        "token_needed": Enrol(csr, "a", "m1", HARDWARE),
+    }
+    for reason, frame in wrong.items():
+        conversation = talk(cluster)
+        conversation.receive(START, 0.0)
+        assert refusal(conversation.receive(frame, 0.0)) == (reason, True, 0.0)
+    assert refusal(asking(cluster, csr=b"junk")[1]) == ("bad_request", True, 0.0)
+    assert refusal(asking(cluster, opening=b"short")[1]) == ("commitment_broken", True, 0.0)
+    rejected, code = pending(cluster)
+    cluster.approvals.reject(code, 1.0)
+    assert refusal(rejected.poll(1.0)) == ("rejected", True, 0.0)
+    assert not cluster.store.members
+
+
+def test_a_connection_may_send_so_many_bytes_and_is_over_after_a_refusal(cluster: Cluster) -> None:
+    start = encode(START)
+    spare = LONGEST - len(encode(Enrol(b"x" * (LONGEST - 300), "a", "m1", HARDWARE)))
+    frame = encode(Enrol(b"x" * (LONGEST - 300 + spare), "a", "m1", HARDWARE))
+    conversation = talk(cluster)
+    assert len(conversation.feed(start, 0.0)) == 1
+    assert conversation.feed(frame[: LONGEST - len(start)], 0.0) == []
+    assert refusal(conversation.feed(b"x", 0.0)) == ("too_long", False, 0.0)
+    assert conversation.feed(b"\xff" * 100, 0.0) == []
+    assert conversation.receive(START, 0.0) == []
+
+
+def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: Cluster) -> None:
+    def answers(*words: Frame | bytes) -> list[str]:
+        data = b"".join(word if isinstance(word, bytes) else encode(word) for word in words)
+        return [one.reason if isinstance(one, Denied) else type(one).__name__ for one in talk(cluster).feed(data, 0.0)]
+
+    assert answers(START, with_token(cluster, new_request("a").csr)) == ["EnrolAuthority", "Enrolled"]
+    assert answers(START, Goodbye("asleep")) == ["EnrolAuthority", "no_certificate"]
+    assert answers(START, START, Goodbye("asleep")) == ["EnrolAuthority", "unexpected"]
+    assert answers(START, b"\xff" * 50) == ["EnrolAuthority", "bad_frame"]
+
+
+def test_an_address_waits_also_for_less_than_a_second(cluster: Cluster) -> None:
+    door = Enrolment(cluster, RateLimit(240, 1))
+    door.converse("10.0.0.7", 0.0)
+    answer = door.converse("10.0.0.7", 0.0)
+    assert isinstance(answer, Denied)
+    assert answer.retry_after == 0.25
+
+
+def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(cluster: Cluster) -> None:
+    row = joined(cluster)
+    conversation, code = pending(cluster)
+    assert [one.replaces for one in cluster.approvals.list(0.0)] == ["studio"]
+    cluster.approvals.approve(code, 1.0)
+    (enrolled,) = conversation.poll(1.0)
+    assert isinstance(enrolled, Enrolled)
+    assert enrolled.node == row.node
+    assert "by an approved code" in cluster.store.audit[-2].subject
+
+
+def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster: Cluster) -> None:
+    conversation, code = pending(cluster)
+    assert [one.replaces for one in cluster.approvals.list(0.0)] == [""]
+    row = joined(cluster)
+    cluster.approvals.approve(code, 1.0)
+    (answer,) = conversation.poll(1.0)
+    assert isinstance(answer, Denied)
+    assert (answer.reason, answer.final) == ("machine_taken", True)
+    assert "this machine is studio in the pool already" in answer.message
+    assert cluster.store.members == {row.node: row}
+
+
+def test_a_code_replaces_no_member_that_was_linked_meanwhile(cluster: Cluster) -> None:
+    row, linked = joined(cluster), dict[NodeId, str]()
+    conversation, code = pending(replace(cluster, linked_from=lambda node: linked.get(node, "")))
+    linked[row.node] = "10.0.0.2"
+    cluster.approvals.approve(code, 1.0)
+    assert refusal(conversation.poll(1.0)) == ("machine_taken", True, 0.0)
+
+
+def test_a_refused_replacement_is_audited_once_in_a_row(cluster: Cluster) -> None:
+    row = joined(cluster)
+
+    def audited() -> list[tuple[str, str]]:
+        conversation = talk(cluster)
+        conversation.receive(START, 0.0)
+        assert denied(conversation.receive(with_token(cluster, new_request("a").csr), 0.0)) == "machine_taken"
+        return [(act.action, act.subject) for act in cluster.store.audit]
+
+    refused = ("refused to replace", f"studio {row.node} from 10.0.0.7")
+    first = [("joined", f"studio {row.node}")]
+    assert [audited(), audited()] == [[*first, refused]] * 2
+    other = joined(cluster, "m2", "air")
+    assert audited() == [*first, refused, ("joined", f"air {other.node}"), refused]
+
+
+def test_a_full_line_is_told_when_to_ask_again(cluster: Cluster) -> None:
+    for number in range(MOST_WAITING_HERE):
+        asking(cluster, f"m{number}")
+    assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, LIFE)
+
+
+def test_who_gave_way_to_another_address_is_told_so(cluster: Cluster) -> None:
+    first, second = (asking(cluster, f"m{number}")[0] for number in range(2))
+    for number in range(MOST_WAITING - 1):
+        where = f"10.0.1.{number}"
+        cluster.approvals.ask(Waiting(str(number), "x", f"x{number}", HARDWARE, where, LIFE), 0.0)
+    assert refusal(first.poll(0.0)) == ("approvals_full", False, LIFE)
+    assert second.poll(0.0) == []
+
+
+def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster: Cluster) -> None:
+    heard: list[MemberRow] = []
+    told = replace(cluster, enrolled=heard.append)
+    rows = [joined(told, machine) for machine in ("m1", "m2")]
+    assert [row.name for row in rows] == ["studio", "studio-2"]
+    assert heard == rows
+    again, csr = talk(told), new_request("studio").csr
+    again.receive(START, 0.0)
+    token = cluster.tokens.create(replaces=True)
+    asked = Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    (enrolled,) = again.receive(asked, 0.0)
+    assert isinstance(enrolled, Enrolled)
+    assert (enrolled.node, cluster.store.members[rows[0].node].name) == (rows[0].node, "studio")
+    assert cluster.store.audit[-2].subject == f"studio {rows[0].node} from 10.0.0.7 by a token"
+
+
+def test_the_key_of_another_member_proves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    joined(cluster)
+    request, conversation = new_request("air"), talk(cluster)
+    conversation.receive(START, 0.0)
+    (enrolled,) = conversation.receive(with_token(cluster, request.csr, "air", "m2"), 0.0)
+    assert isinstance(enrolled, Enrolled)
+    create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m2")
+    csr, posing = new_request("studio").csr, talk(cluster)
+    certificate, proof = prove_identity(tmp_path / "node", csr)
+    posing.receive(START, 0.0)
+    asked = msgspec.structs.replace(with_token(cluster, csr), certificate=certificate, proof=proof)
+    assert denied(posing.receive(asked, 0.0)) == "machine_taken"

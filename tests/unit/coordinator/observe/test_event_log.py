@@ -1,0 +1,100 @@
+"""Events for those who watch: the newest, what comes, what was missed, and what was lost by who reads too slowly."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from coordinator.observe import event_log
+from coordinator.observe.event_log import KEPT, WAITING, Events
+
+
+def tell(hub: Events, *numbers: int) -> None:
+    for number in numbers:
+        hub.tell({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
+
+
+async def settled() -> None:
+    await asyncio.sleep(0)
+
+
+def told(pieces: list[bytes]) -> list[int]:
+    return [json.loads(piece.partition(b"data: ")[2])["number"] for piece in pieces if b"data: " in piece]
+
+
+async def all_of(reading: AsyncGenerator[bytes]) -> list[bytes]:
+    return [piece async for piece in reading]
+
+
+async def test_the_newest_are_told_in_order():
+    hub = Events()
+    tell(hub, *range(KEPT + 50))
+    await settled()
+    assert told(await all_of(hub.read(None, 3, follow=False))) == [KEPT + 47, KEPT + 48, KEPT + 49]
+    assert len(await all_of(hub.read(None, KEPT, follow=False))) == KEPT
+    assert await all_of(hub.read(None, 0, follow=False)) == []
+
+
+async def test_what_was_missed_is_told_by_its_number():
+    hub = Events()
+    tell(hub, 1, 2, 3)
+    await settled()
+    pieces = await all_of(hub.read(1, 0, follow=False))
+    assert told(pieces) == [2, 3]
+    assert pieces[0].startswith(b"id: 2\n")
+
+
+async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
+    hub = Events()
+    first, second = (hub.read(None, 0, follow=True) for _ in range(2))
+    waiting = [asyncio.create_task(anext(one)) for one in (first, second)]
+    await settled()
+    tell(hub, 7)
+    assert [told([await one]) for one in waiting] == [[7], [7]]
+    for one in (first, second):
+        await one.aclose()
+    assert hub.readers == 0
+
+
+async def test_who_reads_too_slowly_is_told_how_much_was_lost():
+    hub = Events()
+    reading = hub.read(None, 1, follow=True)
+    tell(hub, 0)
+    await settled()
+    assert told([await anext(reading)]) == [0]
+    tell(hub, *range(1, WAITING + 11))
+    await settled()
+    assert await anext(reading) == b": 10 events were lost\n\n"
+    assert told([await anext(reading)]) == [11]
+    await reading.aclose()
+
+
+async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(event_log, "KEEPALIVE", 0.01)
+    reading = Events().read(None, 5, follow=True)
+    assert await anext(reading) == b": still here\n\n"
+    await reading.aclose()
+
+
+async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
+    hub = Events()
+    hub.tell({"logger": "uvicorn.error", "event": "x"})
+    hub.tell({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
+    await settled()
+    assert told(await all_of(hub.read(None, 50, follow=False))) == [1]
+
+
+async def test_a_line_cannot_be_broken_by_what_it_says():
+    hub = Events()
+    hub.tell({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
+    await settled()
+    (piece,) = await all_of(hub.read(None, 50, follow=False))
+    assert piece.count(b"\n") == 3
+
+
+def test_an_event_after_the_end_of_the_loop_does_no_harm():
+    async def make() -> Events:
+        return Events()
+
+    tell(asyncio.run(make()), 1)

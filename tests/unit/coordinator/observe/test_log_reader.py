@@ -1,0 +1,51 @@
+"""The coordinator's own log: its newest part, what is added, and a file that began anew."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator.observe import log_reader
+from node.agent.agent import pieces
+from wire.frames import Ask
+
+
+async def test_the_newest_bytes_are_read(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"0123456789" * 20_000)
+    for size in (1, 7, 200_000, 10**9):
+        found = b"".join([piece async for piece in log_reader.read(file, size)])
+        assert found == file.read_bytes()[-size:]
+
+
+async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"".join(b'{"number": %d}\n' % number for number in range(100)))
+    whole = file.read_bytes()
+    for size in (20, 100, 500, len(whole) - 1, len(whole), 10**6):
+        found = b"".join([piece async for piece in log_reader.read(file, size)])
+        assert found
+        assert whole.endswith(found)
+        assert found.startswith(b"{")
+        ask = Ask(1, "logs", -size, 10**6)
+        asked = b"".join(answer.payload for answer in pieces(ask, file, lines=True))
+        assert asked == found
+
+
+async def test_a_file_that_is_not_there_is_said(tmp_path: Path):
+    with pytest.raises(OSError, match="none"):
+        await anext(log_reader.read(tmp_path / "none", 10))
+
+
+async def test_what_is_added_is_read_and_a_new_file_from_its_beginning(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"old line\n")
+    reading = log_reader.read(file, 100, every=0.01)
+    async with asyncio.timeout(30):
+        assert await anext(reading) == b"old line\n"
+        with file.open("ab") as opened:
+            opened.write(b"new\n")
+        assert await anext(reading) == b"new\n"
+        file.write_bytes(b"again\n")
+        assert await anext(reading) == b"again\n"
+    await reading.aclose()

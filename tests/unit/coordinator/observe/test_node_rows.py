@@ -1,0 +1,154 @@
+"""When a node can answer a request, and what of it is a warning."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.cluster.membership import Member, State
+from coordinator.observe.node_rows import Told, can_answer, dangers_of, measured, node_row, warnings_of
+from coordinator.state.database import MemberRow
+from router.placement.cluster_view import NodeView, view_of
+from tests.support.cluster_port import a_report
+from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.pictures import DISTINCT
+from wire.identity import NodeId
+from wire.report import Enforcement, EngineState, Hardware, Level, Sharing
+from wire.units import GIB
+
+
+def a_view(state: State = State.READY, *, engine: str = "ready", armed: bool = True, models: bool = True) -> NodeView:
+    report = a_report()
+    report = replace(report, engine=EngineState("mlx", engine), memory=replace(a_memory(), armed=armed),
+                     models=report.models if models else ())  # fmt: skip
+    return view_of(report, node=NodeId("a"), name="a", state=state, heard_at=0.0, cordoned=False, epoch=1,
+                   labels=frozenset(), video_allowed=False)  # fmt: skip
+
+
+def test_a_node_answers_only_when_everything_of_it_is_ready():
+    assert can_answer(a_view())
+    assert not can_answer(a_view(State.LOST))
+    assert not can_answer(a_view(engine="starting"))
+    assert not can_answer(a_view(armed=False))
+    assert not can_answer(a_view(models=False))
+
+
+@pytest.mark.parametrize(("engine", "warns"), [("starting", False), ("ready", True), ("hung", True)])
+def test_an_engine_that_starts_is_no_warning(engine: str, *, warns: bool):
+    found = warnings_of(a_view(engine=engine, armed=False))
+    assert any("its gate is not armed" in text for text in found) is warns
+
+
+def warned(**changes: Any) -> list[str]:
+    return warnings_of(dataclasses.replace(a_view(), **changes))
+
+
+def test_a_node_that_is_well_has_no_warnings():
+    assert warned() == []
+
+
+def test_a_cap_that_leaves_nothing_is_a_warning_with_its_numbers():
+    memory = a_memory(cap=12 * GIB, margin=4 * GIB, base=8 * GIB)
+    (text,) = warned(memory=memory)
+    assert text == (
+        "its cap of 12.0 GiB leaves nothing beside the engine itself and the margin of 4.0 GiB: raise memory.cap or "
+        "lower memory.margin"
+    )
+    assert warned(memory=replace(memory, base=8 * GIB - 1)) == []
+    assert warned(memory=replace(memory, guard=False)) == []
+
+
+@pytest.mark.parametrize("state", ["failed", "restarting", "hung"])
+def test_an_engine_in_trouble_is_a_warning_with_its_cause(state: str):
+    assert warned(engine=EngineState("mlx", state, "signal 6")) == [f"its engine is {state}: signal 6"]
+
+
+@pytest.mark.parametrize("state", [State.SUSPECT, State.LOST, State.PAUSED, State.DRAINING])
+def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: State):
+    assert warnings_of(a_view(state, armed=False)) == []
+
+
+def test_dangers_are_the_nodes_words_first_and_every_fact_once():
+    off = dataclasses.replace(
+        a_view(), memory=a_memory(guard=False, margin=0, cap=24 * GIB), enforcement=Enforcement(Level.OVER_HARD)
+    )
+    assert dangers_of(off) == [
+        "memory.guard is off, so nothing keeps it under its cap",
+        "memory.margin is 0, so no room is kept for spikes",
+        "it stands over its cap of 24.0 GiB less leases",
+    ]
+    said = Enforcement(Level.OVER_SOFT, warnings=("memory.margin is 0: a spike may panic",))
+    assert dangers_of(dataclasses.replace(off, enforcement=said)) == [
+        "memory.margin is 0: a spike may panic", "memory.guard is off, so nothing keeps it under its cap",
+    ]  # fmt: skip
+    unknown = dataclasses.replace(a_view(), memory=a_memory(margin=0, cap=0))
+    assert dangers_of(unknown) == [], "a node without limits yet"
+
+
+def test_a_row_of_a_node_has_every_value_in_its_place():
+    """Every number of the report differs, so that a field cannot show another."""
+    pause = Sharing("idle", paused=True, why="in use", until=123.0, by_hand=True)
+    cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
+    report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))
+    seen = view_of(report, node=NodeId("n1"), name="a", state="ready", heard_at=0.0)
+    member = Member(NodeId("n1"), State.PAUSED, 0.0, cordoned=True, reason="paused by hand")
+    hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
+    row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))
+    found = node_row(seen, member, row, Told(True, "1.2.3", 5, 7003, 7004.5))
+    models, video = found.pop("models"), found.pop("video")
+    assert found == {
+        "id": "n1", "name": "studio", "state": "paused", "reason": "paused by hand", "cordoned": True,
+        "sharing": {"when": "idle", "paused": True, "why": "in use", "until": 123.0, "by_hand": True},
+        "labels": ["fast"], "chip": "M4 Max", "memory": 7001, "system": "macOS 26", "version": "1.2.3", "protocol": 5,
+        "cap": 1001, "ceiling": 1002, "margin": 1003, "phys": 1004, "active": 1005, "recent": 1006, "current": 1007,
+        "reserved": 1008, "headroom": -1009, "reusable": 1000, "leases": 1010, "bound_by": "dynamic",
+        "gate_armed": True, "guard": True, "source": "phys_footprint", "age": 0.25, "base": 1012, "cache": 1013,
+        "peak": 1014, "canary": 1015, "cap_bound_by": "", "remedy": "", "tier": "safe",
+        "system_memory": {"available": 4001, "pressure": "warn", "source": "meminfo", "age": 0.75, "worker": 4002},
+        "enforcement": {"level": "over_soft", "phys": 5001, "highest": 5002, "interval": 5003, "polls": 5004,
+                        "over_caps": 5005, "kills": 5006, "warnings": []},
+        "in_flight": 7003, "running": 2002, "waiting": 2003, "heard_seconds": 7004.5, "joined": 7002.0,
+        "engine": {
+            "kind": "mlx", "state": "hung", "cause": "stuck", "restarts": 2001, "rows": 2023, "recycles": 2022,
+            "wired": 2024, "leaked": 2025,
+            "counts": {"checks": 2005, "refusals": 2006, "forwards": 2007, "steps": 2008, "failures": 2009,
+                       "sheds": 2010, "evictions": 2011, "shrinks": 2012, "preemptions": 2013, "overs": 2014,
+                       "departures": 2015},
+            "cache": {"nbytes": 2016, "entries": 2017, "hits": 2018, "hit_tokens": 2019, "stores": 2020,
+                      "evictions": 2021, "evicted": ["01ab", "ff"]},
+        },
+    }  # fmt: skip
+    assert (video["ready"], video["allowed"]) == (False, False)
+    assert {one["name"]: (one["model"], one["cause"], one["progress"]) for one in models} == {
+        "read": ("loaded", "", 1.0), "reading": ("loading", "", 0.375), "broken": ("failed", "no such file", 0.0),
+        "first": ("known", "", 0.0), "second": ("known", "", 0.0),
+    }  # fmt: skip
+    (read,) = [one for one in models if one["name"] == "read"]
+    assert read == {
+        "name": "read", "loaded": True, "model": "loaded", "cause": "", "progress": 1.0, "weights": 3001,
+        "context": 4096, "prefill_speed": 1000.0, "decode_speed": 50.0, "measured": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("armed", "guard"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_gate_is_armed_only_with_its_guard_on(*, armed: bool, guard: bool):
+    view = dataclasses.replace(a_view(), memory=replace(a_memory(), armed=armed, guard=guard))
+    row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
+    found = node_row(view, Member(NodeId("n1"), State.READY, 0.0), row, Told(True, "", 0, 0, None))
+    assert (found["gate_armed"], found["guard"]) == (armed and guard, guard)
+
+
+def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
+    row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
+    found = node_row(a_view(), Member(NodeId("n1"), State.JOINING, 0.0), row, Told(False, "", 0, 0, None))
+    empty = (found["phys"], found["current"], found["headroom"], found["heard_seconds"], found["engine"]["state"])
+    assert empty == (None, None, None, None, "")
+
+
+def test_what_was_measured_of_a_model_is_shown_field_by_field():
+    model = a_model(profiled=True, max_context=1, max_batch=2, kv_per_token=3, observed=4, residual=5, covered=6)
+    assert measured(model) == {
+        "max_context": 1, "max_batch": 2, "kv_per_token": 3, "transient": 4, "residual": 5, "covered": 6,
+    }  # fmt: skip
+    assert measured(replace(model, profiled=False)) is None

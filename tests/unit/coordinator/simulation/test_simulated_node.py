@@ -1,0 +1,132 @@
+"""The modelled Mac judges as a real one does, and pays what it says."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.simulation.clock import VirtualLoop
+from coordinator.simulation.scenario import ModelSpec, NodeSpec
+from coordinator.simulation.simulated_kv import Row, Rows
+from coordinator.simulation.simulated_node import Machine
+from coordinator.simulation.workload import Turn
+from wire.capacity.arithmetic import Fits, join_bytes, judge, request_need
+from wire.capacity.fairness import Owner
+from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, Params, Refusal
+from wire.report import Kv
+from wire.units import GIB, MIB
+
+ADA, BOB = Owner("ada"), Owner("bob")
+lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
+
+
+@given(lengths)
+def test_a_row_adds_what_the_verdict_says_it_does(tokens: list[int]):
+    rows = Rows(Kv(1000, waste=256 * MIB))
+    for length in tokens:
+        added = join_bytes(rows.groups(), length, rows.kv)
+        before = rows.promised()
+        rows.add(Row(length))
+        assert rows.promised() == before + added
+
+
+class Mac:
+    def __init__(self, **spec: object) -> None:
+        self.loop = VirtualLoop()
+        self.said: list[Frame] = []
+        self.turns: dict[str, Turn] = {}
+        model = ModelSpec(name="chat", weights="4GiB", kv_per_token="1MiB", active=8.0)
+        node = NodeSpec(**{"name": "mini", "chip": "M4", "memory": "24GiB", "loaded": ("chat",)} | spec)  # pyright: ignore
+        self.machine = Machine("mini", node, (model,), self.loop, say=self.said.append, turn_of=self.turns.__getitem__)
+
+    def ask(self, number: int, prompt: int, output: int = 10, owner: Owner = ADA) -> None:
+        self.turns[f"r{number}"] = Turn(f"r{number}", "k", "chat", prompt, output, prompt * 4, None, 0.0)
+        self.machine.take(Generate(number, number, f"r{number}", "chat", (), Params(), 0, owner=owner))
+
+    def run(self, seconds: float) -> None:
+        async def wait() -> None:
+            import asyncio
+
+            await asyncio.sleep(seconds)
+
+        self.loop.run_until_complete(wait())
+
+    def kinds(self) -> list[str]:
+        return [type(frame).__name__ for frame in self.said]
+
+
+@given(st.integers(1, 12_000))
+def test_it_admits_what_its_report_says_will_fit(prompt: int):
+    mac = Mac()
+    mac.ask(1, 2000, 100)
+    report = mac.machine.report()
+    fits = isinstance(judge(report.memory, request_need(report.models[0], prompt, 256)), Fits)
+    mac.ask(2, prompt, 100)
+    assert isinstance(mac.said[-1], Admitted if fits else Refusal)
+    mac.machine.stop()
+    mac.loop.close()
+
+
+def test_a_request_goes_its_way_and_leaves_nothing_behind():
+    mac = Mac()
+    before = mac.machine.report().memory
+    mac.ask(1, 1000)
+    mac.run(60)
+    assert mac.kinds() == ["Admitted", "Deltas", "Deltas", "Finished"]
+    told = sum(len(delta.ids) for frame in mac.said if isinstance(frame, Deltas) for delta in frame.deltas)
+    assert told == 10
+    assert isinstance(mac.said[-1], Finished)
+    assert mac.said[-1].completion_tokens == 10
+    after = mac.machine.report().memory
+    assert (after.phys, after.reserved, after.headroom) == (before.phys, before.reserved, before.headroom)
+    mac.loop.close()
+
+
+def test_the_newest_gives_way_to_an_answer_that_outgrows_its_promise_and_comes_back():
+    mac = Mac()
+    room = mac.machine.memory().headroom or 0
+    tokens = (room // MIB - 2 * 256 - 400) // 2
+    mac.ask(1, tokens, 900)
+    mac.ask(2, tokens, 900)
+    mac.run(600)
+    ends = [frame.request for frame in mac.said if isinstance(frame, Finished)]
+    assert ends == [1, 2]
+    assert mac.machine.preemptions > 0
+    assert not mac.machine.here()
+    mac.loop.close()
+
+
+def test_a_cancel_and_a_lease_give_back_what_they_took():
+    mac = Mac()
+    mac.ask(1, 3000)
+    mac.machine.take(Cancel(1))
+    assert not mac.machine.here()
+    room = mac.machine.memory().headroom
+    assert mac.machine.lease(2 * GIB)
+    assert mac.machine.memory().headroom == (room or 0) - 2 * GIB
+    mac.machine.lease(-2 * GIB)
+    assert mac.machine.memory().headroom == room
+    mac.machine.stop()
+    mac.loop.close()
+
+
+def test_a_model_is_read_in_before_the_first_token_and_its_weights_are_counted_meanwhile():
+    mac = Mac(loaded=(), disk="1GB")
+    mac.ask(1, 100)
+    mac.run(2)
+    report = mac.machine.report()
+    assert report.models[0].loading
+    assert 0.3 < report.models[0].progress < 0.6
+    assert report.memory.reserved > 2 * GIB
+    assert mac.kinds() == ["Admitted"]
+    mac.run(10)
+    assert mac.kinds()[-1] == "Finished"
+    mac.loop.close()
+
+
+def test_rows_are_shared_between_owners():
+    mac = Mac(batch=2)
+    for number in range(1, 7):
+        mac.ask(number, 200)
+    mac.ask(7, 200, owner=BOB)
+    mac.run(600)
+    ends = [frame.request for frame in mac.said if isinstance(frame, Finished)]
+    assert ends.index(7) <= 3, "four of hers had no row when his request came"

@@ -1,0 +1,189 @@
+"""Where faults of a settings file stand, what the verbs say of them, and what they never show."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.cli import cluster
+from coordinator.state.config_file import line_of, lines_of, shown, syntax
+from coordinator.state.settings import OTHERS, CoordinatorSettings
+from host.settings_loader import describe, drifted, explained, faults, from_tree, resolve
+from node import run
+from node.inspect import report
+from node.settings import SECTIONS, NodeSettings, check
+
+ROOT = Path(__file__).parents[4]
+FILE = """# of the household
+[cluster]
+nme = "x"   # an unknown one
+
+[memory]
+cap = "96GB8"
+margin = '1GiB'
+[node]
+report_busy = 99
+log_level = "loud"
+name = \"\"\"
+[memory]
+tier = 1
+\"\"\"
+[engine.mlx]
+batch = 8
+[conditions]
+webhook = "https://user:opensesame@hooks.example/opensesame?token=opensesame"
+"""
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> Result:
+    for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"PYTHONPATH": str(ROOT), **environ}.items():
+        monkeypatch.setenv(name, value)
+    return CliRunner().invoke(cluster, ["config", *arguments])
+
+
+def test_lines_are_those_of_the_file():
+    lines = lines_of(FILE)
+    assert [line_of(key, lines) for key in ("cluster.nme", "memory.cap", "memory.margin", "node.log_level")] == [
+        3,
+        6,
+        7,
+        10,
+    ]
+    assert line_of("memory.tier", lines) == 5, "the table that would hold it: the text in quotes is no table"
+    assert line_of("engine.mlx.batch", lines) == 16
+    assert line_of("video.x", lines) == 0
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), st.integers(), min_size=1, max_size=5))
+def test_every_key_of_a_table_has_its_line(table: dict[str, int]):
+    text = "\n".join(["[one.two]", *(f"{key} = {value}" for key, value in table.items())])
+    assert from_tree(tomllib.loads(text)).keys() <= lines_of(text).keys()
+    for number, key in enumerate(table, 2):
+        assert lines_of(text)[f"one.two.{key}"] == number
+
+
+@given(st.text(max_size=200))
+def test_no_text_breaks_the_reading_of_lines(text: str):
+    assert all(number >= 1 for number in lines_of(text).values())
+
+
+def test_a_parsers_complaint_gives_its_line():
+    with pytest.raises(tomllib.TOMLDecodeError) as caught:
+        tomllib.loads("[a]\nb = \n")
+    wrong = syntax("f.toml", str(caught.value))
+    assert wrong.line == 2
+    assert "line" not in wrong.text
+
+
+@pytest.mark.parametrize("kind", [CoordinatorSettings, NodeSettings])
+def test_defaults_have_no_fault(kind: type):
+    known = {one.key: one.default for one in describe(kind)}
+    assert faults(kind, known, OTHERS) == []
+
+
+def test_each_fault_of_a_layer_is_found():
+    flat = from_tree(tomllib.loads(FILE))
+    assert {one.key for one in faults(NodeSettings, flat, run.OTHERS, check)} == {
+        "memory.cap", "node.report_busy", "node.log_level", "node.name",
+    }  # fmt: skip
+    assert [(one.key, one.near) for one in faults(CoordinatorSettings, flat, OTHERS)] == [
+        ("cluster.nme", "cluster.name")
+    ]
+
+
+def test_the_node_knows_its_own_sections_everywhere():
+    assert report.OTHERS == run.OTHERS
+    assert not report.OTHERS & SECTIONS
+
+
+def test_check_names_line_key_near_and_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.toml").write_text(FILE)
+    done = invoke(monkeypatch, "check", "--state", str(tmp_path), MACPOOL_ROUTER__POLICI="x")
+    assert done.exit_code == 2
+    said = done.output.splitlines()
+    place = f"{tmp_path / 'config.toml'}"
+    assert said[0].removeprefix("Error: ") == f"{place}:3: cluster.nme: unknown setting; did you mean cluster.name?"
+    assert said[1].startswith(f"{place}:6: memory.cap: '96GB8' is not a size")
+    assert "it means: Most bytes that the engine may reach" in said[1]
+    assert said[-1] == "environment: router.polici: unknown setting; did you mean router.policy?"
+    assert len(said) == 6
+    assert "opensesame" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ('[cluster]\nname = "lab"\n', 0, "nothing is wrong, 1 settings are not the default"),
+        ("[cluster\n", 2, ":1: this is no TOML"),
+        ('[memory]\ncap = "9GiB"\ntier = "safe"\n', 2, "contradicts memory.cap"),
+        (None, 5, "there is no file"),
+    ],
+)
+def test_check_of_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, code: int, says: str):
+    if text is not None:
+        (tmp_path / "other.toml").write_text(text)
+    done = invoke(monkeypatch, "check", str(tmp_path / "other.toml"), "--state", str(tmp_path), MACPOOL_NO__SUCH="1")
+    assert (done.exit_code, says in done.output) == (code, True), done.output
+
+
+def test_show_gives_every_setting_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.toml").write_text(FILE)
+    done = invoke(
+        monkeypatch, "show", "--state", str(tmp_path), "-o", "json", "--set", "router.policy=most_headroom",
+        MACPOOL_ENGINE__MLX__CHUNK="1024",
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    origins = {row["key"]: (row["value"], row["origin"]) for row in told["settings"]}
+    assert set(origins) == {one.key for kind in (CoordinatorSettings, NodeSettings) for one in describe(kind)}
+    assert origins["engine.mlx.batch"] == (8, str(tmp_path / "config.toml"))
+    assert origins["engine.mlx.chunk"] == (1024, "environment")
+    assert origins["router.policy"] == ("most_headroom", "--set")
+    assert origins["http.tls"] == ("auto", "default")
+    assert origins["memory.cap"] == ("auto", "default"), "one that is wrong is not in force"
+    assert origins["conditions.webhook"][0] == "https://hooks.example/…"
+    assert "opensesame" not in done.output
+    assert done.exit_code == 2
+    assert len(told["wrong"]) == 5
+
+
+def test_show_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done = invoke(monkeypatch, "show", "cluster.", "--state", str(tmp_path))
+    assert done.exit_code == 0
+    assert done.output.splitlines()[0].split() == ["KEY", "VALUE", "ORIGIN"]
+    assert "cluster.name" in done.output
+    assert "memory" not in done.output
+    assert invoke(monkeypatch, "show", "no.such", "--state", str(tmp_path)).exit_code == 5
+    assert invoke(monkeypatch, "show", "--changed", "--state", str(tmp_path)).output.count("\n") == 1
+
+
+def test_show_of_what_runs_needs_something_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done = invoke(monkeypatch, "show", "--running", "--state", str(tmp_path))
+    assert (done.exit_code, "neither a coordinator nor a node runs" in done.output) == (3, True)
+    assert invoke(monkeypatch, "show", "--running", "--set", "a=b", "--state", str(tmp_path)).exit_code == 2
+
+
+def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
+    flat = {"router.policy": "most_headroom", "http.drain_seconds": "9", "video.enabled": False}
+    rows = explained(resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], OTHERS))
+    assert drifted(rows, CoordinatorSettings, flat, OTHERS) == []
+    found = drifted(rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, OTHERS)
+    assert [(one.key, one.running, one.now) for one in found] == [("router.policy", "most_headroom", "balanced")]
+    given = drifted(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, OTHERS)
+    assert given == [], "no file changes what a flag said"
+    node = json.loads(json.dumps(explained(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], run.OTHERS))))
+    assert drifted(node, NodeSettings, {"models.preload": ["a", "b"]}, run.OTHERS) == [], "JSON knows no tuples"
+
+
+def test_an_address_is_shown_without_what_could_be_secret():
+    assert shown("conditions.webhook", "opensesame") == "(set, not shown)"
+    assert [shown("conditions.webhook", text) for text in ("mailto:ann", "//h.example/x")] == ["(set, not shown)"] * 2
+    assert shown("conditions.webhook", "") == ""
+    assert shown("http.key", "/etc/key.pem") == "/etc/key.pem"
+    assert shown("conditions.webhook", shown("conditions.webhook", "https://h.example/secret")) == "https://h.example/…"

@@ -1,0 +1,245 @@
+"""TLS of the endpoint: what its authority can vouch for, and what it cannot."""
+
+import asyncio
+import ipaddress
+import json
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from coordinator.cli import cluster
+from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, keep
+from coordinator.client.errors import PIN, Problem
+from coordinator.tls.cluster_ca import AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
+from coordinator.tls.https_ca import Endpoint, allowed, constrained_to, from_files, is_loopback
+from wire.certificate import LEAF_LIFE, RENEW_AT
+
+NOW = time.time()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def endpoint(folder: Path, *hosts: str, here: tuple[str, ...] = ("studio.local", "192.168.1.7"),
+             clock: Clock | None = None) -> Endpoint:  # fmt: skip
+    return Endpoint(folder, hosts, clock or Clock(), lambda: here)
+
+
+def verifies(folder: Path, name: str, trusted: str) -> str:
+    """Let a client that trusts an authority shake hands with the certificate; empty when content, else why not."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "endpoint.pem")
+    client = ssl.create_default_context(cadata=trusted)
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    wires = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asks = client.wrap_bio(wires[0], wires[1], server_hostname=name)
+    answers = server.wrap_bio(wires[1], wires[0], server_side=True)
+    for _ in range(4):
+        for side in (asks, answers):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return error.verify_message
+    return "" if asks.version() else "no handshake"
+
+
+@pytest.mark.parametrize("name", ["localhost", "studio.local", "192.168.1.7", "127.0.0.1", "pool.example"])
+def test_it_vouches_for_this_machine(tmp_path: Path, name: str):
+    made = endpoint(tmp_path, "pool.example")
+    assert name in made.names
+    assert verifies(tmp_path, name, made.ca_pem) == ""
+
+
+def test_public_addresses_and_names_are_left_out(tmp_path: Path):
+    made = endpoint(tmp_path, here=("studio.local", "8.8.8.8", "studio.example.com", "fe80::1", "100.100.0.7"))
+    assert made.names == ("100.100.0.7", "127.0.0.1", "::1", "fe80::1", "localhost", "studio.local")
+    assert not allowed("1.1.1.1")
+
+
+def test_a_stolen_authority_cannot_pose_as_a_public_site(tmp_path: Path):
+    made = endpoint(tmp_path)
+    authority, ca = read_pair(tmp_path / "endpoint-authority.pem")
+    key = ec.generate_private_key(ec.SECP256R1())
+    forged = (
+        certificate_builder("forged", key.public_key(), ca.subject, NOW, 1e6)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("bank.example")]), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
+                ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+            ),
+            critical=False,
+        )
+        .sign(authority, hashes.SHA256())
+    )
+    write_pair(tmp_path / "endpoint.pem", key, forged)
+    assert "permitted subtree violation" in verifies(tmp_path, "bank.example", made.ca_pem)
+
+
+def test_boringssl_accepts_it_because_only_names_are_constrained(tmp_path: Path):
+    """`make clients` shows the same with Bun itself: any other kind of constraint fails there."""
+    endpoint(tmp_path, "pool.example", "10.1.2.3")
+    held = constrained_to(read_pair(tmp_path / "endpoint-authority.pem")[1])
+    assert [general.value for general in held if isinstance(general, x509.DNSName)] == [
+        "localhost", "local", "pool.example",
+    ]  # fmt: skip
+    assert len(held) == 3
+
+
+def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_trusted(tmp_path: Path):
+    """As an earlier version made it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    permitted = [
+        x509.DNSName("localhost"), x509.DNSName("local"), x509.IPAddress(ipaddress.ip_network("127.0.0.0/8")),
+        x509.IPAddress(ipaddress.ip_network("192.168.0.0/16")), x509.IPAddress(ipaddress.ip_network("::1/128")),
+    ]  # fmt: skip
+    earlier = (
+        certificate_builder("macpool endpoint old", key.public_key(), named("macpool endpoint old"), NOW, 1e8)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(key_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.NameConstraints(permitted, None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    write_pair(tmp_path / "endpoint-authority.pem", key, earlier)
+    made = endpoint(tmp_path)
+    for authority in (earlier.public_bytes(Encoding.PEM).decode(), made.ca_pem):
+        for name in ("localhost", "studio.local", "192.168.1.7"):
+            assert verifies(tmp_path, name, authority) == ""
+    again = read_pair(tmp_path / "endpoint-authority.pem")
+    assert again[0].private_numbers() == key.private_numbers()
+    assert again[1] != earlier
+    assert endpoint(tmp_path).fingerprint == made.fingerprint, "once"
+
+
+def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path: Path):
+    clock, here = Clock(), ["studio.local", "192.168.1.7"]
+    made = Endpoint(tmp_path, (), clock, lambda: here)
+    first = made.fingerprint
+    assert not made.renew()
+    clock.now += RENEW_AT * LEAF_LIFE + 1
+    assert made.renew()
+    here[1] = "192.168.1.9"
+    assert made.renew()
+    assert "192.168.1.9" in made.names
+    assert "192.168.1.7" not in made.names
+    assert Endpoint(tmp_path, (), clock, lambda: here).fingerprint == first, "who trusts it goes on"
+    assert Endpoint(tmp_path, ("pool.example",), clock, lambda: here).fingerprint != first, "it may vouch for more"
+
+
+def test_its_files_are_private(tmp_path: Path):
+    endpoint(tmp_path)
+    for name in ("endpoint.pem", "endpoint-authority.pem"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_client_that_trusts_it_is_let_through_and_another_is_not(tmp_path: Path):
+    made = Endpoint(tmp_path, (), time.time, lambda: ())
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=made.context)
+    port = server.sockets[0].getsockname()[1]
+    trusting = ssl.create_default_context(cadata=made.ca_pem)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    assert await reader.read() == b"hello"
+    writer.close()
+    with pytest.raises(ssl.SSLCertVerificationError):
+        await asyncio.open_connection("127.0.0.1", port, ssl=ssl.create_default_context())
+    server.close()
+
+
+def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
+    endpoint(tmp_path)
+    assert from_files(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
+    (tmp_path / "junk.pem").write_text("junk")
+    with pytest.raises(AuthorityError, match=r"with http\.key .*junk\.pem cannot be used"):
+        from_files(tmp_path / "endpoint.pem", tmp_path / "junk.pem")
+    with pytest.raises(AuthorityError, match="No such file"):
+        from_files(tmp_path / "none.pem", tmp_path / "none.pem")
+
+
+@pytest.mark.parametrize(("host", "only_here"), [
+    ("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("192.168.1.2", False),
+])  # fmt: skip
+def test_loopback_is_told_from_the_rest(host: str, only_here: bool):
+    assert is_loopback(host) is only_here
+
+
+# cluster trust-ca
+
+
+def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
+    made = endpoint(tmp_path)
+    assert check(made.ca_pem, "https://x", made.fingerprint.upper()) == made.fingerprint
+    with pytest.raises(Problem) as wrong:
+        check(made.ca_pem, "https://x", "0" * 64)
+    assert wrong.value.exit_code == PIN
+    key = ec.generate_private_key(ec.SECP256R1())
+    addresses = x509.NameConstraints([x509.IPAddress(ipaddress.ip_network("10.0.0.0/8"))], None)
+    for constraints in (None, addresses, x509.NameConstraints([x509.DNSName("")], None)):
+        builder = certificate_builder("any", key.public_key(), named("any"), NOW, 1e6)
+        if constraints is not None:
+            builder = builder.add_extension(constraints, critical=True)
+        free = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+        with pytest.raises(Problem, match="could vouch for any site"):
+            check(free, "https://x", None)
+    with pytest.raises(Problem, match="sent no certificate"):
+        check("<html>", "https://x", None)
+
+
+def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
+    file, found = tmp_path / "ca.crt", "ab" * 32
+    (mac,) = commands("darwin", file, found, remove=False)
+    assert mac[:5] == ["security", "add-trusted-cert", "-r", "trustRoot", "-p"]
+    assert commands("darwin", file, found, remove=True) == [["security", "remove-trusted-cert", str(file)]]
+    place = str(SYSTEM_STORE / "macpool-abababababababab.crt")
+    assert commands("linux", file, found, remove=False)[0][-2:] == [str(file), place]
+    assert commands("linux", file, found, remove=True) == [["rm", "-f", place], ["update-ca-certificates"]]
+
+
+def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
+    made = endpoint(tmp_path)
+    assert bundle_of(tmp_path, made.ca_pem) is None
+    bundle = keep(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
+    assert bundle_of(tmp_path, made.ca_pem) == str(bundle)
+    assert bundle.read_text().endswith(made.ca_pem)
+    assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
+
+
+def variables(folder: Path, *arguments: str) -> dict[str, str | None]:
+    done = CliRunner().invoke(
+        cluster, ["env", "--state", str(folder), "-o", "json", *arguments], env={"MACPOOL_URL": ""}
+    )
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
+
+
+def test_where_an_endpoint_is_trusted_the_variables_name_it_and_its_file(tmp_path: Path):
+    made, url = endpoint(tmp_path), "https://studio.local:8080"
+    bundle = str(keep(tmp_path, made.ca_pem, made.fingerprint, url))
+    for arguments in ((), ("--url", url), ("--url", url + "/v1/")):
+        found = variables(tmp_path, *arguments)
+        assert (found["OPENAI_BASE_URL"], found["ANTHROPIC_BASE_URL"], found["OLLAMA_HOST"]) == (url + "/v1", url, url)
+        assert {found[name] for name in ("SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE")} == {bundle}
+    assert variables(tmp_path, "--url", "https://other.local:8080")["SSL_CERT_FILE"] is None
+    text = CliRunner().invoke(cluster, ["env", "--state", str(tmp_path), "--url", "https://other.local:8080"]).output
+    assert "`cluster trust-ca` once" in text
+    nothing = CliRunner().invoke(cluster, ["env", "--state", str(tmp_path / "none")], env={"MACPOOL_URL": ""})
+    assert "no coordinator runs" in nothing.output

@@ -1,0 +1,71 @@
+import pytest
+
+from coordinator.ui.browser_sessions import CODE_SECONDS, KEY_SECONDS, MOST_CODES, MOST_KEYS, PAGE, Visitors
+from router.admission.api_keys import KeyRing
+
+
+class Door:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self.ring = KeyRing(b"pepper", lambda: self.now)
+        self.visitors = Visitors(self.ring, b"pepper", lambda: self.now)
+
+    def enter(self) -> str:
+        entered = self.visitors.enter(self.visitors.invite())
+        assert entered is not None
+        return entered[0]
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+def test_a_code_gives_an_administrators_key_for_half_a_day(door: Door):
+    code = door.visitors.invite()
+    assert len(code) == 32
+    entered = door.visitors.enter(code)
+    assert entered is not None
+    text, until = entered
+    key = door.ring.check(text)
+    assert key is not None
+    assert (key.name, key.allows("admin"), until) == (PAGE, True, door.now + KEY_SECONDS)
+    door.now = until
+    assert door.ring.check(text) is None
+
+
+def test_a_code_is_good_once_and_for_two_minutes(door: Door):
+    code, late = door.visitors.invite(), door.visitors.invite()
+    assert door.visitors.enter(code) is not None
+    assert door.visitors.enter(code) is None
+    door.now += CODE_SECONDS
+    assert door.visitors.enter(late) is None
+    assert door.visitors.enter("") is None
+    assert door.visitors.enter("\ud800") is None
+
+
+def test_a_visit_ends_at_once(door: Door):
+    text = door.enter()
+    key = door.ring.check(text)
+    assert key is not None
+    assert door.visitors.leave(key.id)
+    assert door.ring.check(text) is None
+    assert not door.visitors.leave(key.id)
+    assert not door.visitors.leave("somebody")
+
+
+def test_codes_and_visits_are_bounded(door: Door):
+    first = door.visitors.invite()
+    for _ in range(MOST_CODES):
+        door.visitors.invite()
+    assert door.visitors.enter(first) is None
+    visits = [door.enter() for _ in range(MOST_KEYS + 1)]
+    assert door.ring.check(visits[0]) is None
+    assert all(door.ring.check(text) is not None for text in visits[1:])
+
+
+def test_old_visits_leave_nothing(door: Door):
+    door.enter()
+    door.now += KEY_SECONDS
+    door.visitors.invite()
+    assert door.ring.list() == []

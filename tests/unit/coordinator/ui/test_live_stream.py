@@ -1,0 +1,111 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from coordinator.ui import live_stream as module
+from coordinator.ui.live_stream import MOST_VIEWERS, Live
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+
+
+def told(news: bytes) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for event in news.decode().split("\n\n"):
+        if event.startswith("event: "):
+            name, data = event.split("\n")
+            found[name.removeprefix("event: ")] = json.loads(data.removeprefix("data: "))
+    return found
+
+
+async def soon(stream: AsyncIterator[bytes]) -> dict[str, object]:
+    async with asyncio.timeout(30):
+        return told(await anext(stream))
+
+
+async def test_everything_at_first_and_then_what_changes():
+    state: dict[str, object] = {"nodes": ["a"], "status": {"queued": 0}}
+    stream = Live(lambda: state).stream(lambda: True)
+    assert await soon(stream) == state
+    state["nodes"] = ["a", "b\n\nevent: x"]
+    assert await soon(stream) == {"nodes": ["a", "b\n\nevent: x"]}
+    await stream.aclose()
+
+
+async def test_who_does_not_follow_is_told_once():
+    stream = Live(lambda: {"n": 1}).stream(lambda: True, follow=False)
+    async with asyncio.timeout(30):
+        assert [told(news) async for news in stream] == [{"n": 1}]
+
+
+async def test_who_reads_slowly_misses_steps_and_never_the_newest():
+    state = {"n": 0}
+    live = Live(lambda: state)
+    quick, slow = live.stream(lambda: True), live.stream(lambda: True)
+    assert await soon(quick) == await soon(slow) == {"n": 0}
+    for number in (1, 2, 3):
+        state["n"] = number
+        assert await soon(quick) == {"n": number}
+    assert await soon(slow) == {"n": 3}
+    await quick.aclose()
+    await slow.aclose()
+
+
+async def test_a_look_that_fails_stops_nobody():
+    state, failed = {"n": 1}, asyncio.Event()
+
+    def sections() -> dict[str, object]:
+        if not state:
+            failed.set()
+            raise RuntimeError("no picture")
+        return {"n": state["n"]}
+
+    stream = Live(sections).stream(lambda: True)
+    assert await soon(stream) == {"n": 1}
+    state.clear()
+    waiting = asyncio.ensure_future(soon(stream))
+    await failed.wait()
+    state["n"] = 2
+    assert await waiting == {"n": 2}
+    await stream.aclose()
+
+
+async def test_nobody_looks_when_nobody_watches():
+    looks: asyncio.Queue[int] = asyncio.Queue()
+    live = Live(lambda: looks.put_nowait(1) or {})
+    for _ in range(2):  # it stops with the last viewer, and begins again with the next
+        waiting = asyncio.ensure_future(anext(live.stream(lambda: True)))
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                await looks.get()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(30):
+            await live.rested()
+        looks = asyncio.Queue()
+
+
+async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
+    state, welcome = {"n": 0}, [True]
+    stream = Live(lambda: state).stream(lambda: welcome[0])
+    await soon(stream)
+    welcome[0] = False
+    state["n"] = 1
+    async with asyncio.timeout(30):
+        assert [news async for news in stream] == []
+
+
+async def test_viewers_are_counted():
+    live = Live(lambda: {"n": 1})
+    streams = [live.stream(lambda: True) for _ in range(MOST_VIEWERS)]
+    for stream in streams:
+        await soon(stream)
+    assert live.full
+    await streams[0].aclose()
+    assert not live.full
+    for stream in streams[1:]:
+        await stream.aclose()

@@ -1,0 +1,525 @@
+"""The board against anything that may happen in any order, and the stories that it was made for."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.video.state.events import (
+    ACKNOWLEDGED,
+    Action,
+    Ask,
+    Cancelled,
+    Deleted,
+    Drop,
+    Event,
+    Expire,
+    Fetch,
+    Fetched,
+    GiveBack,
+    Measured,
+    NodeAway,
+    NodeRemoved,
+    NotFetched,
+    Placed,
+    Reported,
+    Restarted,
+    Said,
+    Save,
+    Submitted,
+    Tick,
+    Waits,
+)
+from coordinator.video.state.job_table import Board, Rules
+from coordinator.video.state.jobs import MOVES, Fault, IllegalMoveError, Job, Kept, State, Wanted, moved, shown
+from coordinator.video.state.transitions import advance
+from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
+from wire.video import Artifact, LeaseState
+
+FILES = (Kept("video.mp4", 100, "ab"),)
+ARTIFACTS = (Artifact("video.mp4", 100, b"\xab"),)
+
+
+def a_job(number: int, **changes: Any) -> Job:
+    wanted = Wanted("wan", "a fox", 384, 224, 49, 16, 20, 336)
+    job = Job(id=f"video_{number}", sequence=number, key="k", created=0.0, wanted=wanted, size=36)
+    return msgspec.structs.replace(job, **changes)
+
+
+class Story:
+    """A board that events are told to one by one."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.board = Board(Rules(**rules))
+        self.now = 1000.0
+        self.actions: list[Action] = []
+        self.leases = 0
+
+    def tell(self, event: Event) -> list[Action]:
+        self.board, actions = advance(self.board, event, self.now)
+        self.actions += actions
+        return [action for action in actions if not isinstance(action, Save)]
+
+    def submit(self, *numbers: int) -> None:
+        for number in numbers:
+            self.tell(Submitted(a_job(number)))
+
+    def job(self, number: int) -> Job:
+        return self.board.jobs[f"video_{number}"]
+
+    def place(self, node: str = "a") -> Job:
+        head = self.board.head
+        assert head is not None
+        self.leases += 1
+        self.tell(Placed(head.id, node, f"lease_{self.leases}"))
+        return self.board.jobs[head.id]
+
+    def grant(self, job: Job) -> list[Action]:
+        return self.tell(Said(job.node, LeaseGranted(job.lease, job.generation, "/f")))
+
+    def end(self, job: Job, code: str = "completed", **more: Any) -> list[Action]:
+        files = ARTIFACTS if code == "completed" else ()
+        return self.tell(Said(job.node, LeaseEnded(job.lease, job.generation, code, code, files, **more)))
+
+    def running(self, number: int = 1, node: str = "a") -> Job:
+        self.submit(number)
+        job = self.place(node)
+        self.grant(job)
+        return self.board.jobs[job.id]
+
+    def report(self, node: str, *leases: LeaseState) -> list[Action]:
+        return self.tell(Reported(node, leases))
+
+
+def state_of(job: Job, phase: str = "denoising", **more: Any) -> LeaseState:
+    return LeaseState(job.lease, job.generation, job.id, 36, phase, **more)
+
+
+def test_a_job_from_the_line_to_its_files():
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    assert story.actions[-1] == Ask(job)
+    story.grant(job)
+    assert story.job(1).state == State.IN_PROGRESS
+    story.report("a", state_of(job, progress=40, step=8, peak=77))
+    assert (story.job(1).progress, story.job(1).phase, story.job(1).due) == (40, "denoising", None)
+    actions = story.end(job, peak=80, seconds=9.0, made=b'{"frames":49}')
+    assert [type(one) for one in actions] == [Measured, Fetch]
+    assert shown(story.job(1))["status"] == "in_progress"
+    assert story.board.holds == {}, "its memory is back before its files are fetched"
+    assert story.tell(Fetched("video_1", 1, FILES)) == [GiveBack("a", job.lease, 1, ACKNOWLEDGED)]
+    told = shown(story.job(1))
+    assert (told["status"], told["progress"], told["peak"], told["made"]) == ("completed", 100, 80, {"frames": 49})
+    assert told["expires_at"] == int(story.now + 86400)
+
+
+def test_progress_and_peak_of_a_job_never_fall_and_its_phase_and_step_are_the_newest():
+    story = Story()
+    job = story.running()
+    story.report("a", state_of(job, "denoising", progress=40, step=8, peak=77))
+    story.report("a", state_of(job, "decoding", progress=30, step=9, peak=50))
+    now = story.job(1)
+    assert (now.progress, now.peak, now.phase, now.step) == (40, 77, "decoding", 9)
+    story.report("a", state_of(job, "saving", progress=100))
+    assert story.job(1).progress < 100, "its files are not here yet"
+    story.report("a", state_of(job, "saving", progress=-5))
+    assert story.job(1).progress > 40
+
+
+@pytest.mark.parametrize("finalizing", [False, True])
+def test_only_reports_in_a_row_without_a_lease_lose_a_job(finalizing: bool):
+    story = Story()
+    job = story.running()
+    if finalizing:
+        story.end(job)
+    for told in (False, True, False, True):
+        story.report("a", *([state_of(job, "ended" if finalizing else "denoising")] if told else []))
+        assert story.job(1).state == (State.FINALIZING if finalizing else State.IN_PROGRESS), "one may be late"
+    story.report("a")
+    story.report("a")
+    assert story.job(1).state == State.FAILED
+    assert (story.job(1).fault or Fault("", "")).code == ("artifact_lost" if finalizing else "worker_lost")
+
+
+def test_first_come_first_served_and_one_question_at_a_time():
+    story = Story()
+    story.submit(3, 1, 2)
+    first = story.place("a")
+    assert first.id == "video_1"
+    assert story.board.head is None, "nobody is placed while a node has yet to answer"
+    story.tell(Said("a", LeaseRefused(first.lease, 1, "no_headroom", "no", retry_after=5, waiting_for="waiting for x")))
+    assert story.board.head is not None
+    assert story.board.head.id == "video_1", "it keeps its place"
+    assert story.board.head.phase == "waiting for x"
+    assert story.board.pauses == {"a": story.now + 5}
+    with pytest.raises(ValueError, match="not to be placed"):
+        story.tell(Placed("video_2", "a", "lease_x"))
+    story.grant(story.place("a"))
+    with pytest.raises(ValueError, match="not to be placed"):
+        story.tell(Placed("video_2", "a", "lease_x"))
+    assert story.place("b").id == "video_2"
+
+
+def test_what_is_said_of_an_older_lease_changes_nothing_and_is_given_back():
+    story = Story(on_node_loss="requeue")
+    old = story.running()
+    story.tell(NodeAway("a"))
+    story.now += 61
+    story.tell(Tick())
+    assert story.job(1).state == State.QUEUED
+    new = story.place("b")
+    story.grant(new)
+    before = story.board
+    assert story.report("a", state_of(old, progress=90)) == [GiveBack("a", old.lease, old.generation, "superseded")]
+    assert story.end(old)[-1] == GiveBack("a", old.lease, old.generation, ACKNOWLEDGED)
+    assert story.tell(Said("a", LeaseGranted(old.lease, old.generation)))[-1].cause == "superseded"  # pyright: ignore
+    story.tell(Said("a", LeaseEnded(new.lease, new.generation, "worker_crashed")))  # another node's lease
+    story.tell(Fetched("video_1", old.generation, FILES))
+    assert story.board.jobs == before.jobs
+
+
+@pytest.mark.parametrize(("rule", "state"), [("fail", State.FAILED), ("requeue", State.QUEUED)])
+def test_a_node_that_stays_away_ends_its_job_as_the_settings_say(rule: Any, state: State):
+    story = Story(on_node_loss=rule)
+    story.running()
+    story.tell(NodeAway("a"))
+    assert (story.job(1).state, len(story.board.holds)) == (State.IN_PROGRESS, 1)
+    story.now += 61
+    story.tell(Tick())
+    assert story.job(1).state == state
+    assert story.board.holds == {}
+    assert (story.job(1).fault or Fault("node_lost", "")).code == "node_lost"
+
+
+@pytest.mark.parametrize("how", ["worker", "away"])
+def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_fails(how: str):
+    story = Story(on_node_loss="requeue", attempts=2)
+    story.submit(1)
+    for attempt in range(3):
+        job = story.place()
+        story.grant(job)
+        if how == "worker":
+            story.end(job, "worker_lost")
+        else:
+            story.tell(NodeAway("a"))
+            story.now += 61
+            story.tell(Tick())
+        assert story.board.holds == {}
+        assert story.job(1).state == (State.FAILED if attempt == 2 else State.QUEUED), attempt
+    assert (story.job(1).fault or Fault("", "")).code == ("worker_lost" if how == "worker" else "node_lost")
+    assert story.job(1).attempts == 2
+
+
+def test_a_node_that_comes_back_in_time_goes_on():
+    story = Story()
+    job = story.running()
+    story.tell(NodeAway("a"))
+    story.now += 30
+    story.report("a", state_of(job, progress=50))
+    story.now += 300
+    story.tell(Tick())
+    assert (story.job(1).state, story.job(1).progress) == (State.IN_PROGRESS, 50)
+    story.end(job)
+    assert story.job(1).state == State.FINALIZING
+
+
+def test_a_node_that_comes_back_without_it_has_lost_it():
+    story = Story()
+    story.running()
+    story.tell(NodeAway("a"))
+    story.report("a")
+    assert story.job(1).state == State.IN_PROGRESS, "one report may have crossed the lease"
+    story.report("a")
+    assert (story.job(1).fault or Fault("", "")).code == "worker_lost"
+    assert story.board.holds == {}
+
+
+def test_this_process_began_again():
+    story = Story()
+    running = story.running(1, "a")
+    story.submit(2, 3)
+    asked = story.place("b")
+    story.tell(Restarted())
+    assert [story.job(n).state for n in (1, 2, 3)] == [State.IN_PROGRESS, State.QUEUED, State.QUEUED]
+    hold = story.board.held("a")
+    assert hold is not None
+    assert (hold.granted, hold.job, hold.size, hold.since) == (True, "video_1", 36, story.job(1).started)
+    assert story.board.held("b") is None
+    assert story.report("b", state_of(asked, "granted"))[-1].cause == "superseded"  # pyright: ignore
+    story.report("a", state_of(running, progress=60))
+    assert story.job(1).progress == 60
+    story.now += 61
+    story.tell(Tick())
+    assert story.job(1).state == State.IN_PROGRESS
+
+
+def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
+    story = Story()
+    job = story.running()
+    story.end(job)
+    assert story.report("a", state_of(job, "ended")) == []
+    assert isinstance(story.end(job)[-1], Fetch)
+    story.tell(Fetched("video_1", 1, FILES))
+    assert story.end(job)[-1] == GiveBack("a", job.lease, 1, ACKNOWLEDGED)
+
+
+def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so():
+    story = Story()
+    job = story.running()
+    actions = story.tell(Cancelled("video_1"))
+    assert GiveBack("a", job.lease, job.generation, "cancelled") in actions
+    assert (story.job(1).fault or Fault("", "")).code == "cancelled"
+    assert story.job(1).generation == job.generation + 1, "what its worker still says is late"
+    story.submit(2)
+    with pytest.raises(ValueError, match="not to be placed"):
+        story.tell(Placed("video_2", "a", "lease_x"))
+    assert story.report("a", state_of(job)) == [], "it was told already"
+    assert story.end(job, "cancelled")[-1] == GiveBack("a", job.lease, job.generation, ACKNOWLEDGED)
+    assert story.place("a").id == "video_2"
+    assert story.job(1).state == State.FAILED
+
+
+def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
+    story = Story()
+    job = story.running()
+    assert Drop("video_1") in story.tell(Deleted("video_1"))
+    assert story.board.jobs == {}
+    assert story.board.held("a") is not None
+    story.end(job, "cancelled")
+    assert story.board.holds == {}
+
+
+def test_a_deleted_job_whose_files_come_late_leaves_none():
+    story = Story()
+    story.end(story.running())
+    story.tell(Deleted("video_1"))
+    assert Drop("video_1") in story.tell(Fetched("video_1", 1, FILES))
+
+
+@pytest.mark.parametrize("event", ["late", "node"])
+def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
+    story = Story(attempts=2)
+    story.submit(1)
+    for attempt in range(3):
+        story.now += 100
+        story.tell(Tick())
+        job = story.place()
+        story.grant(job)
+        if event == "late":
+            story.now += 91
+            actions = story.tell(Tick())
+        else:
+            actions = story.end(job, "start_failed")
+            assert story.board.held("a") is None, "the node has said that it ended"
+            story.grant(job)
+            assert story.board.holds == {}
+        assert any(isinstance(one, GiveBack) and one.lease == job.lease for one in actions)
+        assert story.job(1).state == (State.FAILED if attempt == 2 else State.QUEUED)
+        assert event == "node" or story.board.held("a") is not None, "until the node says that it ended"
+        story.end(job, "start_failed")
+    assert (story.job(1).fault or Fault("", "")).code == "start_failed"
+
+
+def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
+    story = Story()
+    job = story.running()
+    story.tell(Said("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
+    assert story.job(1).state == State.IN_PROGRESS
+    assert story.board.held("a") is not None
+
+
+def test_a_node_that_does_not_answer_is_left_alone():
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    story.now += 31
+    assert GiveBack("a", job.lease, 1, "lease_timeout") in story.tell(Tick())
+    assert story.job(1).state == State.QUEUED
+    assert "a" in story.board.pauses
+    assert story.tell(Said("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
+
+
+def test_a_head_without_room_gives_up_only_when_nobody_runs():
+    story = Story()
+    story.submit(1)
+    story.tell(Waits("video_1", "waiting: b makes another video", True))
+    story.now += 4000
+    story.tell(Tick())
+    assert story.job(1).state == State.QUEUED
+    story.tell(Waits("video_1", "waiting: a has too little", False))
+    story.now += 3599
+    story.tell(Waits("video_1", "waiting: a has still too little", False))
+    story.tell(Tick())
+    assert story.job(1).state == State.QUEUED
+    story.now += 2
+    story.tell(Tick())
+    assert (story.job(1).fault or Fault("", "")).code == "no_headroom"
+    assert "a has still too little" in (story.job(1).fault or Fault("", "")).message
+
+
+def refused(story: Story, job: Job) -> None:
+    story.tell(Said(job.node, LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=5)))
+
+
+def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_turn():
+    story = Story(room_seconds=60.0)
+    story.submit(1, 2)
+    began = story.now
+    while story.job(1).state == State.QUEUED:
+        assert story.now < began + 70
+        refused(story, story.place())
+        story.now += 5
+        story.tell(Tick())
+    fault = story.job(1).fault or Fault("", "")
+    assert (fault.code, story.now) == ("no_headroom", began + 60)
+    assert "within 60 s" in fault.message
+    assert story.place().id == "video_2"
+
+
+def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
+    story = Story(room_seconds=60.0, attempts=3)
+    story.submit(1)
+    refused(story, story.place())
+    assert story.job(1).room_by == story.now + 60
+    story.tell(Restarted())
+    assert story.job(1).room_by is None
+    refused(story, story.place())
+    story.grant(story.place())
+    assert story.job(1).room_by is None
+
+
+def completed(story: Story, number: int, size: int = 100) -> None:
+    story.end(story.running(number))
+    story.tell(Fetched(f"video_{number}", 1, (Kept("video.mp4", size, ""),)))
+
+
+def test_files_go_by_count_bytes_and_age_oldest_first_and_the_record_stays():
+    story = Story(keep_count=2, keep_bytes=250, keep_seconds=100.0)
+    for number in (1, 2, 3):
+        completed(story, number)
+        story.now += 1
+    assert [story.job(n).expired for n in (1, 2, 3)] == [True, False, False]
+    assert Expire("video_1") in story.actions
+    completed(story, 4, 200)
+    assert [story.job(n).expired for n in (2, 3, 4)] == [True, True, False]
+    story.now += 101
+    story.tell(Tick())
+    assert story.job(4).expired
+    assert story.job(4).state == State.COMPLETED
+
+
+def test_only_so_many_records_are_kept():
+    story = Story(records=2)
+    story.submit(1, 2, 3)
+    for number in (1, 2, 3):
+        story.tell(Cancelled(f"video_{number}"))
+    story.tell(Tick())
+    assert list(story.board.jobs) == ["video_2", "video_3"]
+
+
+def test_a_removed_node_is_not_kept_anywhere():
+    story = Story()
+    completed(story, 1)
+    story.running(2)
+    story.tell(NodeRemoved("a"))
+    assert "'a'" not in repr(story.board)
+    assert story.job(2).state == State.FAILED
+
+
+def test_nothing_follows_an_end():
+    for state in (State.COMPLETED, State.FAILED):
+        assert MOVES[state] == frozenset()
+        for other in State:
+            with pytest.raises(IllegalMoveError):
+                moved(a_job(1, state=state), other)
+
+
+# anything in any order
+
+LEASES = st.integers(1, 6).map(lambda number: f"lease_{number}")
+NODES = st.sampled_from(["a", "b"])
+JOBS = st.integers(1, 4).map(lambda number: f"video_{number}")
+GENERATIONS = st.integers(0, 4)
+STATES = st.builds(
+    LeaseState, LEASES, GENERATIONS, st.just(""), st.just(36),
+    st.sampled_from(["granting", "granted", "starting", "denoising", "ending", "ended"]), st.integers(0, 100),
+)  # fmt: skip
+FRAMES = st.one_of(
+    st.builds(LeaseGranted, LEASES, GENERATIONS),
+    st.builds(LeaseRefused, LEASES, GENERATIONS, st.just("no_headroom"), st.just("no")),
+    st.builds(
+        LeaseEnded, LEASES, GENERATIONS, st.sampled_from(["completed", "worker_crashed", "worker_lost", "start_failed"])
+    ),
+)
+EVENTS = st.one_of(
+    st.just("place"),
+    st.just("place"),
+    st.just("grant"),
+    st.just("end"),
+    st.integers(1, 40),
+    st.builds(Said, NODES, FRAMES),
+    st.builds(Reported, NODES, st.lists(STATES, max_size=2).map(tuple)),
+    st.builds(NodeAway, NODES),
+    st.builds(NodeRemoved, NODES),
+    st.builds(Fetched, JOBS, GENERATIONS, st.just(FILES)),
+    st.builds(NotFetched, JOBS, GENERATIONS, st.just(Fault("artifact_lost", ""))),
+    st.builds(Cancelled, JOBS),
+    st.builds(Deleted, JOBS),
+    st.builds(Waits, JOBS, st.just("waits"), st.booleans()),
+    st.just(Restarted()),
+    st.just(Tick()),
+)
+
+
+@given(st.lists(EVENTS, max_size=60), st.sampled_from(["fail", "requeue"]))
+@settings(max_examples=400)
+def test_the_rules_hold_whatever_happens(events: list[Any], rule: Any):
+    story = Story(on_node_loss=rule)
+    story.submit(1, 2, 3, 4)
+    placed: list[int] = []
+    for event in events:
+        before = story.board
+        if event == "place":
+            free = [node for node in ("a", "b") if story.board.held(node) is None]
+            if story.board.head is not None and free:
+                assert story.board.head.sequence == min(job.sequence for job in story.board.waiting)
+                placed.append(story.place(free[0]).sequence)
+            continue
+        if event in ("grant", "end"):
+            state = State.LEASING if event == "grant" else State.IN_PROGRESS
+            for job in [job for job in story.board.jobs.values() if job.state == state][:1]:
+                story.grant(job) if event == "grant" else story.end(job)
+        elif isinstance(event, int):
+            story.now += event
+        else:
+            story.tell(event)
+        check(before, story.board)
+        if isinstance(event, Said):
+            fenced(before, story.board, event)
+
+
+def check(before: Board, board: Board) -> None:
+    nodes = [hold.node for hold in board.holds.values()]
+    assert len(nodes) == len(set(nodes)), "one hold on a node"
+    assert sum(job.state == State.LEASING for job in board.jobs.values()) <= 1
+    for job in board.jobs.values():
+        old = before.jobs.get(job.id)
+        if old is not None and not old.open:
+            assert (job.state, job.fault) == (old.state, old.fault), "nothing follows an end"
+        if old is not None:
+            assert job.generation >= old.generation
+        if job.state in (State.LEASING, State.IN_PROGRESS):
+            hold = board.holds[job.lease]
+            assert (hold.node, hold.job, hold.generation) == (job.node, job.id, job.generation)
+        if job.state == State.QUEUED:
+            assert (job.lease, job.node) == ("", "")
+
+
+def fenced(before: Board, after: Board, said: Said) -> None:
+    """What is said of a lease that is not a job's newest changes no job."""
+    newest = {(job.lease, job.generation, job.node) for job in before.jobs.values() if job.lease}
+    if (said.frame.lease, said.frame.generation, said.node) not in newest:
+        assert after.jobs == before.jobs

@@ -1,0 +1,132 @@
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.video.state.job_table import Board, Hold
+from coordinator.video.state.jobs import State
+from coordinator.video.state.lease_placement import Choice, Waiting, choose, fits_nowhere, guard_off, video_models
+from coordinator.video.state.memory_model import SEED, key_of
+from router.placement.cluster_view import ClusterView, NodeView
+from tests.support.loopback_cluster import a_memory
+from tests.unit.coordinator.video.state.test_job_table import a_job
+from wire.identity import NodeId
+from wire.units import GIB
+from wire.video import VideoPackage, VideoState
+
+LEASE = 36 * GIB
+WAN = VideoPackage("wan", engine="0.18.14", bits=8, expert=int(14.35 * GIB))
+
+
+def a_node(name: str, room: int = 80 * GIB, cap: int = 128 * GIB, **changes: Any) -> NodeView:
+    video = VideoState(True, "", f"ray-{name}", (changes.pop("package", WAN),))
+    known: dict[str, Any] = {"state": "ready", "memory": a_memory(room, cap), "video": video, "video_allowed": True}
+    return NodeView(NodeId(name), name, **(known | changes))
+
+
+def a_board(**changes: Any) -> Board:
+    job = a_job(1, size=LEASE)
+    return Board(jobs={job.id: job}, **changes)
+
+
+def chosen(*nodes: NodeView, board: Board | None = None, now: float = 0.0) -> str:
+    found = choose(board or a_board(), ClusterView(nodes), {}, now, 0.0)
+    assert found is not None
+    return found.node if isinstance(found, Choice) else found.phase
+
+
+def test_the_node_with_most_room_is_asked():
+    assert chosen(a_node("a", 40 * GIB), a_node("b", 60 * GIB)) == "b"
+
+
+def test_a_node_without_room_now_is_asked_only_when_nobody_has_it():
+    """The node alone knows which idle models it would give back."""
+    assert chosen(a_node("a", 10 * GIB), a_node("b", 36 * GIB)) == "b"
+    assert chosen(a_node("a", 10 * GIB), a_node("b", 2 * GIB)) == "a"
+
+
+def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
+    board = a_board(holds={"l": Hold("l", "a", 1, "video_0", LEASE, 0.0)})
+    found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    assert isinstance(found, Waiting)
+    assert not found.busy
+
+
+def test_a_node_that_makes_a_video_takes_no_second_one():
+    board = a_board(holds={"l": Hold("l", "a", 1, "video_0", LEASE, 0.0, granted=True)})
+    assert chosen(a_node("a", 90 * GIB), a_node("b", 40 * GIB), board=board) == "b"
+    found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    assert isinstance(found, Waiting)
+    assert found.busy
+    assert "makes another video" in found.phase
+
+
+def test_a_node_that_refused_is_left_alone_until_it_said():
+    board = a_board(pauses={"a": 10.0})
+    found = choose(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
+    assert isinstance(found, Waiting)
+    assert not found.busy, "a node that refuses has no room, and the time to find room runs"
+    assert chosen(a_node("a"), board=board, now=11.0) == "a"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"state": "lost"}, "it is lost"),
+        ({"heard_at": -10.0}, "silent"),
+        ({"cordoned": True}, "cordoned"),
+        ({"draining": True}, "drained"),
+        ({"memory": a_memory(80 * GIB, 128 * GIB, guard=False)}, "guard is off"),
+        ({"memory": a_memory(8 * GIB, 24 * GIB)}, "its cap leaves 22.0 GiB"),
+        ({"video": VideoState(False, "no environment", "", (WAN,))}, "no environment"),
+        ({"video": VideoState(True, "", "", (WAN,), ray_cause="Ray is missing")}, "Ray is missing"),
+        ({"video": VideoState(True, "", "", (WAN,))}, "Ray is starting"),
+        ({"video_allowed": False}, "`cluster node allow-video a`"),
+        ({"package": VideoPackage("wan", engine="0.38.0", bits=8, expert=26 * GIB)}, "its engine needs"),
+    ],
+)
+def test_what_it_waits_for_is_named(changes: dict[str, Any], why: str):
+    phase = chosen(a_node("a", **changes))
+    assert phase.startswith("waiting: a: ")
+    assert why in phase
+
+
+def test_a_model_that_nobody_has_any_more_is_waited_for():
+    assert "wan" in chosen(a_node("a", video=VideoState(True)))
+
+
+def test_nobody_is_chosen_while_a_node_has_yet_to_answer():
+    asked = a_job(1, state=State.LEASING)
+    assert choose(Board(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
+    assert choose(Board(), ClusterView(), {}, 0.0, 0.0) is None
+
+
+def test_a_job_that_no_known_node_could_take_is_known_at_once():
+    small, large = a_node("small", 8 * GIB, 24 * GIB), a_node("large", 8 * GIB, state="asleep")
+    assert fits_nowhere(ClusterView((small, large)), "wan", 336, LEASE, {}) is None, "it may wake up"
+    found = fits_nowhere(ClusterView((small,)), "wan", 336, LEASE, {})
+    assert found is not None
+    assert "small: its cap leaves 22.0 GiB" in found[1]
+    found = fits_nowhere(ClusterView((large,)), "wan", 7168, LEASE, {})
+    assert found is not None
+    assert "44.3 GiB" in found[1]
+    raised = {key_of(WAN): SEED.after(336, 35 * GIB)}
+    assert fits_nowhere(ClusterView((large,)), "wan", 336, LEASE, raised) is not None
+
+
+def test_models_are_those_that_can_be_used_somewhere():
+    broken = VideoPackage("broken", cause="a shard is missing")
+    view = ClusterView((a_node("a"), a_node("b", package=broken)))
+    assert set(video_models(view)) == {"wan"}
+    assert guard_off(view.nodes) is False
+    assert guard_off([a_node("a", memory=a_memory(guard=False))]) is True
+    assert guard_off([]) is False
+
+
+def test_a_job_whose_key_is_bound_to_labels_goes_to_nodes_that_have_them():
+    job = a_job(1, size=LEASE)
+    job = replace(job, wanted=replace(job.wanted, labels=("lab",)))
+    board = Board(jobs={job.id: job})
+    here, there = a_node("a", 90 * GIB), a_node("b", 40 * GIB, labels=frozenset({"lab"}))
+    assert chosen(here, there, board=board) == "b"
+    assert "the labels lab" in chosen(here, board=board)

@@ -1,0 +1,159 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.video.state.memory_model import (
+    SEED,
+    Clip,
+    Impossible,
+    Limits,
+    Profile,
+    Wish,
+    first_profile,
+    fitting_fps,
+    plan,
+    rounded_frames,
+    rounded_side,
+    too_large,
+    version_of,
+)
+from wire.units import GIB
+from wire.video import VideoPackage
+
+A14B = VideoPackage("wan", engine="0.18.14", bits=8, expert=int(14.35 * GIB))
+LEASE = 36 * GIB
+
+
+def clip(size: str, package: VideoPackage = A14B) -> Clip:
+    width, height = map(int, size.split("x"))
+    found = plan(Wish((width, height)), Limits(pixels=10**8), package, 20)
+    assert isinstance(found, Clip)
+    return found
+
+
+def need(size: str, profile: Profile = SEED) -> float:
+    return round(profile.need(clip(size).tokens) / GIB, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "expected"),
+    [
+        ("384x224", 336, 24.47), ("480x272", 510, 24.98), ("640x368", 920, 26.17), ("832x480", 1560, 28.02),
+        ("960x544", 2040, 29.42), ("1280x704", 3520, 33.71), ("1280x720", 3600, 33.94), ("1920x1088", 8160, 47.16),
+    ],
+)  # fmt: skip
+def test_the_first_profile_gives_the_numbers_of_the_first_case(size: str, tokens: int, expected: float):
+    assert clip(size).tokens == tokens
+    assert need(size) == pytest.approx(expected, abs=0.011)
+    assert need(size, first_profile(A14B)) == pytest.approx(expected, abs=0.011)
+
+
+def test_what_is_above_the_lease_is_refused_with_all_numbers():
+    assert too_large(SEED, clip("1280x720"), LEASE) is None
+    text = too_large(SEED, clip("1920x1088"), LEASE)
+    assert text is not None
+    for number in ("1920x1088", "41.2 GiB", "6.0 GiB", "47.2 GiB", "36.0 GiB", "uncalibrated"):
+        assert number in text
+    measured = too_large(SEED.after(336, 0), clip("1920x1088"), LEASE)
+    assert "measured on 1 jobs" in (measured or "")
+
+
+@pytest.mark.parametrize(
+    ("engine", "bits", "low"),
+    [("0.18.16", 8, True), ("0.18.17", 8, False), ("0.38.0", 8, False), ("0.38.0", 4, True), ("", 8, False),
+     ("1.x", 8, False)],
+)  # fmt: skip
+def test_newer_engines_hold_eight_bits_in_sixteen(engine: str, bits: int, low: bool):
+    package = VideoPackage("wan", engine=engine, bits=bits, expert=int(14.35 * GIB))
+    assert (first_profile(package).need(336) < 25 * GIB) is low
+    if not low:
+        assert first_profile(package).need(336) / GIB == pytest.approx(36.74, abs=0.5)
+
+
+def test_a_package_that_says_nothing_is_taken_for_the_first_case():
+    assert first_profile(VideoPackage("wan", engine="0.18.14")) == SEED
+    assert version_of("0.18.14") < version_of("0.18.17.dev1") < version_of("junk")
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 2**40)), max_size=10))
+def test_a_measured_peak_never_lowers_a_profile_and_is_covered_by_it(measured: list[tuple[int, int]]):
+    profile = SEED
+    for tokens, peak in measured:
+        after = profile.after(tokens, peak)
+        assert after.base >= profile.base
+        assert after.peak(tokens) >= peak
+        assert after.calibrated
+        profile = after
+
+
+sides = st.integers(-10, 5000)
+wishes = st.builds(
+    Wish, st.none() | st.tuples(sides, sides), st.none() | st.integers(-5, 500), st.none() | st.integers(-5, 500),
+    st.none() | st.integers(-5, 500), st.none() | st.integers(-5, 500),
+)  # fmt: skip
+packages = st.builds(
+    VideoPackage, st.just("wan"), token_side=st.sampled_from([16, 32]), token_frames=st.sampled_from([4, 8]),
+    fps=st.sampled_from([16, 24]),
+)  # fmt: skip
+
+
+@given(wishes, packages)
+def test_every_clip_that_is_made_keeps_the_limits_and_every_refusal_names_its_parameter(
+    wish: Wish, package: VideoPackage
+):
+    limits = Limits()
+    found = plan(wish, limits, package, 20)
+    if isinstance(found, Impossible):
+        assert found.param in ("size", "seconds", "frames", "fps", "steps")
+        assert found.param in found.message
+        return
+    assert found.width % package.token_side == found.height % package.token_side == 0
+    assert found.width * found.height <= limits.pixels
+    assert found.frames % package.token_frames == 1
+    assert found.frames <= limits.frames
+    assert 1 <= found.steps <= limits.steps
+    if wish.size is not None:
+        assert (found.width, found.height) == wish.size or any("is made as" in text for text in found.warnings)
+        assert all(0 <= made - asked < package.token_side for made, asked in zip(
+            (found.width, found.height), wish.size, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "frames"), [(3, 49), (4, 65), (5, 81), (7, 113)])
+def test_seconds_become_frames(seconds: int, frames: int):
+    found = plan(Wish(seconds=seconds), Limits(), A14B, 20)
+    assert isinstance(found, Clip)
+    assert found.frames == frames
+    assert bool(found.warnings) == (frames > 81)
+
+
+@pytest.mark.parametrize(("seconds", "fps"), [(8, 15), (12, 10), (30, 4)])
+def test_too_long_names_the_rate_that_would_fit_and_it_does(seconds: int, fps: int):
+    found = plan(Wish(seconds=seconds), Limits(), A14B, 20)
+    assert isinstance(found, Impossible)
+    assert f"fps {fps} would fit" in found.message
+    assert isinstance(plan(Wish(seconds=seconds, fps=fps), Limits(), A14B, 20), Clip)
+    assert isinstance(plan(Wish(seconds=seconds, fps=fps + 1), Limits(), A14B, 20), Impossible)
+
+
+def test_where_no_rate_fits_the_longest_is_named():
+    found = plan(Wish(seconds=500), Limits(), A14B, 20)
+    assert isinstance(found, Impossible)
+    assert "30 s are possible at most" in found.message
+
+
+@given(st.integers(1, 200), st.integers(5, 500), st.sampled_from([4, 8]))
+def test_the_rate_that_is_named_always_fits(seconds: int, most: int, step: int):
+    fps = fitting_fps(seconds, most, step)
+    if fps is not None:
+        assert rounded_frames(seconds * fps, step) <= max(most, step + 1)
+
+
+@given(st.integers(1, 5000), st.sampled_from([16, 32]))
+def test_sides_are_rounded_up_by_less_than_a_token(pixels: int, token: int):
+    assert 0 <= rounded_side(pixels, token) - pixels < token
+
+
+def test_frames_and_seconds_together_are_refused():
+    found = plan(Wish(seconds=3, frames=49), Limits(), A14B, 20)
+    assert isinstance(found, Impossible)
+    assert found.param == "frames"

@@ -1,0 +1,19 @@
+import os
+from pathlib import Path
+
+from host.left_marker import forget_left, has_left, mark_left
+
+
+def test_a_node_that_left_is_marked_until_it_is_wanted_again(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        assert not has_left(tmp_path)
+        mark_left(tmp_path)
+        mark_left(tmp_path)
+    finally:
+        os.umask(before)
+    assert has_left(tmp_path)
+    assert (tmp_path / "left").stat().st_mode & 0o777 == 0o600
+    for _ in range(2):
+        forget_left(tmp_path)
+        assert not has_left(tmp_path)

@@ -1,0 +1,32 @@
+"""The file of a pause: what is written is read, by its owner alone, and a change is seen."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from host.pause_file import LONGEST_BY, Pause, PauseFile
+
+
+def test_a_pause_is_kept_privately_until_it_is_removed(tmp_path: Path):
+    file = PauseFile(tmp_path / "node")
+    assert (file.stamp(), file.remove()) == (None, False)
+    file.write(Pause(1_700_000_000.5, "x" * 200))
+    assert file.path == tmp_path / "node" / "pause.json"
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (file.path, file.path.parent)] == [0o600, 0o700]
+    assert file.read() == Pause(1_700_000_000.5, "x" * LONGEST_BY)
+    first = file.stamp()
+    file.write(Pause(None))
+    assert file.read() == Pause(None, "")
+    assert first is not None
+    assert file.stamp() not in (None, first)
+    assert (file.remove(), file.remove(), file.stamp()) == (True, False, None)
+    with pytest.raises(FileNotFoundError):
+        file.read()
+
+
+def test_a_file_that_is_no_pause_is_a_value_error(tmp_path: Path):
+    for text in ("", "[]", '{"until": "soon"}', '{"until": null, "else": 1}'):
+        (tmp_path / "pause.json").write_text(text)
+        with pytest.raises(ValueError, match=r"\w"):
+            PauseFile(tmp_path).read()

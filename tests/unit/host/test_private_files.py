@@ -1,0 +1,61 @@
+"""What only its owner may read, however generous the umask is, and whatever lies in the way."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from host.private_files import private_folder, write_private
+
+
+@pytest.fixture(autouse=True)
+def generous() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_are_private_with_all_that_is_made_above_them(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    made = private_folder(tmp_path / "a" / "b" / "c")
+    assert [mode(one) for one in (made, made.parent, made.parent.parent)] == [0o700] * 3
+    assert mode(tmp_path) == 0o755, "what was there is somebody's choice"
+    made.chmod(0o755)
+    assert mode(private_folder(made)) == 0o700
+
+
+def test_a_file_is_private_and_follows_no_link(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "file").symlink_to(mine)
+    write_private(tmp_path / "file", b"secret")
+    assert mode(tmp_path / "file") == 0o600
+    assert not (tmp_path / "file").is_symlink()
+    assert mine.read_text() == "mine"
+    (tmp_path / f"file.{os.getpid()}.new").symlink_to(mine)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_private(tmp_path / "file", b"other")
+    assert mine.read_text() == "mine"
+
+
+def test_a_file_that_an_interrupted_write_left_is_narrowed_and_replaced_whole(tmp_path: Path) -> None:
+    beside = tmp_path / f"file.{os.getpid()}.new"
+    beside.write_bytes(b"longer than what follows")
+    beside.chmod(0o644)
+    opened = len(os.listdir("/dev/fd"))
+    write_private(tmp_path / "file", b"secret")
+    assert ((tmp_path / "file").read_bytes(), mode(tmp_path / "file")) == (b"secret", 0o600)
+    assert not beside.exists()
+    assert len(os.listdir("/dev/fd")) == opened
+
+
+def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(OSError, match=r"exists|Not a directory"):
+        private_folder(tmp_path / "state" / "node")

@@ -1,0 +1,118 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from structlog.testing import capture_logs
+
+import host.sleep_inhibitor
+from host.sleep_inhibitor import Awake
+from tests.support.processes import ROOT, environment, until
+
+SLEEPER = (sys.executable, "-IS", "-c", "import sys, time; time.sleep(60)")
+CAFFEINATE = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+while os.getppid() == int(sys.argv[2]):
+    time.sleep(0.02)
+"""
+"""Ends with the process that it is told to watch, as `caffeinate -w` does."""
+
+
+def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 3600.0)  # it is terminated, and not waited for
+    awake = Awake(SLEEPER)
+    awake.hold(False)
+    assert not awake.held
+    awake.hold(True)
+    child = awake.pid
+    awake.hold(True)
+    assert awake.held
+    assert awake.pid == child
+    awake.hold(False)
+    assert not awake.held
+    assert child is not None
+    assert not psutil.pid_exists(child)
+
+
+def test_one_that_ended_is_held_anew():
+    awake = Awake((sys.executable, "-IS", "-c", "pass"))
+    awake.hold(True)
+    until(lambda: not awake.held, 10)
+    awake.hold(True)
+    awake.hold(False)
+
+
+@pytest.mark.parametrize(("command", "warnings"), [((), 0), (("/nonexistent/caffeinate",), 1)])
+def test_a_system_without_it_is_left_alone_and_a_missing_tool_is_logged_once(command: tuple[str, ...], warnings: int):
+    awake = Awake(command)
+    with capture_logs() as logs:
+        for _ in range(2):
+            awake.hold(True)
+            assert not awake.held
+    assert [line["event"] for line in logs] == ["cannot stay awake"] * warnings
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note = pathlib.Path(sys.argv[1])
+note.with_suffix(".new").write_text(f"{os.getpid()} {os.getsid(0)}")
+note.with_suffix(".new").rename(note)
+time.sleep(60)
+"""
+
+
+def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 0.1)
+    awake, note = Awake((sys.executable, "-IS", "-c", STUBBORN, str(tmp_path / "note"))), tmp_path / "note"
+    awake.hold(True)
+    until(note.exists, 20)
+    pid, session = map(int, note.read_text().split())
+    awake.hold(False)
+    assert session == pid, "an interrupt at the terminal does not reach it"
+    assert not psutil.pid_exists(pid)
+
+
+def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):
+    note = tmp_path / "pid"
+    code = (
+        "import sys, time; from host.sleep_inhibitor import Awake; "
+        f"Awake((sys.executable, '-IS', '-c', {CAFFEINATE!r}, {str(note)!r})).hold(True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT)
+    try:
+        until(lambda: note.exists() and note.read_text(), 20)
+    finally:
+        process.kill()
+        process.wait()
+    pid = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text()
+
+
+@pytest.mark.parametrize(("platform", "held"), [("darwin", True), ("linux", False)])
+def test_a_mac_is_held_awake_by_caffeinate_for_our_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, held: bool
+):
+    assert host.sleep_inhibitor.CAFFEINATE == ("/usr/bin/caffeinate", "-i", "-w")
+    tool, note = tmp_path / "caffeinate", tmp_path / "arguments"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {note}.new\nmv {note}.new {note}\nexec sleep 60\n')
+    tool.chmod(0o755)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(host.sleep_inhibitor, "CAFFEINATE", (str(tool), "-i", "-w"))
+    awake = Awake()
+    awake.hold(True)
+    assert awake.held is held
+    if held:
+        until(note.exists, 10)
+        assert note.read_text() == f"-i -w {os.getpid()}\n"
+    awake.hold(False)
+    assert not awake.held

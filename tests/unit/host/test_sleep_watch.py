@@ -1,0 +1,215 @@
+"""Sleep, told before it comes or found when it is over; and macOS's word for it through a library of its shape."""
+
+import asyncio
+import ctypes
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from host import sleep_watch
+from host.iokit import PowerNotice
+from host.sleep_watch import NoNotice, Said, SleepWatch, open_notice, system_clocks
+
+SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
+
+
+class Clocks:
+    """Two clocks that agree until the machine sleeps."""
+
+    def __init__(self):
+        self.on, self.off = 100.0, 40.0
+
+    def sleep(self, seconds: float):
+        self.on += seconds
+
+    def pair(self):
+        return (lambda: self.on), (lambda: self.off)
+
+
+class Told(NoNotice):
+    """A system that tells of a sleep when the test does."""
+
+    stopped = False
+
+    def start(self, on_sleep, on_wake):
+        self.sleep, self.wake = on_sleep, on_wake
+        return True
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sleep_watch, "LOOK_SECONDS", 0.01)
+
+
+class Owner:
+    """Writes down what it hears."""
+
+    def __init__(self):
+        self.heard: list[str] = []
+        self.changed = asyncio.Event()
+
+    def slept(self, said: Said):
+        self.heard.append("sleeps")
+        said()
+        self.changed.set()
+
+    def woke(self, seconds: float):
+        self.heard.append(f"woke after {seconds:.0f}")
+        self.changed.set()
+
+    async def next(self):
+        async with asyncio.timeout(30):
+            await self.changed.wait()
+        self.changed.clear()
+
+
+async def test_a_sleep_is_found_when_it_is_over():
+    clocks, owner = Clocks(), Owner()
+    watch = SleepWatch(owner.slept, owner.woke, notice=NoNotice(), clocks=clocks.pair())
+    watch.start()
+    clocks.sleep(2.0)  # nobody notices that
+    await asyncio.sleep(0.05)
+    assert owner.heard == []
+    clocks.sleep(120.0)
+    await owner.next()
+    assert owner.heard == ["woke after 122"]
+    clocks.sleep(sleep_watch.LEAST_SECONDS)
+    await owner.next()
+    watch.stop()
+    assert owner.heard == ["woke after 122", "woke after 3"]
+
+
+async def test_a_sleep_that_is_told_is_told_once_each_way():
+    clocks, owner, system, said = Clocks(), Owner(), Told(), threading.Event()
+    watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=clocks.pair())
+    watch.start()
+    await asyncio.to_thread(system.sleep, said.set)
+    await owner.next()
+    assert said.is_set()
+    clocks.sleep(300.0)
+    await asyncio.to_thread(system.wake)
+    await owner.next()
+    await asyncio.sleep(0.05)
+    watch.stop()
+    assert owner.heard == ["sleeps", "woke after 300"]
+
+
+async def test_a_sleep_that_was_called_off_ends_too():
+    clocks, owner, system, failed = Clocks(), Owner(), Told(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=clocks.pair())
+    watch.start()
+    system.wake()
+    system.sleep(lambda: None)
+    await owner.next()
+    system.wake()
+    await owner.next()
+    system.wake()
+    await asyncio.sleep(0.05)
+    watch.stop()
+    assert (owner.heard, failed) == (["sleeps", "woke after 0"], [])
+
+
+async def test_a_watch_looks_by_this_systems_own_means_until_it_is_stopped():
+    owner, looks = Owner(), asyncio.Semaphore(0)
+    watch = SleepWatch(owner.slept, owner.woke, on_look=looks.release)
+    watch.stop()
+    watch.start()
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            await looks.acquire()
+    watch.stop()
+    await asyncio.sleep(0.05)
+    assert looks.locked(), "it looks no longer"
+    assert owner.heard == []
+
+
+def test_a_system_that_tells_when_the_loop_is_closed_is_not_answered():
+    owner, system = Owner(), Told()
+
+    async def begin():
+        watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=Clocks().pair())
+        watch.start()
+        watch.stop()
+
+    asyncio.run(begin())
+    assert system.stopped
+    system.sleep(lambda: None)
+    system.wake()
+    assert owner.heard == []
+
+
+def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert isinstance(open_notice(), PowerNotice)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert isinstance(open_notice(), NoNotice)
+    assert NoNotice().start(lambda _: None, lambda: None) is False
+
+
+@pytest.mark.parametrize(
+    ("platform", "boot", "read"), [("linux", 7, (7.0, 1.0)), ("darwin", None, (1.0, 8.0)), ("linux", None, None)]
+)
+def test_a_clock_that_goes_on_in_a_sleep_is_beside_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, platform: str, boot: int | None, read: tuple[float, float] | None
+):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(time, "CLOCK_MONOTONIC", 1)
+    monkeypatch.setattr(time, "CLOCK_UPTIME_RAW", 8, raising=False)
+    monkeypatch.setattr(time, "CLOCK_BOOTTIME", boot, raising=False)
+    monkeypatch.setattr(time, "clock_gettime", float)
+    clocks = system_clocks()
+    assert clocks == (time.monotonic, time.monotonic) if read is None else (clocks[0](), clocks[1]()) == read
+
+
+def test_this_systems_clocks_go_on_together_while_it_is_awake():
+    on, off = system_clocks()
+    first = on() - off()
+    assert abs(on() - off() - first) < 1.0
+
+
+# macOS
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    made = tmp_path / "iokit.so"
+    compiler = shutil.which("cc") or "cc"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", made, SOURCE], check=True, capture_output=True)
+    return made
+
+
+def test_macos_is_answered_after_the_goodbye(library: Path):
+    heard, woke = list[str](), threading.Event()
+
+    def sleeps(said):
+        heard.append(f"sleeps, answered so far {ctypes.CDLL(str(library)).answers(0)}")
+        said()
+
+    def wakes():
+        heard.append("wakes")
+        woke.set()
+
+    notice = PowerNotice(str(library), str(library))
+    assert notice.start(sleeps, wakes)
+    assert woke.wait(10)
+    notice.stop()
+    answers = ctypes.CDLL(str(library)).answers
+    assert heard == ["sleeps, answered so far 11", "wakes"]
+    assert [answers(0), answers(1), answers(2)] == [11, 12, 0], "asked, told, and nothing is to be answered at wake"
+
+
+def test_a_system_that_does_not_let_us_listen_is_none_that_tells(library: Path, tmp_path: Path):
+    ctypes.CDLL(str(library)).refuse_all()
+    assert not PowerNotice(str(library), str(library)).start(lambda _: None, lambda: None)
+    missing = PowerNotice(str(tmp_path / "none"), str(tmp_path / "none"))
+    assert not missing.start(lambda _: None, lambda: None)
+    missing.stop()

@@ -1,0 +1,463 @@
+"""How the agent looks for its coordinator, sleeps, wakes, and what it says on a link: reports, answers, goodbyes."""
+
+import asyncio
+import os
+import signal
+import ssl
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.tls.cluster_ca import Authority
+from node.agent import agent as module
+from node.agent.agent import Agent, Expelled, within_bounds
+from node.agent.identity import create, new_request, remember
+from node.engine_process.supervisor import Patience, Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import Poll
+from node.memory.sensor import footprint_of, open_machine
+from node.settings import NodeSettings, resolve
+from tests.support.cluster_port import Line, Port, opened
+from tests.support.enrolment import HARDWARE
+from wire.bounds import MAX_MODELS
+from wire.frames import (
+    Admitted,
+    Answer,
+    Ask,
+    Cancel,
+    Deltas,
+    Denied,
+    Failed,
+    Finished,
+    Generate,
+    Goodbye,
+    Hello,
+    Message,
+    Params,
+    Ping,
+    Report,
+    Welcome,
+)
+from wire.histogram import GateMeasures, NodeMeasures
+from wire.identity import PROTOCOL, NodeId
+from wire.report import EngineState, Memory, Model
+from wire.units import GIB, MIB
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+ROUNDS = 4
+DIALS = 3
+"""Most connections in one round: to the last address, to prove what was found, to use it."""
+LEAST_PAUSE = 0.25
+
+
+def agent_of(folder: Path, authority: Authority, address: str) -> Agent:
+    """Make the agent of a node that found its coordinator at `address` the last time."""
+    request = new_request("studio")
+    certificate = authority.sign(request.csr, NodeId("n1"), "studio")
+    identity = create(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
+    return Agent(remember(identity, address), NodeSettings(), "0", HARDWARE, folder / "log")
+
+
+@asynccontextmanager
+async def running(folder: Path, serve: Serve, *, tls: bool) -> AsyncGenerator[tuple[Agent, asyncio.Task[None]]]:
+    """Run an agent whose coordinator's address is served by `serve`."""
+    authority = Authority(folder / "authority", time.time)
+    context: ssl.SSLContext | None = authority.server_context() if tls else None
+    writers = list[asyncio.StreamWriter]()
+
+    async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await serve(reader, writer)
+
+    server = await asyncio.start_server(kept, "127.0.0.1", 0, ssl=context)
+    agent = agent_of(folder, authority, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    task = asyncio.create_task(agent.run())
+    try:
+        yield agent, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_a_silent_address_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    dialled = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.set()
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    async with running(tmp_path, silent, tls=False) as (agent, task):
+        await asyncio.wait_for(dialled.wait(), 30)
+        began = time.monotonic()
+        await agent.stop(0.0)
+        await asyncio.wait_for(task, 30)
+        assert time.monotonic() - began < 4
+
+
+async def test_a_coordinator_that_hangs_up_is_dialled_with_pauses(tmp_path: Path) -> None:
+    dialled = list[float]()
+    enough = asyncio.Event()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.append(time.monotonic())
+        if len(dialled) == ROUNDS * DIALS:
+            enough.set()
+        writer.close()
+
+    async with running(tmp_path, hang_up, tls=True):
+        await asyncio.wait_for(enough.wait(), 20)
+    assert dialled[-1] - dialled[0] > (ROUNDS - 1) * LEAST_PAUSE
+
+
+# sleep and measures
+
+
+@asynccontextmanager
+async def linked(folder: Path) -> AsyncIterator[tuple[Port, Agent, str]]:
+    """Run an agent that is linked to a real coordinator; give both and the node's id."""
+    async with opened(folder) as port:
+        who = remember(port.member("studio"), f"127.0.0.1:{port.number}")
+        agent = Agent(who, NodeSettings(), "0", HARDWARE, folder / "log")
+        running = asyncio.create_task(agent.run())
+        try:
+            await asyncio.wait_for(agent.welcomed.wait(), 30)
+            yield port, agent, who.node
+        finally:
+            await agent.stop(0.0)
+            await asyncio.wait_for(running, 30)
+
+
+def state(port: Port) -> str:
+    (member,) = port.application.registry.pool.members.values()
+    return member.state.value
+
+
+async def test_a_machine_that_sleeps_says_so_dials_nobody_and_is_back_when_it_wakes(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (port, agent, _):
+        links = port.application.registry.links
+        said = asyncio.Event()
+        agent.fall_asleep(said.set)
+        await asyncio.wait_for(said.wait(), 30)
+        await port.until(lambda: state(port) == "asleep")
+        assert (links.open(), links.made) == (0, 1)
+        agent.wake_up(3600.0)
+        await port.until(lambda: links.open() == 1)
+        assert links.made == 2
+        assert state(port) != "asleep"
+
+
+async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (port, agent, _):
+        links = port.application.registry.links
+        agent.wake_up(120.0)
+        await port.until(lambda: links.made == 2)
+        await port.until(lambda: links.open() == 1)
+
+
+async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.SLUMBER_SECONDS == 60.0
+    monkeypatch.setattr(module, "SLUMBER_SECONDS", 0.1)
+    async with linked(tmp_path) as (port, agent, _):
+        agent.fall_asleep(lambda: None)
+        await port.until(lambda: port.application.registry.links.made == 2)
+
+
+async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (_, agent, _):
+        agent.fall_asleep(lambda: None)
+
+
+async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_cannot_answer(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (port, _, node):
+        links = port.application.registry.links
+        before = time.process_time()
+        told = b"".join([piece async for piece in links.ask(NodeId(node), "metrics", 16384)])
+        measures = msgspec.msgpack.decode(told, type=NodeMeasures)
+        assert before <= measures.agent_cpu <= time.process_time()
+        own = footprint_of((os.getpid(),))
+        assert own is not None
+        assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
+        assert measures.gate == GateMeasures(), "no engine has reported yet"
+        with pytest.raises(LookupError, match="does not know how to answer 'weather'"):
+            await anext(links.ask(NodeId(node), "weather", 100))
+
+
+# linked to a coordinator that says what a test wants, with a real engine process
+
+
+class Mac:
+    """An agent with its engine, and the connections that it opened."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        named = {
+            "engine.kind": "scripted", "memory.cap": "90GiB", "memory.margin": "1GiB", "node.report_busy": 0.1,
+            "node.report_idle": 5.0, **{key.replace("__", "."): value for key, value in settings.items()},
+        }  # fmt: skip
+        resolved = resolve([("test", named)])
+        self.folder = folder
+        self.authority = Authority(folder / "authority", time.time)
+        self.settings = resolved.value
+        machine = open_machine(self.settings)
+        self.limiter = Limiter(self.settings, machine, resolved.origins)
+        self.lines: asyncio.Queue[Line] = asyncio.Queue()
+        self.log = folder / "node.log"
+        self.log.write_bytes(b"one\ntwo\nthree\n")
+
+    async def start(self) -> Line:
+        """Start engine and agent; give the link, which is welcome."""
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.authority.server_context())
+        self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        request = new_request("studio")
+        certificate = self.authority.sign(request.csr, NodeId("n1"), "studio")
+        identity = create(
+            self.folder / "identity", request, certificate, self.authority.cluster, self.authority.ca, "m1"
+        )
+        self.agent = Agent(remember(identity, self.address), self.settings, "1.2.3", HARDWARE, self.log)
+        self.supervisor = Supervisor(
+            self.settings, on_frame=self.agent.from_engine, on_change=self.agent.changed,
+            log_file=self.folder / "engine.log", scratch=self.folder / "scratch", wired=self.limiter.wired,
+            patience=Patience(first=0.01, longest=0.01),
+        )  # fmt: skip
+        self.poll = Poll(self.limiter, open_machine(self.settings), self.supervisor)
+        self.agent.supervisor, self.agent.limiter, self.agent.poll = self.supervisor, self.limiter, self.poll
+        self.poll.start()
+        await self.supervisor.start()
+        self.running = asyncio.create_task(self.agent.run())
+        return await self.linked()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.lines.put_nowait(Line(reader, writer))
+
+    async def linked(self, *, generation: int = 0) -> Line:
+        """Wait for the next connection, and welcome it."""
+        line = await asyncio.wait_for(self.lines.get(), 30)
+        self.hello = await line.until(Hello)
+        line.send(Welcome(1, self.authority.cluster, "home", time.time(), "1.2.3", (self.address,), generation,
+                          self.authority.seal(generation)))  # fmt: skip
+        return line
+
+    async def ready(self, line: Line) -> Report:
+        """Wait for a report of an engine that could answer."""
+        while True:
+            report = await line.until(Report)
+            if report.engine.state == "ready" and report.memory.armed:
+                return report
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        self.poll.stop()
+        await self.supervisor.stop()
+        self.server.close()
+
+
+@pytest.fixture
+async def mac(tmp_path: Path) -> AsyncIterator[Callable[..., Mac]]:
+    made: list[Mac] = []
+
+    def make(**settings: object) -> Mac:
+        made.append(Mac(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.stop()
+
+
+def asks(number: int, tokens: int = 4) -> Generate:
+    return Generate(number, number, f"r{number}", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0)
+
+
+async def test_a_hello_says_who_this_is_and_a_report_what_the_engine_s_gate_judges_by(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    hello = one.hello
+    assert (hello.protocol, hello.node, hello.name, hello.machine, hello.version) == (
+        PROTOCOL, "n1", "studio", "m1", "1.2.3",
+    )  # fmt: skip
+    assert (hello.hardware, hello.takeover, hello.generation) == (HARDWARE, False, 0)
+    report = await one.ready(line)
+    snapshot = one.supervisor.report
+    assert snapshot is not None
+    assert [model.name for model in report.models] == [model.name for model in snapshot.models]
+    assert (report.memory.cap, report.memory.margin, report.memory.ceiling) == (90 * GIB, GIB, snapshot.memory.ceiling)
+    assert report.memory.phys is not None
+    assert 0 <= report.memory.age < 5
+    assert (report.draining, report.acked_seq, report.engine.kind, report.engine.restarts) == (False, 0, "scripted", 0)
+    assert (report.enforcement.polls > 0, report.enforcement.cap_bound_by) == (True, "setting")
+    assert report.system.source == "pretended"
+
+
+async def test_reports_count_up_and_repeat_the_newest_ping_and_acknowledge_what_the_engine_judged(
+    mac: Callable[..., Mac],
+):
+    one = mac()
+    line = await one.start()
+    first = await one.ready(line)
+    line.send(asks(41), asks(42))
+    line.send(Ping(77))
+    finished = {(await line.until(Finished)).request for _ in range(2)}
+    assert finished == {41, 42}
+    while (report := await line.until(Report)).acked_seq < 42:
+        pass
+    assert report.acked_seq == 42
+    assert report.sequence > first.sequence
+    assert report.ping == 77
+    assert (report.engine.running, report.engine.waiting) == (0, 0)
+
+
+async def test_a_request_is_answered_on_its_link_and_cancelled_in_the_engine_when_the_link_is_lost(
+    mac: Callable[..., Mac],
+):
+    one = mac(engine__scripted__step_ms=5)
+    line = await one.start()
+    await one.ready(line)
+    line.send(asks(1, 20_000), asks(2, 20_000))
+    assert (await line.until(Admitted)).request == 1
+    await line.until(Deltas)
+    assert one.supervisor.live == {1, 2}
+    line.send(Cancel(1))
+    while one.supervisor.live != {2}:  # noqa: ASYNC110  what the agent forwards is heard nowhere else
+        await asyncio.sleep(0.01)
+    line.close()
+    again = await one.linked()
+    assert one.supervisor.live == frozenset()
+    report = await one.ready(again)
+    assert one.hello.takeover is False
+    assert any(model.loaded for model in report.models), "models stay, whatever becomes of a link"
+    again.send(asks(3))
+    assert (await again.until(Finished)).request == 3
+
+
+async def test_an_engine_that_dies_is_reported_and_its_requests_fail_on_their_link(mac: Callable[..., Mac]):
+    one = mac(engine__scripted__step_ms=5)
+    line = await one.start()
+    await one.ready(line)
+    line.send(asks(1, 20_000))
+    await line.until(Deltas)
+    engine = one.supervisor.pid
+    assert engine is not None
+    os.kill(engine, signal.SIGKILL)
+    failed = await line.until(Failed)
+    assert (failed.request, "SIGKILL" in failed.message) == (1, True)
+    while (report := await line.until(Report)).engine.restarts == 0:
+        pass
+    assert "SIGKILL" in report.engine.cause
+    while report.engine.state != "ready" or not report.memory.armed:
+        if not report.memory.armed:
+            assert (report.memory.cap, report.memory.phys, report.memory.headroom) == (90 * GIB, None, None)
+        report = await line.until(Report)
+    line.send(asks(2))
+    assert (await line.until(Finished)).request == 2
+
+
+async def test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer(mac: Callable[..., Mac]):
+    one = mac(engine__scripted__step_ms=5)
+    line = await one.start()
+    await one.ready(line)
+    line.send(asks(1, 30))
+    await line.until(Deltas)
+    stopping = asyncio.create_task(one.agent.stop(20.0, "leave"))
+    assert (await line.until(Report)).draining
+    assert (await line.until(Finished)).request == 1
+    assert (await line.until(Goodbye)).reason == "leave"
+    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(one.running, 30)
+
+
+async def test_a_stop_waits_no_longer_than_it_was_told_to(mac: Callable[..., Mac]):
+    one = mac(engine__scripted__step_ms=5)
+    line = await one.start()
+    await one.ready(line)
+    line.send(asks(1, 20_000))
+    await line.until(Deltas)
+    began = time.monotonic()
+    await one.agent.stop(0.2)
+    assert 0.2 <= time.monotonic() - began < 3
+    assert (await line.until(Goodbye)).reason == "stopping"
+    await line.ended()
+    while one.supervisor.live:  # noqa: ASYNC110  what the agent forwards is heard nowhere else
+        await asyncio.sleep(0.01)
+
+
+async def test_a_sleeping_mac_says_goodbye_and_dials_again_when_it_wakes(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    await one.ready(line)
+    said = asyncio.Event()
+    one.agent.fall_asleep(said.set)
+    assert (await line.until(Goodbye)).reason == "asleep"
+    await line.ended()
+    await asyncio.wait_for(said.wait(), 30)
+    assert one.lines.empty()
+    one.agent.wake_up(30.0)
+    await one.ready(await one.linked())
+
+
+async def test_questions_are_answered_by_name(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    await one.ready(line)
+
+    async def answers(ask: Ask) -> tuple[bytes, Answer]:
+        line.send(ask)
+        data, last = b"", await line.until(Answer)
+        while not last.last:
+            data, last = data + last.payload, await line.until(Answer)
+        assert last.ask == ask.ask
+        return data + last.payload, last
+
+    whole, end = await answers(Ask(1, "logs", 0, 1000))
+    assert (whole, end.next, end.end) == (b"one\ntwo\nthree\n", 0, 14)
+    some, end = await answers(Ask(2, "logs", 4, 4))
+    assert (some, end.next, end.end) == (b"two\n", 8, 8)
+    newest, end = await answers(Ask(3, "logs", -8, 1000))
+    assert newest == b"three\n", "whole lines only"
+    found, end = await answers(Ask(4, "metrics", 0, 1000))
+    measures = msgspec.msgpack.decode(found, type=NodeMeasures)
+    assert measures.agent_cpu > 0
+    assert measures.agent_phys > 10 * MIB, "of this process alone, whichever group it is in"
+    for number, what in ((5, "secrets"), (6, "artifact:l-1/video.mp4")):
+        found, end = await answers(Ask(number, what, 0, 1000))
+        assert (found, end.error) == (b"", f"this node does not know how to answer {what!r}")
+
+
+async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    line.send(Denied("linked_elsewhere", "another process is linked", retry_after=0.2))
+    line.writer.close()
+    again = await one.linked()
+    again.send(Denied("removed", "join again with a new token", final=True))
+    again.writer.close()
+    with pytest.raises(Expelled, match="join again") as caught:
+        await asyncio.wait_for(one.running, 30)
+    assert caught.value.reason == "removed"
+
+
+async def test_a_frame_that_only_nodes_send_ends_the_link(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    await one.ready(line)
+    line.send(Finished(1, ("stop",), 1, 1))
+    await line.ended()
+    await one.linked()
+
+
+def test_a_report_too_long_for_the_coordinator_keeps_what_is_loaded():
+    models = tuple(Model(f"m{number}", loaded=number == MAX_MODELS + 5) for number in range(MAX_MODELS + 10))
+    report = within_bounds(Report(1, Memory(), EngineState(), models))
+    assert len(report.models) == MAX_MODELS
+    assert report.models[0].name == f"m{MAX_MODELS + 5}"
+    short = Report(1, Memory(), EngineState(), models[:3])
+    assert within_bounds(short) is short

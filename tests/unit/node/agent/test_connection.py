@@ -1,0 +1,70 @@
+"""Whom the node believes to be its coordinator."""
+
+import asyncio
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from coordinator.tls.cluster_ca import Authority
+from node.agent.connection import Link, NotTheCoordinator, dial
+from node.agent.identity import authority_context
+from wire.identity import NodeId, coordinator_uri, node_uri
+
+
+def posing(folder: Path, authority: Authority, uri: str) -> ssl.SSLContext:
+    """Make a server whose certificate the cluster's CA signed for servers, with this URI as its name."""
+    content = (folder / "authority.pem").read_bytes()
+    key = serialization.load_pem_private_key(content, None)
+    own = x509.load_pem_x509_certificate((folder / "coordinator.pem").read_bytes())
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    leaf = ec.generate_private_key(ec.SECP256R1())
+    builder = (
+        x509.CertificateBuilder(own.issuer, own.subject, leaf.public_key(), x509.random_serial_number())
+        .not_valid_before(own.not_valid_before_utc)
+        .not_valid_after(own.not_valid_after_utc)
+        .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    )
+    for kept in (x509.AuthorityKeyIdentifier, x509.BasicConstraints, x509.KeyUsage):
+        found = own.extensions.get_extension_for_class(kept)
+        builder = builder.add_extension(found.value, critical=found.critical)
+    file = folder / "posing.pem"
+    file.write_bytes(
+        leaf.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    return context
+
+
+async def reached(folder: Path, uri: str) -> Link:
+    """Dial a server of this name as a node of the cluster."""
+    authority = Authority(folder, time.time)
+    uri = uri.replace("CLUSTER", authority.cluster)
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=posing(folder, authority, uri)
+    )
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return await dial(
+            address, authority_context(authority.ca), lambda: Link(authority.cluster, lambda *_: None, lambda *_: None)
+        )
+
+
+@pytest.mark.parametrize(
+    "uri", [node_uri("CLUSTER", NodeId("n1")), coordinator_uri("another"), "https://coordinator.example"]
+)
+async def test_only_the_coordinators_own_name_is_believed(tmp_path: Path, uri: str) -> None:
+    with pytest.raises(NotTheCoordinator):
+        await reached(tmp_path, uri)
+
+
+async def test_the_coordinator_is_believed(tmp_path: Path) -> None:
+    assert (await reached(tmp_path, coordinator_uri("CLUSTER"))).verified

@@ -1,0 +1,143 @@
+"""Both ends of Bonjour on the loopback interface."""
+
+import asyncio
+import socket
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import pytest
+
+from host.bonjour_announce import Announcement
+from node.agent.discovery import Found, find, first_proven, locate
+from node.agent.enrollment import enrol
+from node.agent.identity import remember
+from tests.support.enrolment import HARDWARE, opened
+from wire.bonjour_record import Advert, cluster_hint
+
+F = TypeVar("F")
+LOOPBACK = ["127.0.0.1"]
+
+
+def multicast_works() -> bool:
+    """Whether a multicast datagram comes back on the loopback interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.settimeout(1.0)
+        listener.bind(("", 0))
+        group = socket.inet_aton("224.0.0.251") + socket.inet_aton("127.0.0.1")
+        try:
+            listener.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+            listener.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
+            listener.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, struct.pack("b", 1))
+            listener.sendto(b"?", ("224.0.0.251", listener.getsockname()[1]))
+            return listener.recv(1) == b"?"
+        except OSError:
+            return False
+
+
+MULTICAST = multicast_works()
+
+
+def needs_multicast(test: F) -> F:
+    """Leave a test out where it cannot work, and out of `make quick` where it can: registering takes seconds."""
+    skip: Any = pytest.mark.skipif(not MULTICAST, reason="no multicast on the loopback interface here")
+    return pytest.mark.slow(skip(test))
+
+
+def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcement:
+    advert = Advert("coord", cluster_hint(cluster), "0.1.0", "ab" * 8)
+    return Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
+
+
+@needs_multicast
+async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
+    cluster = str(uuid4())
+    announced = announcement(cluster)
+    announced.start()
+    await asyncio.wait_for(announced.ready.wait(), 20)
+    (found,) = await find(10, cluster, interfaces=LOOPBACK)
+    hint = cluster_hint(cluster)
+    assert found == Found(f"lab-{hint[:6]}", hint, ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
+    assert found.candidates == ("127.0.0.1:8081",)
+    await announced.close()
+    assert await find(0.5, cluster, interfaces=LOOPBACK) == []
+
+
+@needs_multicast
+async def test_two_clusters_are_both_seen_and_told_apart() -> None:
+    first, second = str(uuid4()), str(uuid4())
+    both = [announcement(first), announcement(second, "lab", 8082)]
+    for announced in both:
+        announced.start()
+    for announced in both:
+        await asyncio.wait_for(announced.ready.wait(), 20)
+    seen = {found.cluster: found.port for found in await find(10, interfaces=LOOPBACK)}
+    assert {cluster_hint(first): 8081, cluster_hint(second): 8082}.items() <= seen.items()
+    assert [found.port for found in await find(10, second, interfaces=LOOPBACK)] == [8082]
+    for announced in both:
+        await announced.close()
+
+
+@needs_multicast
+async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
+    machine = uuid4().hex
+    announced = Announcement(Advert("new"), "air", machine, 9, interfaces=LOOPBACK)
+    announced.start()
+    await asyncio.wait_for(announced.ready.wait(), 20)
+    name = f"air-{machine[:6]}"
+    assert (name, "") in {(found.name, found.cluster) for found in await find(10, role="new", interfaces=LOOPBACK)}
+    assert name not in {found.name for found in await find(0.3, interfaces=LOOPBACK)}
+    await announced.close()
+
+
+@needs_multicast
+async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door, opened(tmp_path / "liar") as liar:
+        identity = await enrol(
+            door.address, door.tokens.create(), name="a", machine="m", hardware=HARDWARE, folder=tmp_path / "n",
+            on_code=lambda code, seconds: None,
+        )  # fmt: skip
+        moved = remember(identity, liar.address)
+        assert await locate(moved, 1, interfaces=LOOPBACK) == door.address
+        forgotten = replace(identity, addresses=())
+        assert await locate(forgotten, 0.3, interfaces=LOOPBACK) is None
+        both = [announcement(identity.cluster, "liar", liar.port), announcement(identity.cluster, "lab", door.port)]
+        for announced in both:
+            announced.start()
+            await asyncio.wait_for(announced.ready.wait(), 20)
+        assert await locate(forgotten, 10, interfaces=LOOPBACK) == door.address
+        for announced in both:
+            await announced.close()
+
+
+async def test_no_address_means_no_record_and_no_error() -> None:
+    announced = Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
+    announced.start()
+    assert await find(0.1, interfaces=[]) == []
+    await announced.close()
+
+
+async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
+    announced = Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001)
+    announced.start()
+    await asyncio.sleep(0.1)
+    assert await find(0.1, interfaces=["192.0.2.250"]) == []
+    await announced.close()
+    assert capsys.readouterr().out.count("bonjour unavailable") == 2
+
+
+async def test_addresses_are_tried_side_by_side() -> None:
+    hangs, tried = asyncio.Event(), list[str]()
+
+    async def proven(address: str) -> bool:
+        tried.append(address)
+        if address == "hangs":
+            await hangs.wait()
+        return address == "right"
+
+    assert await first_proven(["hangs", "wrong", "right", "late"], proven, stagger=0.001) == "right"
+    assert tried == ["hangs", "wrong", "right"]
+    assert await first_proven(["wrong", "wrong"], proven, stagger=5) is None
+    assert await first_proven([], proven) is None

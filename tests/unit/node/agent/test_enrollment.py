@@ -1,0 +1,251 @@
+"""Joining over real TLS on 127.0.0.1: what must work."""
+
+import asyncio
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.local_node import LocalNode
+from node.agent.enrollment import (
+    EnrolDenied,
+    EnrolError,
+    Identity,
+    IdentityError,
+    IdentityMismatch,
+    client_context,
+    enrol,
+    install,
+    load_identity,
+    needs_renewal,
+    new_csr,
+    parse_address,
+    proves_itself,
+    remember,
+)
+from node.agent.machine_id import machine_id
+from node.agent.rejoin import OtherClusterError, known
+from tests.support.enrolment import HARDWARE, Door, Wall, opened
+from tests.support.processes import ROOT
+from wire.identity import JoinToken
+
+
+async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> Identity:
+    return await enrol(
+        door.address, token, name=name, machine=machine, hardware=HARDWARE, folder=folder,
+        on_code=lambda code, seconds: None,
+    )  # fmt: skip
+
+
+async def test_a_token_makes_a_node_that_the_coordinator_knows(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+        assert load_identity(tmp_path / "n", "m1") == identity
+        assert identity.cluster == door.authority.cluster
+        assert identity.addresses == (door.address,)
+        assert [row.node for row in door.joined] == [identity.node]
+        assert await proves_itself(identity, door.address)
+        await door.until(lambda: bool(door.peers))
+        assert door.peers[0].node == identity.node
+
+
+async def test_the_private_key_is_private(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+        new_csr(identity)
+    assert stat.S_IMODE((tmp_path / "n").stat().st_mode) == 0o700
+    for file in (tmp_path / "n").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+
+
+async def test_two_nodes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        token = door.tokens.create(uses=2)
+        first = await join(door, tmp_path / "a", token, "studio", "m1")
+        second = await join(door, tmp_path / "b", token, "Studio", "m2")
+        assert (first.name, second.name) == ("studio", "Studio-2")
+        assert first.node != second.node
+
+
+async def test_a_machine_that_joins_again_is_the_same_node_and_its_old_certificate_is_denied(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        token = door.tokens.create(uses=2)
+        first = await join(door, tmp_path / "a", token)
+        serial = door.store.members[first.node].serial
+        second = await join(door, tmp_path / "a", token)
+        assert (second.node, second.name) == (first.node, first.name)
+        assert door.store.denied(first.node, serial)
+        assert not door.store.denied(second.node, door.store.members[second.node].serial)
+
+
+async def test_a_cloned_identity_is_refused_until_the_clone_joins_by_itself(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        token = door.tokens.create(uses=2)
+        original = await join(door, tmp_path / "n", token)
+        with pytest.raises(IdentityMismatch, match="another machine"):
+            load_identity(tmp_path / "n", "m2")
+        clone = await join(door, tmp_path / "n", token, machine="m2")
+        assert clone.node != original.node
+        assert load_identity(tmp_path / "n", "m2") == clone
+
+
+async def test_a_damaged_identity_is_a_clear_error(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        await join(door, tmp_path / "n", door.tokens.create())
+    kept = json.loads((tmp_path / "n" / "identity.json").read_text())
+    (tmp_path / "n" / "identity.json").write_text(json.dumps({**kept, "node": "other"}))
+    with pytest.raises(IdentityError, match="another node"):
+        load_identity(tmp_path / "n", "m1")
+    (tmp_path / "n" / "identity.json").write_text("{")
+    with pytest.raises(IdentityError, match="damaged"):
+        load_identity(tmp_path / "n", "m1")
+    assert load_identity(tmp_path / "elsewhere", "m1") is None
+
+
+async def test_what_a_token_does_to_an_identity_that_is_there(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
+        mine, foreign = door.tokens.create(), elsewhere.tokens.create()
+        folder = tmp_path / "n"
+        assert known(folder, "m1", mine) is None
+        kept = await join(door, folder, mine)
+        assert known(folder, "m1", None) == kept
+        assert known(folder, "m1", mine) == kept, "the line that it joined with may be typed again"
+        with pytest.raises(OtherClusterError, match="cluster leave"):
+            known(folder, "m1", foreign)
+        with pytest.raises(IdentityMismatch):
+            known(folder, "m2", None)
+        assert known(folder, "m2", mine) is None, "a copy gives way"
+        (folder / "identity.json").write_text("{")
+        with pytest.raises(IdentityError, match="damaged"):
+            known(folder, "m1", None)
+        assert known(folder, "m1", mine) is None, "a damaged one gives way"
+
+
+async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
+        foreign = str(elsewhere.tokens.create())
+        settings = ("--set", "node.machine=m1", "--set", "engine.kind=scripted")
+        await join(door, tmp_path / "state" / "node" / "identity", door.tokens.create(), machine=machine_id("m1"))
+        local = LocalNode(tmp_path / "state", "127.0.0.1:1", settings, lambda: foreign)
+        await local.start()
+        await asyncio.wait_for(local.given_up.wait(), 30)
+        await local.close()
+
+
+async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:
+    wall = Wall()
+    async with opened(tmp_path / "c", wall) as door:
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+        assert not needs_renewal(identity, wall.now + 59 * 86400)
+        assert needs_renewal(identity, wall.now + 61 * 86400)
+        key = (tmp_path / "n" / "node.pem").read_bytes()
+        renewed = install(identity, door.authority.sign(new_csr(identity), identity.node, identity.name))
+        assert (tmp_path / "n" / "node.pem").read_bytes() != key
+        assert load_identity(tmp_path / "n", "m1") == renewed
+        assert await proves_itself(renewed, door.address)
+
+
+async def test_only_the_certificate_that_was_asked_for_is_installed(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        token = door.tokens.create(uses=2)
+        identity = await join(door, tmp_path / "a", token, machine="m1")
+        other = await join(door, tmp_path / "b", token, machine="m2")
+        with pytest.raises(IdentityError, match="not asked for"):
+            install(identity, identity.certificate)
+        csr = new_csr(identity)
+        for wrong in (other.certificate, identity.certificate, b"", door.authority.sign(csr, other.node)):
+            with pytest.raises(IdentityError):
+                install(identity, wrong)
+        assert load_identity(tmp_path / "a", "m1") == identity
+
+
+async def test_the_coordinator_renews_its_own_certificate_while_it_runs(tmp_path: Path) -> None:
+    wall = Wall(time.time() - 61 * 86400)
+    async with opened(tmp_path / "c", wall) as door:
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+        assert not door.authority.renew()
+
+        async def serial() -> str | None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=client_context(identity))
+            shown = writer.get_extra_info("peercert")["serialNumber"]
+            assert await reader.read() == b"known"
+            writer.close()
+            return shown
+
+        before = await serial()
+        wall.now += 61 * 86400
+        assert door.authority.renew()
+        assert await serial() != before
+
+
+async def test_addresses_are_remembered_latest_first(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+    moved = remember(remember(identity, "10.0.0.7:1"), "[fd00::1]:1")
+    assert moved.addresses == ("[fd00::1]:1", "10.0.0.7:1", door.address)
+    assert load_identity(tmp_path / "n", "m1") == moved
+    assert remember(moved, "10.0.0.7:1").addresses[0] == "10.0.0.7:1"
+
+
+async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        codes: asyncio.Queue[str] = asyncio.Queue()
+        joining = asyncio.create_task(
+            enrol(
+                door.address, None, name="air", machine="m1", hardware=HARDWARE, folder=tmp_path / "n",
+                on_code=lambda code, seconds: codes.put_nowait(code),
+            )
+        )  # fmt: skip
+        code = await codes.get()
+        (waiting,) = door.approvals.list(asyncio.get_running_loop().time())
+        assert (waiting.code, waiting.name, waiting.hardware) == (code, "air", HARDWARE)
+        door.approvals.approve(code, asyncio.get_running_loop().time())
+        identity = await joining
+        assert identity.name == "air"
+        assert await proves_itself(identity, door.address)
+
+
+async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        codes: asyncio.Queue[str] = asyncio.Queue()
+        joining = asyncio.create_task(
+            enrol(
+                door.address, None, name="air", machine="m1", hardware=HARDWARE, folder=tmp_path / "n",
+                on_code=lambda code, seconds: codes.put_nowait(code),
+            )
+        )  # fmt: skip
+        door.approvals.reject(await codes.get(), asyncio.get_running_loop().time())
+        with pytest.raises(EnrolDenied) as denied:
+            await joining
+        assert denied.value.reason == "rejected"
+        assert denied.value.final
+        assert not door.joined
+        assert load_identity(tmp_path / "n", "m1") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("studio.local:8081", ("studio.local", 8081)),
+        ("studio.local", ("studio.local", 8081)),
+        ("https://10.0.0.7:99/", ("10.0.0.7", 99)),
+        ("[fd00::1]:99", ("fd00::1", 99)),
+        ("[fe80::1%en0]", ("fe80::1%en0", 8081)),
+    ],
+)
+def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "a b", "host:0", "host:70000", "host:x", "fd00::1", "http://h:1/path"])
+def test_what_is_no_address_is_said(text: str) -> None:
+    with pytest.raises(EnrolError, match="not an address"):
+        parse_address(text)

@@ -1,0 +1,34 @@
+"""A node's log in windows: the newest part, from where the last window ended, and a file that began anew."""
+
+from pathlib import Path
+
+from node.agent.agent import pieces
+from wire.frames import Ask
+
+
+def window(file: Path, offset: int, limit: int = 1000) -> tuple[bytes, int, int]:
+    *answers, last = pieces(Ask(1, "logs", offset, limit), file)
+    return b"".join(piece.payload for piece in answers), last.next, last.end
+
+
+def test_a_log_is_followed_from_where_the_last_window_ended(tmp_path: Path):
+    file = tmp_path / "node.log"
+    file.write_bytes(b"one\ntwo\n")
+    assert window(file, -4) == (b"two\n", 0, 8)
+    assert window(file, 8) == (b"", 0, 8)
+    with file.open("ab") as more:
+        more.write(b"three\n")
+    assert window(file, 8) == (b"three\n", 0, 14)
+    assert window(file, 8, 2) == (b"th", 10, 10)
+
+
+def test_a_file_that_began_anew_is_read_from_its_beginning(tmp_path: Path):
+    file = tmp_path / "node.log"
+    file.write_bytes(b"new\n")
+    assert window(file, 500) == (b"new\n", 0, 4)
+
+
+def test_a_log_that_is_not_there_is_said(tmp_path: Path):
+    (answer,) = pieces(Ask(1, "logs", -10, 10), tmp_path / "none")
+    assert answer.last
+    assert answer.error

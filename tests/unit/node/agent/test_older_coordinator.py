@@ -1,0 +1,48 @@
+"""A node between two coordinators of its cluster, one of which the cluster has left behind."""
+
+import asyncio
+from pathlib import Path
+
+from node.agent.agent import Agent
+from node.agent.identity import follow, load_identity, remember
+from node.agent.machine_id import machine_id
+from node.settings import NodeSettings
+from tests.support.enrolment import HARDWARE
+from tests.support.older import old_coordinator
+from wire.frames import Goodbye, Hello
+
+
+async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_path: Path) -> None:
+    async with old_coordinator(tmp_path) as before:
+        state = before.node("studio")
+        folder = state / "node" / "identity"
+        known = load_identity(folder, machine_id("studio"))
+        assert known is not None
+        seal = before.authority.seal(5)
+        identity = remember(follow(known, 5, seal), before.address)
+        again = load_identity(folder, machine_id("studio"))
+        assert again is not None
+        assert (again.generation, again.seal) == (5, seal), "it outlives the node"
+        assert follow(identity, 4, b"") is identity
+        agent = Agent(identity, NodeSettings(), "0", HARDWARE, tmp_path / "log")
+        task = asyncio.create_task(agent.run())
+        try:
+            greeting = await before.until(Hello)
+            assert greeting.takeover is False
+            await asyncio.wait_for(_left(before.address, folder), 30)
+            assert not agent.welcomed.is_set()
+            assert not task.done(), "it looks for the other, for ever"
+        finally:
+            await agent.stop(0.0)
+            await asyncio.wait_for(task, 30)
+        assert not [frame for frame in before.heard if isinstance(frame, Goodbye)]
+
+
+async def _left(address: str, folder: Path) -> None:
+    """Wait until the node has forgotten where the older one is."""
+    while True:
+        kept = load_identity(folder, machine_id("studio"))
+        assert kept is not None
+        if address not in kept.addresses:
+            return
+        await asyncio.sleep(0.02)

@@ -1,0 +1,67 @@
+"""Text under a grammar, cut at its markers: never depending on where the pieces are cut."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.grammar.constrained_splitter import Calls, FormatCutter, Outline, Thought
+
+THINK, CALL = ("<think>", "</think>"), ("<call>", "</call>")
+
+
+def cut(outline: Outline, text: str, *at: int) -> list[tuple[str, str]]:
+    cutter, found = FormatCutter(outline), list[tuple[str, str]]()
+    place = outline.beginning()
+    edges = sorted({0, len(text), *(one % (len(text) + 1) for one in at)})
+    for start, end in pairwise(edges):
+        for place, part in cutter.feed(text[start:end]):
+            if found and found[-1][0] == place.state:
+                found[-1] = (place.state, found[-1][1] + part)
+            else:
+                found.append((place.state, part))
+    if held := cutter.flush():
+        found.append((place.state, held))
+    return [one for one in found if one[1]]
+
+
+def test_a_thought_and_then_words():
+    text = "I <think> of </call>.</think>{a: <think>, <call>}"
+    assert cut(Outline(THINK, Thought.OPEN), text) == [
+        ("reasoning", "I <think> of </call>."),
+        ("normal", "{a: <think>, <call>}"),
+    ]
+    assert cut(Outline(THINK, Thought.NONE), text) == [("normal", text)]
+
+
+def test_a_thought_only_before_everything_else():
+    may = Outline(THINK, Thought.MAY)
+    assert cut(may, "<think>a</think>b<think>c") == [("reasoning", "a"), ("normal", "b<think>c")]
+    assert cut(may, "b<think>a</think>") == [("normal", "b<think>a</think>")]
+    assert cut(may, "<thi") == [("normal", "<thi")]
+
+
+def test_a_calls_end_only_outside_of_quotes():
+    text = '<call>{"a": "</call> \\" </call>"}</call>\n<call>{}</call>'
+    outline = Outline(call=CALL, calls=Calls.FIRST)
+    assert cut(outline, text) == [("tool", '{"a": "</call> \\" </call>"}'), ("normal", "\n"), ("tool", "{}")]
+
+
+def test_calls_first_or_anywhere():
+    first, anywhere = (Outline(call=CALL, calls=calls) for calls in (Calls.FIRST, Calls.ANYWHERE))
+    assert cut(first, "a <call>{}</call>") == [("normal", "a <call>{}</call>")]
+    assert cut(anywhere, "a <call>{}</call> b") == [("normal", "a "), ("tool", "{}"), ("normal", " b")]
+    assert cut(Outline(call=("[C]", ""), calls=Calls.FIRST), "[C]f[ARGS]{}") == [("tool", "f[ARGS]{}")]
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<call>", "</call>", '"', "\\", "a", "\n", "<", "</"]), max_size=12
+    ),
+    st.lists(st.integers(0, 60), max_size=8),
+    st.sampled_from(list(Thought)),
+    st.sampled_from(list(Calls)),
+)
+def test_cuts_change_nothing(parts: list[str], at: list[int], thought: Thought, calls: Calls):
+    outline, text = Outline(THINK, thought, CALL, calls), "".join(parts)
+    assert cut(outline, text, *at) == cut(outline, text)

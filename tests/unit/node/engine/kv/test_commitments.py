@@ -1,0 +1,143 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.kv.commitments import Commitment, Ledger
+from wire.report import Group, Kv
+
+KV = 131072
+
+
+def promised(ledger: Ledger) -> int:
+    return ledger.written() + ledger.reserved()
+
+
+def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
+    ledger = Ledger(Kv(KV))
+    for length in (17, 18, 16):
+        ledger.commit(length, 1)
+    assert ledger.groups() == (Group(3, 18, 51),)
+    ledger.commit(60_000, 1)
+    assert ledger.groups() == (Group(3, 18, 51), Group(1, 60_000, 60_000))
+
+
+def test_writing_moves_bytes_and_never_makes_any():
+    ledger = Ledger(Kv(KV))
+    row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]
+    row.written, other.written = 100, 10
+    assert ledger.written() == 110 * KV, "a row in prefill has a cache of its own, without padding"
+    row.joined = other.joined = True
+    assert ledger.written() == 2 * 100 * KV
+    assert ledger.reserved() == 0
+    ledger.release(row)
+    assert ledger.written() == 10 * KV
+    assert ledger.reserved() == 80 * KV
+    ledger.release(other)
+    assert ledger.groups() == ()
+
+
+def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
+    kv = Kv(KV, step=256, window=64, window_per_token=8)
+    ledger = Ledger(kv)
+    (row,) = ledger.commit(1000, 1)
+    row.written = 100
+    plain, whole = ledger.written(), promised(ledger)
+    row.room = 355
+    assert ledger.written() == plain, "what a row of 100 tokens may have anyhow"
+    row.room = 800
+    assert ledger.written() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
+    assert promised(ledger) == whole
+    row.joined, row.room = True, 0
+    assert ledger.written() == plain
+
+
+def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
+    ledger = Ledger(Kv(KV))
+    (row,) = ledger.commit(100, 1)
+    assert (row.written, row.joined) == (0, False)
+    assert (ledger.written(), ledger.reserved()) == (0, 100 * KV)
+    empty = Ledger(Kv(KV, fixed=1000))
+    assert empty.cost(0, 1) == 0
+    empty.commit(0, 1)
+    assert promised(empty) == 0
+
+
+def test_a_misspelt_word_of_what_is_written_is_an_error_and_not_a_promise_that_never_shrinks():
+    (row,) = Ledger(Kv(KV)).commit(100, 1)
+    with pytest.raises(AttributeError):
+        row.writen = 100  # type: ignore[attr-defined]
+
+
+def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
+    ledger = Ledger(Kv(KV))
+    (long,), (short,) = ledger.commit(60_000, 1), ledger.commit(20, 1)
+    first, second = ledger.batch_of(long), ledger.batch_of(short)
+    assert first != second
+    assert ledger.batch_of(ledger.commit(59_000, 1)[0]) == first
+    ledger.release(short)
+    assert ledger.batch_of(ledger.commit(20, 1)[0]) not in (first, second)
+
+
+def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
+    ledger = Ledger(Kv(KV))
+    (decoding,), (still_in_prefill,) = ledger.commit(100, 1), ledger.commit(100, 1)
+    decoding.written, decoding.joined = 50, True
+    still_in_prefill.written = 99
+    rows = ledger.commit(90, 3)
+    for row in rows:
+        row.written = 80
+    assert ledger.joining(rows[0], 1) == 2 * 80 * KV, "a row in prefill is in no batch yet"
+    assert ledger.joining(rows[1], 2) == 2 * 80 * KV, "the equals have a batch of their own"
+    rows[0].written = 20
+    assert ledger.joining(rows[0], 1) == 2 * 50 * KV
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("commit"), st.integers(1, 9000), st.integers(1, 4)),
+        st.tuples(st.just("write"), st.integers(0, 30), st.integers(1, 9000)),
+        st.tuples(st.just("extend"), st.integers(0, 30), st.integers(1, 64)),
+        st.tuples(st.just("release"), st.integers(0, 30), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS)
+def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: list[tuple[str, int, int]]):
+    ledger = Ledger(Kv(KV))
+    rows: list[Commitment] = []
+    for name, first, second in operations:
+        before = promised(ledger)
+        row = rows[first % len(rows)] if rows and name != "commit" else None
+        if name == "commit":
+            cost = ledger.cost(first, second)
+            rows += ledger.commit(first, second)
+            assert promised(ledger) == before + cost
+        elif row is not None and name == "write":
+            row.written, row.joined = min(row.promised, second), second % 2 == 0
+            assert promised(ledger) == before
+        elif row is not None and name == "extend":
+            cost = ledger.extension(row, second)
+            ledger.extend(row, second)
+            assert promised(ledger) == before + cost
+        elif row is not None:
+            rows.remove(row)
+            ledger.release(row)
+            assert promised(ledger) < before
+        assert ledger.reserved() >= 0
+        assert sum(group.rows for group in ledger.groups()) == len(rows)
+
+
+def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_decode_together():
+    ledger = Ledger(Kv(KV))
+    assert len(ledger) == 0
+    first, second = ledger.commit(100, 2)
+    (third,) = ledger.commit(60_000, 1)
+    assert len(ledger) == 3
+    assert [ledger.holds(row) for row in (first, second, third)] == [True, True, True]
+    second.joined = True
+    assert (ledger.joined_rows(first), ledger.joined_rows(second), ledger.joined_rows(third)) == (1, 1, 0)
+    ledger.release(first)
+    assert [ledger.holds(row) for row in (first, second, third)] == [False, True, True]
+    assert len(ledger) == 2

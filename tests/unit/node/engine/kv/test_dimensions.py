@@ -1,0 +1,112 @@
+"""What a row takes: foreseen from the config, measured from a cache, and the bytes that a cache has: all the same."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from node.engine.kv.kv_cache import extent_of, kv_of, nbytes_of, new_cache
+from node.engine.memory.gate import Site
+from node.engine.models import loaded_model as loading
+from node.engine.models.loaded_model import forward
+from node.models import catalogue
+from node.models.catalogue import describe, foresee
+from tests import models
+from tests.models.architectures import ARCHITECTURES
+from tests.support.text_engine import Driver
+from wire.capacity.arithmetic import row_bytes
+from wire.frames import Finished, Params
+from wire.report import Kv, Transient
+
+LENGTHS = (20, 256, 300, 700)
+
+
+def written(model: Any, tokens: int) -> Any:
+    """Write so many tokens into a new cache, a few first, so that it has to grow."""
+    cache = new_cache(model)
+    forward(model, [1] * 20, cache, last=False)
+    for start in range(20, tokens, 128):
+        forward(model, [1] * min(128, tokens - start), cache, last=False)
+    return cache
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_foreseen_measured_and_real_bytes_of_a_row_are_the_same(architecture: str):
+    folder = Path(models.path(architecture, trained=False))
+    model, _ = load_model(folder)
+    found = describe(architecture, folder)
+    assert found is not None
+    measured = kv_of(written(model, 20))
+    assert measured == found.kv
+    for tokens in LENGTHS:
+        cache = written(model, tokens)
+        extent = extent_of(cache)
+        layers = sum(1 for layer in cache if hasattr(layer, "keys") and not hasattr(layer, "max_size"))
+        held = extent.room // layers
+        in_window = measured.window_per_token * min(held, measured.window) if measured.window else 0
+        if not measured.window:
+            assert nbytes_of(cache) == measured.fixed + measured.per_token * held
+        elif tokens >= measured.window:
+            assert extent.size == measured.per_token * held + in_window
+        assert tokens <= held < tokens + measured.step
+        assert extent.size <= row_bytes(measured, tokens)
+
+
+MLA: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24, "v_head_dim": 20, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "max_position_embeddings": 2048,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("deepseek_v3", {}),
+        (
+            "deepseek_v2",
+            {
+                "topk_method": "greedy",
+                "rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 2048},
+            },
+        ),
+        ("deepseek_v32", {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 64}),
+    ],
+)
+def test_compressed_attention_is_foreseen_as_it_is_kept(kind: str, more: dict[str, Any]):
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    config = {"model_type": kind, **MLA, **more}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    measured = kv_of(written(model, 20))
+    assert measured == foresee(config, 4)
+    cache = written(model, 300)
+    assert extent_of(cache).size == nbytes_of(cache) <= row_bytes(measured, 300)
+
+
+def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():
+    unknown = foresee({"model_type": "deepseek_v9", **MLA}, 4)
+    assert unknown == foresee({"model_type": "deepseek_v2", **MLA}, 4)
+    assert unknown.per_token > foresee({"model_type": "deepseek_v3", **MLA}, 4).per_token
+
+
+def test_the_size_of_a_number_is_the_base_types_where_weights_are_quantized():
+    quantized = {"model_type": "deepseek_v3", **MLA, "torch_dtype": "bfloat16", "quantization": {"bits": 4}}
+    assert foresee(quantized, 4) == Kv(3 * (32 + 16) * 2, 256)
+
+
+def test_the_gate_is_asked_where_no_dimension_is_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(catalogue, "foresee", lambda config, size: Kv(0))
+    monkeypatch.setattr(catalogue, "forecast", lambda config, size: Transient())
+    monkeypatch.setattr(loading, "kv_of", lambda cache: Kv(0))
+    driver = Driver(models.path("llama"))
+    gate = driver.engine.gate
+    assert isinstance(driver.end(driver.ask("Hello!", Params(temperature=0.0, max_tokens=4))), Finished)
+    assert gate.checks[Site.PREFLIGHT] >= 1
+    assert gate.checks[Site.PREFILL] >= 1
+    assert gate.checks[Site.JOIN] >= 1

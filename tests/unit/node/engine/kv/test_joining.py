@@ -1,0 +1,41 @@
+"""Rows of one prompt join the batches that they were promised a place in, as far as there is room."""
+
+from typing import Any
+
+import pytest
+
+from node.engine.kv.commitments import Commitment, Ledger
+from node.engine.scheduling.decode_batch import DecodeBatch
+from tests import models
+from tests.support.text_engine import Driver
+from wire.frames import Channel, Finished, Params
+from wire.units import GIB
+
+FIRST, SECOND = [
+    one for one in models.answers() if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80
+][:2]  # fmt: skip
+
+
+def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytest.MonkeyPatch):
+    driver = Driver(models.path("llama"), batch=8, chunk=256)
+    other = driver.ask(FIRST["prompt"])
+    driver.until(lambda: driver.engine.report(0.0).running)
+    joining, join, refused, joined = Ledger.joining, DecodeBatch.join, list[int](), list[int]()
+
+    def dear(ledger: Ledger, row: Commitment, rows: int) -> int:
+        short = rows == 2 and not refused
+        refused.extend([rows] * short)
+        return joining(ledger, row, rows) + short * 1024 * GIB
+
+    def counted(batch: DecodeBatch[Any], rows: list[Any], *past: Any) -> list[Any]:
+        joined.append(len(rows))
+        return join(batch, rows, *past)
+
+    monkeypatch.setattr(Ledger, "joining", dear)
+    monkeypatch.setattr(DecodeBatch, "join", counted)
+    number = driver.ask(SECOND["prompt"], Params(temperature=0.0, n=3))
+    ends = driver.end(number), driver.end(other)
+    assert all(isinstance(end, Finished) for end in ends), ends
+    assert [driver.text[number, choice, Channel.CONTENT] for choice in range(3)] == [SECOND["answer"]] * 3
+    assert driver.text[other, 0, Channel.CONTENT] == FIRST["answer"]
+    assert (refused, joined) == ([2], [1, 2]), "one row beside the other's at once, two by themselves later"

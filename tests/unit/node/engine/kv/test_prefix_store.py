@@ -1,0 +1,240 @@
+"""What is kept, found and given back, without any cache of a model: values are texts here."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.kv.prefix_store import BLOCK, LEAST, TOLD, Entry, Found, PrefixCache, PrefixStore, hash_of
+from node.engine.kv.radix_trie import pack
+from node.engine.scheduling.prefix_cache import OPENING, limit_of, stops
+from wire.report import CacheState
+
+START = list(range(LEAST))
+
+
+def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> Entry[str]:
+    key = pack([*START, *more])
+    return Entry(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
+
+
+def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
+    kept: PrefixCache[str] = PrefixCache()
+    one = entry(1, 2, 3)
+    kept.store(one)
+    found = kept.find("m", pack([*START, 1, 9, 9]), cut=True)
+    assert (found.entry, found.length, found.shared) == (one, LEAST + 1, LEAST + 1)
+    assert kept.find("other", pack([*START, 1, 9]), cut=True).entry is None
+
+
+def test_a_sequence_serves_its_own_scope_alone():
+    kept: PrefixCache[str] = PrefixCache()
+    one = Entry("m", pack([*START, 1, 2]), "a cache", 10, b"", scope="alice")
+    other = Entry("m", pack([*START, 1, 3]), "a cache", 10, b"", scope="mallory")
+    kept.store(one)
+    asked = pack([*START, 1, 2, 3])
+    assert kept.find("m", asked, cut=True, scope="alice").entry is one
+    assert kept.find("m", asked, cut=True, scope="mallory") == Found(), "not even that something is shared"
+    assert not kept.covers("m", one.key, cut=True, scope="mallory")
+    assert kept.replaced("m", asked, "mallory") == []
+    kept.store(other)
+    assert kept.find("m", asked, cut=True, scope="mallory").entry is other
+    assert kept.evict(10) == 10, "bytes are counted, and given back, in the order of their use over all scopes"
+    assert kept.find("m", asked, cut=True, scope="alice").entry is None
+    kept.drop("m")
+    assert (len(kept), kept.nbytes, kept.scopes) == (0, 0, frozenset()), "no key leaves anything behind"
+
+
+def test_a_cache_that_cannot_be_cut_serves_only_whole():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(entry(1, 2, 3))
+    found = kept.find("m", pack([*START, 1, 9, 9]), cut=False)
+    assert (found.entry, found.length, found.shared) == (None, 0, LEAST + 1)
+    short = entry(1)
+    kept.store(short)
+    found = kept.find("m", pack([*START, 1, 9, 9]), cut=False)
+    assert (found.entry, found.length) == (short, LEAST + 1)
+
+
+def test_one_token_is_always_left_to_compute():
+    kept: PrefixCache[str] = PrefixCache()
+    whole = entry(1, 2)
+    kept.store(whole)
+    assert kept.find("m", whole.key, cut=True).length == whole.length - 1
+    assert kept.find("m", whole.key, cut=False).entry is None
+    short = entry(1)
+    kept.store(short)
+    assert kept.find("m", whole.key, cut=False).length == whole.length - 1
+    assert kept.find("m", whole.key, cut=True) == Found(short, whole.length - 1, whole.length), "nothing is cut"
+
+
+def test_templates_alone_are_no_beginning():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(entry(1))
+    assert kept.find("m", pack([*START[:-1], 99, 98]), cut=True).entry is None
+
+
+def test_a_cache_is_a_store():
+    """What holds for every place of sequences: a first, empty `find`, then what was stored, until it is evicted."""
+    store: PrefixStore[str] = PrefixCache()
+    asked = pack([*START, 1, 2])
+    assert store.find("m", asked, cut=True).entry is None
+    one = entry(1)
+    store.store(one)
+    assert store.find("m", asked, cut=True).entry is one
+    assert store.evict(1) == one.nbytes
+    assert store.find("m", asked, cut=True).entry is None
+
+
+def test_the_least_recently_used_goes_first_and_only_as_much_as_is_asked():
+    kept: PrefixCache[str] = PrefixCache()
+    entries = [entry(number, nbytes=10 + number) for number in range(4)]
+    for one in entries:
+        kept.store(one)
+    kept.find("m", pack([*START, 0, 9]), cut=True)
+    assert kept.evict(12) == 11 + 12
+    assert [one.alive for one in entries] == [True, False, False, True]
+    state = kept.state()
+    assert (state.nbytes, state.entries, state.stores, state.evictions) == (23, 2, 4, 2)
+    assert state.evicted == (entries[1].prompt_hash, entries[2].prompt_hash)
+    assert kept.evict(2**60) == 23
+    assert (len(kept), kept.nbytes) == (0, 0)
+
+
+def test_what_was_given_back_holds_nothing():
+    kept: PrefixCache[str] = PrefixCache()
+    one = entry(1)
+    kept.store(one)
+    found = kept.find("m", pack([*START, 1, 2]), cut=True)
+    kept.evict(1)
+    assert found.entry is not None
+    assert not found.entry.alive
+    assert found.entry.value is None, "who has found it must not keep its memory"
+
+
+def test_a_model_that_leaves_takes_its_own_with_it():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(entry(1))
+    kept.store(entry(1, model="other"))
+    kept.drop("m")
+    kept.drop("nobody")
+    assert kept.find("m", pack([*START, 1, 2]), cut=True).entry is None
+    assert kept.find("other", pack([*START, 1, 2]), cut=True).entry is not None
+
+
+def test_a_longer_sequence_makes_its_beginnings_needless():
+    kept: PrefixCache[str] = PrefixCache()
+    short, other = entry(1), entry(2)
+    kept.store(short)
+    kept.store(other)
+    longer = entry(1, 2, 3)
+    assert kept.replaced("m", longer.key) == [short]
+    assert not kept.covers("m", longer.key, cut=True)
+    kept.discard([short])
+    kept.discard([short])
+    kept.store(longer)
+    assert kept.covers("m", short.key, cut=True)
+    assert not kept.covers("m", short.key, cut=False)
+    assert kept.covers("m", longer.key, cut=False)
+    assert kept.state().evictions == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("sefd"), st.lists(st.integers(0, 3), max_size=4), st.integers(1, 50))))
+def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int]]):
+    kept: PrefixCache[str] = PrefixCache()
+    stored: list[Entry[str]] = []
+    for doing, ids, size in doings:
+        if doing == "s":
+            stored.append(entry(*ids, nbytes=size))
+            kept.store(stored[-1])
+        elif doing == "e":
+            kept.evict(size)
+        elif doing == "f":
+            found = kept.find("m", pack([*START, *ids, 9]), cut=bool(size % 2))
+            assert found.entry is None or found.entry.alive
+        else:
+            kept.discard(kept.replaced("m", pack([*START, *ids])))
+        alive = [one for one in stored if one.alive]
+        assert kept.nbytes == sum(one.nbytes for one in alive)
+        assert len(kept) == len(alive) == len({one.key for one in alive})
+
+
+def test_a_hash_names_the_ids_the_model_and_every_block_before():
+    ids = list(range(2 * BLOCK + 7))
+    assert hash_of("a", pack(ids)) == hash_of("a", pack(ids))
+    assert len({hash_of("a", pack(ids)), hash_of("b", pack(ids)), hash_of("a", pack([9, *ids[1:]])),
+                hash_of("a", pack(ids[:-1]))}) == 4  # fmt: skip
+    assert len(hash_of("a", pack(ids))) == 16
+
+
+def test_a_hash_is_the_same_in_every_version():
+    """Nodes and coordinator compare hashes: whoever changes this makes every kept prompt unknown."""
+    found = [hash_of("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK, BLOCK + 1)]
+    assert found == [
+        "178ae0acf7f5c5ab692c698ac329d4fd",
+        "9593934efb6da2e1eb5f95aa4b8abcd5",
+        "3f306267e16eae86cbdb83de31397619",
+        "12e73bce091ef1e3e6e3dead170d2676",
+    ]
+
+
+def test_a_beginning_serves_from_its_least_length_on():
+    kept: PrefixCache[str] = PrefixCache()
+    one = entry(1)
+    kept.store(one)
+    assert kept.find("m", pack([*START, 9]), cut=True) == Found(one, LEAST, LEAST)
+    assert kept.find("m", pack([*START[:-1], 9, 9]), cut=True) == Found(None, 0, LEAST - 1)
+    exact = entry()
+    kept.store(exact)
+    assert kept.find("m", pack([*START, 9]), cut=False) == Found(exact, LEAST, LEAST)
+
+
+def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
+    kept: PrefixCache[str] = PrefixCache()
+    short, long = entry(), entry(1, 2, 3)
+    kept.store(short)
+    kept.store(long)
+    assert short.alive, "a beginning stays beside what begins with it"
+    asked = pack([*START, 1, 2, 9])
+    assert kept.find("m", asked, cut=True) == Found(long, LEAST + 2, LEAST + 2)
+    assert kept.find("m", asked, cut=False) == Found(short, LEAST, LEAST + 2)
+    assert not kept.covers("m", pack([*START, 1, 2]), cut=False)
+    assert kept.covers("m", pack([*START, 1, 2]), cut=True)
+    assert kept.find("m", pack([*START, 9]), cut=True) == Found(short, LEAST, LEAST)
+    assert kept.take(long) == "cache of (1, 2, 3)"
+    assert kept.find("m", asked, cut=True) == Found(short, LEAST, LEAST)
+
+
+def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
+    kept: PrefixCache[str] = PrefixCache()
+    entries = [entry(number, nbytes=10 + number) for number in range(TOLD + 2)]
+    for one in entries:
+        kept.store(one)
+    kept.hit(30)
+    kept.hit(12)
+    total = sum(one.nbytes for one in entries)
+    assert kept.state() == CacheState(total, TOLD + 2, 2, 42, TOLD + 2, 0, ())
+    assert (kept.evict(0), kept.evict(10)) == (0, 10)
+    kept.store(replace(entries[1], value="newer", nbytes=5))
+    assert (kept.nbytes, len(kept), entries[1].alive) == (total - 10 - 11 + 5, TOLD + 1, False)
+    kept.drop("m")
+    hashes = [one.prompt_hash for one in (*entries[2:], entries[1])]
+    assert kept.state() == CacheState(0, 0, 2, 42, TOLD + 3, TOLD + 2, tuple(hashes[-TOLD:]))
+
+
+def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
+    prompt = [5] * 40 + [2, 7] + [5] * 100 + [2, 8, 9, 9]
+    assert stops(prompt, {2}, 0, 0) == [143]
+    assert stops(prompt, {2}, 0, 80) == [80, 143]
+    assert stops(prompt, {2}, 50, 80) == [143], "too little more than what is there"
+    assert stops(prompt, {2}, 143, 143) == []
+    assert stops(prompt, {1}, 0, 0) == [len(prompt) - 1 - OPENING], "no token ends a turn"
+    assert stops(prompt, {2}, 0, len(prompt)) == [143, len(prompt) - 1], "one token is left to compute"
+    assert stops([5] * 10, {2}, 0, 0) == []
+
+
+def test_how_much_may_be_kept():
+    assert limit_of("auto", 1000, 200) == 120
+    assert limit_of("auto", 1000, 2000) == 0
+    assert limit_of("2KiB", 1000, 200) == 2048
+    assert limit_of("off", 1000, 0) == limit_of(0, 1000, 0) == limit_of("0", 1000, 0) == 0

@@ -1,0 +1,67 @@
+"""The radix trie against a list that is searched from end to end."""
+
+import time
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.kv.radix_trie import Trie, common, pack
+
+ids = st.lists(st.sampled_from([0, 1, 2, 256, 2**32 - 1]), min_size=1, max_size=12)
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+                min(len(one), len(other)))  # fmt: skip
+
+
+@given(ids, ids)
+def test_common_is_counted_in_whole_ids(one: list[int], other: list[int]):
+    assert common(pack(one), pack(other)) == 4 * shared(one, other)
+
+
+@given(st.lists(ids, max_size=12), st.lists(st.integers(0, 11), max_size=8), ids, st.integers(0, 12))
+def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int], asked: list[int], most: int):
+    trie: Trie[tuple[int, ...]] = Trie()
+    kept = {tuple(key) for key in keys}
+    for key in keys:
+        trie.put(pack(key), tuple(key))
+    for key in {tuple(keys[place]) for place in gone if place < len(keys)}:
+        trie.remove(pack(key))
+        kept.discard(key)
+    match = trie.match(pack(asked), most)
+    best = max((shared(asked, list(key)) for key in kept), default=0)
+    assert match.shared == best
+    if best:
+        assert match.below in kept
+        assert list(match.below)[:best] == asked[:best]
+    beginnings = {key for key in kept if key == tuple(asked[: len(key)])}
+    assert match.whole == max((key for key in beginnings if len(key) <= most), key=len, default=None)
+    assert set(trie.beginnings(pack(asked))) == {key for key in beginnings if len(key) < len(asked)}
+
+
+def test_what_is_not_stored_cannot_be_removed():
+    trie: Trie[int] = Trie()
+    trie.put(pack([1, 2]), 1)
+    with pytest.raises(KeyError):
+        trie.remove(pack([2]))
+
+
+def test_a_prompt_of_six_thousand_tokens_is_looked_up_within_a_millisecond():
+    random = Random(1)
+    trie: Trie[int] = Trie()
+    start = [random.randrange(150_000) for _ in range(3000)]
+    prompts = [start + [random.randrange(150_000) for _ in range(3000)] for _ in range(200)]
+    for number, prompt in enumerate(prompts):
+        trie.put(pack(prompt), number)
+    key = tuple(prompts[7])
+    figures: list[float] = []
+    match = trie.match(pack(key), len(key) - 1)
+    for _ in range(20):
+        begun = time.perf_counter()
+        trie.match(pack(key), len(key) - 1)
+        figures.append(time.perf_counter() - begun)
+    assert match.shared == 6000
+    assert min(figures) <= 0.001

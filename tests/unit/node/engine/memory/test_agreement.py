@@ -1,0 +1,127 @@
+"""Where the router says "fits" the node's gate agrees on the same reading: through a live engine's encoded report."""
+
+import time
+
+import pytest
+
+from node.engine.memory.footprint import clear_pool
+from router.placement.cluster_view import ClusterView, view_of
+from router.placement.place import Demand, NoPlacement, Placement, place
+from router.placement.reservations import Ledger
+from tests import models
+from tests.support.text_engine import Driver
+from wire.capacity.arithmetic import reading_bytes
+from wire.codec import Splitter, decode, encode
+from wire.frames import Admitted, Limits, Message, Params, Refusal, Report
+from wire.identity import NodeId
+from wire.refusals import Code
+from wire.report import EngineState
+from wire.units import KIB, MIB
+
+ENDLESS = Params(temperature=0.0, max_tokens=400, stop=("\0",))
+
+
+def reported(driver: Driver) -> ClusterView:
+    """What the router sees of the engine: its report as it travels."""
+    snapshot = driver.engine.report(time.monotonic())
+    report = Report(1, snapshot.memory, EngineState("mlx", "ready"), snapshot.models, snapshot.acked_seq)
+    ((tag, body),) = Splitter().feed(encode(report))
+    arrived = decode(tag, body)
+    assert isinstance(arrived, Report)
+    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", heard_at=100.0)
+    return ClusterView((view,))
+
+
+def placed(driver: Driver, content: str, params: Params) -> Placement | NoPlacement:
+    demand = Demand(
+        driver.default, len(content), tokens_of(driver, content), max_tokens=params.max_tokens, choices=params.n
+    )
+    return place(reported(driver), demand, Ledger(), now=100.0, draw=lambda: 0.0)
+
+
+def tokens_of(driver: Driver, content: str) -> int:
+    """Count a prompt as the engine does."""
+    from wire.frames import Generate
+
+    asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), Params(), 0)
+    prepared = driver.engine.door.prepare(asked)
+    return len(prepared.ids)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    made = Driver(models.path("llama"), batch=8, prefix_cache="off")
+    made.answer("Hello!")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("room", "words", "choices"),
+    [
+        (-10 * MIB, 1, 1),
+        (-8 * MIB, 100, 3),
+        (-8 * MIB, 400, 1),
+        (-4 * MIB, 100, 1),
+        (-4 * MIB, 900, 3),
+        (1 * MIB, 1, 3),
+    ],
+)
+def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room: int, words: int, choices: int):
+    """The report says how much of the reading is given back at once; what the router sends then is admitted."""
+    driver = Driver(models.path("llama"), batch=8)
+    for number in range(12):
+        driver.answer(f"{number} " + "word " * 120, Params(temperature=0.0, max_tokens=1))
+    clear_pool()
+    report = driver.engine.report(time.monotonic())
+    assert report.memory.current is not None
+    assert report.memory.reusable > 5 * MIB
+    assert report.memory.reusable <= report.cache.nbytes, "no more is told as reusable than is kept"
+    driver.engine.gate.hold(Limits(2**33, report.memory.current + room, 0, "dynamic"))
+    params = Params(temperature=0.0, max_tokens=30, n=choices)
+    content = "fresh " * words
+    verdict = placed(driver, content, params)
+    if isinstance(verdict, Placement):
+        number = driver.ask(content, params, expected=verdict.chosen.output_tokens)
+        assert isinstance(driver.said[number][0], Admitted), driver.said[number][0]
+    else:
+        assert room < 1 * MIB or words > 1, "with all of the cache it fits"
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
+    """One long row and two short ones decode; then requests come that the router has judged by the report."""
+    driver.take(Limits(2**33, 2**33, 0, "static"))
+    running = [driver.ask("word " * size, ENDLESS) for size in (300, 1, 2)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in running))
+    params = Params(temperature=0.0, max_tokens=30, n=choices)
+    verdicts = list[bool]()
+    for words in (1, 100, 400, 900):
+        content = "word " * words
+        tokens = tokens_of(driver, content)
+        needed = 0
+        for room in (256 * KIB, -512 * KIB, 512 * KIB, 8 * MIB):  # the first alone, then around what it needs
+            clear_pool()  # or the gate, which gives it back before a refusal, would take what the router did not send
+            memory = driver.engine.report(time.monotonic()).memory
+            assert memory.current is not None
+            driver.take(Limits(2**33, memory.current + memory.reserved + needed + room, 0, "dynamic"))
+            verdict = placed(driver, content, params)
+            verdicts.append(isinstance(verdict, Placement))
+            expected = verdict.chosen.output_tokens if isinstance(verdict, Placement) else 30
+            number = driver.ask(content, params, expected=expected)
+            answer = driver.said[number][0]
+            if isinstance(verdict, Placement):
+                assert isinstance(answer, Admitted), (words, room, answer)
+                assert answer.prompt_tokens == tokens
+                driver.cancel(number)
+                driver.turn()
+            else:
+                assert isinstance(answer, Refusal), (words, room)
+                assert answer.refused.code is verdict.refused.code is Code.NO_ROOM
+                assert answer.refused.numbers is not None
+                assert verdict.refused.numbers is not None
+                asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # a long one may not be read
+                assert answer.refused.numbers.estimate in asked, "the same arithmetic"
+                needed = needed or verdict.refused.numbers.estimate
+    assert verdicts == [False, False, True, True] * 4
+    for one in running:
+        driver.cancel(one)

@@ -1,0 +1,40 @@
+"""When memory counts as not returned. Pure."""
+
+import pytest
+
+from node.engine.memory.leak_check import SETTLES, Returns
+from wire.units import GIB, MIB
+
+BASE = 90 * MIB
+
+
+@pytest.mark.parametrize(
+    ("weights", "phys", "missing"),
+    [
+        (4 * MIB, BASE + 64 * MIB, 0),
+        (4 * MIB, BASE + 64 * MIB + 1, 64 * MIB + 1),
+        (4 * GIB, BASE + 400 * MIB, 0),
+        (4 * GIB, BASE + 410 * MIB, 410 * MIB),
+        (4 * GIB, BASE - MIB, 0),
+        (4 * GIB, None, 0),
+    ],
+)
+def test_what_is_missing_beyond_a_tenth_of_the_weights_is_told(weights: int, phys: int | None, missing: int):
+    returns = Returns()
+    returns.gone(weights, 10.0)
+    assert returns.at == 10.0 + SETTLES
+    assert returns.look(phys, BASE) == missing == returns.unreturned
+    assert returns.at is None, "it looks once"
+
+
+def test_all_models_that_went_count_together_and_one_that_comes_ends_it():
+    returns = Returns()
+    returns.gone(2 * GIB, 10.0)
+    returns.gone(2 * GIB, 20.0)
+    assert returns.at == 20.0 + SETTLES
+    assert returns.look(BASE + 400 * MIB, BASE) == 0
+    returns.gone(4 * MIB, 30.0)
+    assert returns.look(BASE + 400 * MIB, BASE) == 400 * MIB, "nothing is left of what went before"
+    returns.gone(4 * MIB, 40.0)
+    returns.came()
+    assert (returns.at, returns.unreturned) == (None, 0)

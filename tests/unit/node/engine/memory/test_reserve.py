@@ -1,0 +1,172 @@
+"""The last reserve: really held, counted, first to go, and back when there has been room for long."""
+
+import os
+import time
+
+import pytest
+
+from node.engine.memory.reserve import LOOK, MOST, ROOMY, Canary, canary_size
+from node.memory.sensor import open_sensor
+from tests import models
+from tests.support.text_engine import Driver
+from wire.frames import Enforce, Limits
+from wire.report import Level, Memory
+from wire.units import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("setting", "cap", "size"),
+    [
+        ("auto", 96 * GIB, MOST),
+        ("auto", GIB, int(GIB * 0.01)),
+        ("auto", 0, 0),
+        ("off", GIB, 0),
+        ("64MiB", GIB, 64 * MIB),
+    ],
+)
+def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int, size: int):
+    assert canary_size(setting, cap) == size
+
+
+def held(canary: Canary, now: float = 0.0) -> float:
+    """Let time pass until it is held; give the time."""
+    end = now + ROOMY + 2 * LOOK
+    while not canary.nbytes and now < end:
+        canary.tend(now)
+        now += LOOK / 2
+    return now
+
+
+def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
+    sensor = open_sensor(os.getpid())
+    canary = Canary("64MiB", lambda: Memory(headroom=GIB))
+    canary.hold(GIB)
+    before = sensor.phys().phys
+    held(canary)
+    during = sensor.phys().phys
+    canary.give()
+    after = sensor.phys().phys
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert during - before >= 63 * MIB
+    assert during - after >= 63 * MIB
+
+
+def test_it_is_random_page_by_page():
+    canary = Canary("3MiB", lambda: Memory(headroom=GIB))
+    canary.hold(GIB)
+    held(canary)
+    assert canary.held is not None
+    assert all(len(set(canary.held[start : start + 4096])) > 200 for start in range(0, 3 * MIB, 4096))
+
+
+def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
+    room = [4 * MIB]
+    canary = Canary("2MiB", lambda: Memory(headroom=room[0]))
+    assert canary.due() is None, "not before there is a cap"
+    canary.hold(GIB)
+    canary.tend(0.0)
+    assert canary.due() == ROOMY, "where there is no room it is not looked at all the time"
+    room[0] += 1
+    canary.tend(ROOMY)
+    for second in range(1, 10):
+        canary.tend(ROOMY + second)
+    assert canary.nbytes == 0
+    room[0] -= 1
+    canary.tend(2 * ROOMY)
+    assert canary.nbytes == 0, "it was not roomy all the time"
+    room[0] += 1
+    end = held(canary, 3 * ROOMY)
+    assert canary.nbytes == 2 * MIB
+    assert end - 3 * ROOMY >= ROOMY
+    assert canary.due() is None
+
+
+def test_an_unknown_footprint_is_no_room():
+    canary = Canary("2MiB", lambda: Memory(headroom=None))
+    canary.hold(GIB)
+    held(canary)
+    assert canary.nbytes == 0
+
+
+def test_under_a_smaller_cap_it_goes():
+    canary = Canary("auto", lambda: Memory(headroom=GIB))
+    canary.hold(GIB)
+    held(canary)
+    assert canary.nbytes > 10 * MIB
+    canary.hold(GIB)
+    assert canary.nbytes > 0, "the same cap again changes nothing"
+    canary.hold(GIB // 2)
+    assert canary.nbytes == 0
+
+
+def a_driver() -> Driver:
+    driver = Driver(models.path("llama"), canary="48MiB")
+    driver.answer("Hello!")
+    held(driver.engine.canary, time.monotonic() + LOOK)
+    assert driver.engine.canary.nbytes == 48 * MIB
+    return driver
+
+
+def test_a_node_tells_of_it_and_lets_the_router_count_on_it():
+    driver = a_driver()
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.canary == 48 * MIB
+    assert memory.reusable >= 48 * MIB
+    driver.engine.canary.give()
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.canary == 0
+
+
+def test_it_goes_before_the_prefix_cache_and_any_model():
+    driver = a_driver()
+    kept = driver.engine.reuse.nbytes
+    assert kept > 0
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    room = 8 * MIB
+    tight = memory.current + memory.reserved + room
+    driver.take(Limits(tight, tight, 0, "static"))
+    assert driver.engine.canary.nbytes == 48 * MIB, "nothing was short yet"
+    assert driver.engine.shelf.make_room(room + 24 * MIB)
+    assert driver.engine.canary.nbytes == 0
+    assert driver.engine.reuse.nbytes == kept
+    assert driver.default in driver.engine.shelf.residents
+
+
+def test_the_enforcers_word_takes_it_first():
+    driver = a_driver()
+    kept = driver.engine.reuse.nbytes
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    tight = memory.current - 8 * MIB
+    driver.engine.gate.hold(Limits(tight, tight, 0, "static"))
+    driver.take(Enforce(1, Level.OVER_SOFT))
+    assert driver.engine.canary.nbytes == 0
+    assert driver.engine.reuse.nbytes == kept
+
+
+def test_lower_limits_take_it_at_once():
+    driver = a_driver()
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    tight = memory.current - 8 * MIB
+    driver.take(Limits(tight, tight, 0, "static"))
+    assert driver.engine.canary.nbytes == 0
+
+
+def test_an_engine_at_rest_looks_for_it_and_takes_it():
+    driver = Driver(models.path("llama"), canary="2MiB")
+    engine = driver.engine
+    now = time.monotonic()
+    due = engine.due(now)
+    assert due is not None
+    for _ in range(40):
+        now = max(now, due)
+        list(engine.step(now))
+        due = engine.due(now)
+        if due is None:
+            break
+        due = max(due, now + 0.1)
+    assert engine.canary.nbytes == 2 * MIB

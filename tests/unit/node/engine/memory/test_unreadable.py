@@ -1,0 +1,158 @@
+"""The text engine where its memory cannot be read: it starts nothing new, and gives up nothing for it."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from node.engine.memory import reserve
+from node.memory.reading import PERIOD, POLLS, STALE
+from tests import models
+from tests.support.readings import FailingSource, Later, failing
+from tests.support.text_engine import ROOMY, Driver
+from wire.capacity.arithmetic import UNREADABLE
+from wire.frames import Enforce, EngineReport, Finished, Limits, Load, MakeRoom, Params, Refusal
+from wire.refusals import Code
+from wire.report import Level
+from wire.units import GIB, MIB
+
+EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
+BLIND = Limits(8 * GIB, 1, 64 * MIB, UNREADABLE)
+"""What the agent puts in force where it has not been able to read its machine for long."""
+QUESTION = next(one["prompt"] for one in models.answers() if "system" not in one)
+
+
+def endless(tokens: int) -> Params:
+    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Later:
+    made = Later()
+    monkeypatch.setattr(time, "monotonic", made)
+    return made
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Driver:
+    """Two idle models, kept prefixes, the last reserve."""
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(models.path("llama"))
+    driver = Driver(tmp_path, batch=4, chunk=256, canary="1MiB")
+    for name in ("a", "b"):
+        driver.answer(QUESTION, model=name)
+    for seconds in (2 * reserve.ROOMY, 3 * reserve.ROOMY):
+        driver.engine.canary.tend(time.monotonic() + seconds)
+    assert driver.engine.canary.nbytes
+    assert driver.engine.reuse.nbytes
+    return driver
+
+
+def report(driver: Driver) -> EngineReport:
+    return driver.engine.report(time.monotonic())
+
+
+def kept(driver: Driver) -> tuple[set[str], int, int]:
+    """What could be given up: models, kept prefixes, the last reserve."""
+    here = {model.name for model in report(driver).models if model.loaded}
+    return here, driver.engine.reuse.nbytes, driver.engine.canary.nbytes
+
+
+def sensor(driver: Driver) -> FailingSource:
+    return failing(driver.engine.footprint.sensor)
+
+
+def refused(driver: Driver, model: str = "a") -> Code:
+    end = driver.end(driver.ask(QUESTION, model=model))
+    assert isinstance(end, Refusal)
+    return end.refused.code
+
+
+@pytest.mark.parametrize("blind", ["the machine", "the engine itself"])
+def test_what_cannot_be_read_for_long_refuses_the_new_and_gives_up_nothing(two: Driver, blind: str, clock: Later):
+    before = kept(two)
+    if blind == "the engine itself":
+        sensor(two).fails = True
+        clock.by = STALE + 1
+        two.take(ROOMY)
+    else:
+        two.take(BLIND)
+    for poll in range(1, 4):
+        two.take(Enforce(poll, Level.OVER_SOFT))
+    two.take(MakeRoom(1, 16 * MIB))
+    two.take(Load(99, "a"))
+    assert refused(two) is Code.UNREADABLE
+    assert refused(two, "b") is Code.UNREADABLE
+    assert kept(two) == before
+    assert report(two).counts.evictions == 0
+
+
+@pytest.mark.parametrize("blind", ["the machine", "the engine itself"])
+def test_an_answer_that_runs_goes_on_and_grows_whatever_cannot_be_read(two: Driver, blind: str, clock: Later):
+    numbers = [two.ask(QUESTION, endless(300), model=name, expected=16) for name in ("a", "b")]
+    two.until(lambda: all(two.ids[number, 0] for number in numbers))
+    if blind == "the engine itself":
+        sensor(two).fails = True
+        clock.by = STALE + 1
+    else:
+        two.take(BLIND)
+    for number in numbers:
+        end = two.end(number)
+        assert isinstance(end, Finished)
+        assert end.completion_tokens == 300
+    assert report(two).counts.preemptions == 0
+
+
+def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_back(two: Driver, clock: Later):
+    source = sensor(two)
+    good = report(two).memory
+    assert good.phys is not None
+    source.fails = True
+    clock.by = 1.0
+    memory = report(two).memory
+    assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
+    assert memory.age == pytest.approx(1.0, abs=0.5), "it says how old it is"
+    weights = two.resident("a").weights
+    two.engine.shelf.drop("a")
+    less = report(two).memory.phys
+    assert less is not None
+    assert good.phys - less > weights / 2
+    assert isinstance(two.end(two.ask(QUESTION, model="b")), Finished)
+    clock.by = STALE + 2
+    assert report(two).memory.phys is None, "not for ever"
+    source.fails = False
+    assert report(two).memory.phys is not None
+
+
+@pytest.mark.parametrize("by", ["preempted", "rebuilt"])
+def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back(two: Driver, by: str, clock: Later):
+    generation, resident = two.engine.generation, two.resident("a")
+    number = two.ask(QUESTION, endless(60), model="a")
+    two.until(lambda: len(two.ids[number, 0]) > 3)
+    two.take(BLIND)
+    if by == "preempted":
+        generation.preempt(generation.live[number])
+    else:
+        (batch,) = resident.batches.values()
+        batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    for _ in range(4):
+        clock.by += POLLS * PERIOD
+        two.turn()
+    assert two.ended(number) is None, "it is alone, no height will fall, and still it waits"
+    assert report(two).running == 0
+    two.take(ROOMY)
+    end = two.end(number)
+    assert isinstance(end, Finished)
+    assert end.completion_tokens == 60
+
+
+def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypatch: pytest.MonkeyPatch):
+    """A limit that is reached is no reason to drop the old while nobody knows whether the new fits."""
+    number = two.ask(QUESTION + " And once more?", endless(40), model="a")
+    two.until(lambda: len(two.ids[number, 0]) > 3)
+    before = two.engine.reuse.nbytes
+    monkeypatch.setattr("node.engine.scheduling.prefix_cache.AUTO_SHARE", before / BLIND.cap)
+    two.take(BLIND)
+    assert isinstance(two.end(number), Finished)
+    assert two.engine.reuse.nbytes == before

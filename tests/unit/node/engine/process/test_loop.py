@@ -1,0 +1,137 @@
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+
+import pytest
+
+from node.engine.process.crash_recorder import Recorder
+from node.engine.process.interface import Call
+from node.engine.process.loop import PUBLISH_EVERY, Loop
+from node.engine.scripted.engine import Scripted
+from node.settings import ScriptedSettings
+from wire.frames import Cancel, Deltas, EngineReport, Finished, Frame, Generate, Limits, Message, Params
+from wire.units import GIB
+
+LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+WAIT = 10.0
+
+
+class Running:
+    """A loop on its own thread, with everything that it sent and when."""
+
+    def __init__(self, settings: ScriptedSettings) -> None:
+        self.engine = Scripted(settings, Recorder())
+        self.sent: Queue[tuple[float, Frame]] = Queue()
+        self.loop = Loop(self.engine, lambda frame: self.sent.put((time.monotonic(), frame)))
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def until(self, wanted: Callable[[Frame], bool]) -> list[tuple[float, Frame]]:
+        seen: list[tuple[float, Frame]] = []
+        while not seen or not wanted(seen[-1][1]):
+            seen.append(self.sent.get(timeout=WAIT))
+        return seen
+
+    def stop(self) -> None:
+        self.loop.stop()
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    made = Running(ScriptedSettings(step_ms=10))
+    yield made
+    made.stop()
+
+
+def generate(number: int, tokens: int) -> Generate:
+    return Generate(number, number, "r", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0)
+
+
+def resting(frame: Frame) -> bool:
+    return isinstance(frame, EngineReport) and frame.running == 0 and frame.acked_seq > 0
+
+
+def test_it_publishes_at_the_start_and_when_limits_come(running: Running):
+    first = running.until(lambda frame: isinstance(frame, EngineReport))[-1][1]
+    assert isinstance(first, EngineReport)
+    assert not first.memory.armed
+    running.loop.put(LIMITS)
+    armed = running.until(lambda frame: isinstance(frame, EngineReport) and frame.memory.armed)[-1][1]
+    assert isinstance(armed, EngineReport)
+    assert armed.memory.ceiling == 96 * GIB
+
+
+def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Running):
+    running.loop.put(LIMITS)
+    running.loop.put(generate(1, 60))
+    seen = running.until(resting)
+    steps = [when for when, frame in seen if isinstance(frame, Deltas)]
+    assert len(steps) == 60
+    assert steps[-1] - steps[0] == pytest.approx(0.59, abs=0.1)
+    published = [when for when, frame in seen if isinstance(frame, EngineReport)]
+    assert len(published) >= 5
+    assert len(published) <= (published[-1] - published[0]) / PUBLISH_EVERY + 2
+
+
+def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
+    running.loop.put(LIMITS)
+    running.loop.put(generate(1, 10_000))
+    running.until(lambda frame: isinstance(frame, Deltas))
+    running.loop.put(Cancel(1))
+    seen = running.until(resting)
+    assert not any(isinstance(frame, Finished) for _, frame in seen)
+
+
+def test_resting_it_is_not_busy_and_does_not_wake(running: Running):
+    running.loop.put(LIMITS)
+    running.until(lambda frame: isinstance(frame, EngineReport) and frame.memory.armed)
+    assert running.loop.busy(time.monotonic()) == (0.0, 0.0)
+    turns = threading.Event()
+    due = running.engine.due
+
+    def counted(now: float) -> float | None:
+        turns.set()
+        return due(now)
+
+    running.engine.due = counted
+    assert not turns.wait(0.5)
+
+
+class Stuck(Scripted):
+    """An engine whose step never ends, as a native call that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedSettings(), Recorder())
+        self.inside = threading.Event()
+        self.release = threading.Event()
+
+    def step(self, now: float) -> list[Frame]:
+        self.inside.set()
+        self.release.wait(WAIT)
+        return super().step(now)
+
+
+def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
+    engine = Stuck()
+    loop = Loop(engine, lambda frame: None)
+    engine.call = lambda: Call("prefill", 100.0, 7.0)
+    assert loop.busy(103.0) == (3.0, 7.0)
+
+
+def test_a_turn_that_does_not_end_is_told_by_its_length():
+    engine = Stuck()
+    loop = Loop(engine, lambda frame: None)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    loop.put(LIMITS)
+    loop.put(generate(1, 5))
+    assert engine.inside.wait(WAIT)
+    busy, expected = loop.busy(time.monotonic() + 30.0)
+    assert busy >= 30.0
+    assert expected == 0.0
+    loop.stop()
+    engine.release.set()
+    thread.join(WAIT)

@@ -1,0 +1,174 @@
+"""The engine process over a real socketpair, without its supervisor."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, settings_message
+from node.settings import EngineSettings, NodeSettings, ScriptedSettings
+from wire.codec import LONGEST_JOINED, Splitter, decode, encode
+from wire.frames import Deltas, EngineReport, Finished, Frame, Generate, Limits, Message, Params, Ping, Pong
+from wire.units import GIB
+
+pytestmark = pytest.mark.slow
+LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+WAIT = 15.0
+F = TypeVar("F", bound=Frame)
+
+
+class Process:
+    """The child and the agent's end of its socket."""
+
+    def __init__(self, first: bytes, errors: Path) -> None:
+        self.line, theirs = socket.socketpair()
+        self.line.settimeout(WAIT)
+        self.errors = errors
+        with errors.open("wb") as file:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=file,
+            )  # fmt: skip
+        theirs.close()
+        self.line.sendall(first)
+        self._frames = self._read()
+
+    def _read(self) -> Iterator[Frame]:
+        splitter = Splitter(longest=LONGEST_JOINED)
+        while data := self.line.recv(65536):
+            for tag, body in splitter.feed(data):
+                yield decode(tag, body)
+
+    def send(self, *frames: Frame) -> None:
+        self.line.sendall(b"".join(map(encode, frames)))
+
+    def until(self, kind: type[F], wanted: Callable[[F], bool] = lambda frame: True) -> F:
+        return next(frame for frame in self._frames if isinstance(frame, kind) and wanted(frame))
+
+    def exit_code(self) -> int:
+        return self.child.wait(WAIT)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def make(first: bytes | None = None, **scripted: object) -> Process:
+        engine = EngineSettings(kind="scripted", scripted=ScriptedSettings(**scripted))  # type: ignore[arg-type]
+        settings = NodeSettings(engine=engine)
+        started.append(Process(settings_message(settings) if first is None else first, tmp_path / "errors"))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.line.close()
+        with suppress(ProcessLookupError):
+            process.child.kill()
+        process.child.wait(WAIT)
+
+
+def generate(number: int, content: str = "hi", tokens: int = 16) -> Generate:
+    return Generate(number, number, "r", "scripted-1", (Message("user", content),), Params(max_tokens=tokens), 0)
+
+
+def test_it_serves_a_request_and_answers_pings(start: Callable[..., Process]):
+    process = start(step_ms=5)
+    process.send(LIMITS, generate(1), Ping(77))
+    assert process.until(Pong).nonce == 77
+    assert process.until(Finished).completion_tokens == 16
+
+
+def test_at_the_end_of_its_socket_it_ends_even_in_the_middle_of_work(start: Callable[..., Process]):
+    process = start()
+    process.send(LIMITS, generate(1, tokens=10_000))
+    process.until(Deltas)
+    process.line.close()
+    begun = time.monotonic()
+    assert process.exit_code() == 0
+    assert time.monotonic() - begun < 4.0
+
+
+def test_at_the_end_of_its_socket_a_resting_one_is_gone_too(start: Callable[..., Process]):
+    process = start()
+    process.send(LIMITS)
+    process.until(EngineReport, lambda report: report.memory.armed)
+    process.send(Ping(1))
+    process.until(Pong)
+    process.line.close()
+    begun = time.monotonic()
+    assert process.exit_code() == 0
+    assert time.monotonic() - begun < 4.0
+
+
+def test_it_exits_when_the_socket_ends_before_any_settings(start: Callable[..., Process]):
+    process = start(b"\0\0")
+    process.line.close()
+    assert process.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (settings_message(NodeSettings(engine=EngineSettings(kind="metal"))), "unknown engine kind"),
+        (b"\0\0\0\2[]", "settings"),
+        (b"\xff\xff\xff\xff", "4294967295"),
+    ],
+)
+def test_bad_settings_end_it_with_a_sentence(start: Callable[..., Process], first: bytes, words: str):
+    process = start(first)
+    assert process.exit_code() == EXIT_SETTINGS
+    assert words in process.errors.read_text()
+
+
+def test_garbage_instead_of_frames_ends_it_with_a_sentence(start: Callable[..., Process]):
+    process = start()
+    process.until(EngineReport)
+    process.line.sendall(b"\0\0\0\x05\xf0garbage")
+    assert process.exit_code() == EXIT_FAILED
+    assert "unknown frame 240" in process.errors.read_text()
+
+
+def test_the_crash_word_ends_it_by_a_signal_and_leaves_no_core(start: Callable[..., Process]):
+    process = start(crash="boom", step_ms=5)
+    process.send(LIMITS, generate(1, "boom"))
+    assert process.exit_code() == -signal.SIGABRT
+    assert "engine.scripted.crash" in process.errors.read_text()
+
+
+def test_an_interrupt_from_the_terminal_does_not_end_it(start: Callable[..., Process]):
+    process = start()
+    process.until(EngineReport)
+    process.child.send_signal(signal.SIGINT)
+    process.send(Ping(5))
+    assert process.until(Pong).nonce == 5
+
+
+def test_its_socket_is_all_that_it_inherits_and_no_setting_is_in_its_command_line(start: Callable[..., Process]):
+    process = start(model="a-model-name")
+    process.until(EngineReport, lambda report: report.models[0].name == "a-model-name")
+    assert "a-model-name" not in " ".join(psutil.Process(process.child.pid).cmdline())
+    if sys.platform == "linux":
+        held = [os.readlink(f"/proc/{process.child.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.child.pid}/fd")]
+        assert sum(target.startswith("socket:") for target in held) == 1
+
+
+def test_64_rows_at_50_steps_a_second_cost_little(start: Callable[..., Process]):
+    process = start()
+    process.send(LIMITS, *(generate(number, tokens=150) for number in range(1, 65)))
+    process.until(Deltas, lambda frame: len(frame.deltas) == 64)
+    watched, begun = psutil.Process(process.child.pid), time.monotonic()
+    before = watched.cpu_times()
+    for number in range(1, 65):
+        process.until(Finished, lambda frame, number=number: frame.request == number)
+    used = watched.cpu_times()
+    share = (used.user + used.system - before.user - before.system) / (time.monotonic() - begun)
+    assert share < 0.15, f"{share:.1%} of a core"

@@ -1,0 +1,40 @@
+"""Text that was held back until it was long leaves in frames that a coordinator accepts."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from node.engine.requests.sequence import Row
+from wire.bounds import LONG_CHARACTERS
+from wire.codec import MAX_DELTAS_BYTES, encode
+from wire.frames import Delta, Deltas, Frame, delta_frames
+
+
+def row(request: int, *pieces: tuple[int, str]) -> Row:
+    sequence = SimpleNamespace(number=request)
+    return Row(cast("Any", sequence), 0, cast("Any", None), cast("Any", None), pieces=list(pieces), new=[1, 2, 3])
+
+
+def sent(frames: list[Frame]) -> list[Delta]:
+    return [delta for frame in frames if isinstance(frame, Deltas) for delta in frame.deltas]
+
+
+def test_no_text_makes_a_frame_that_ends_the_link() -> None:
+    """A block that opens a call and never ends it is shown whole when the answer ends: megabytes in one step."""
+    endless = "\U0001f600" * 2_000_000
+    call = '{"arguments":"' + "a" * LONG_CHARACTERS + '"}'
+    rows = [row(1, (0, "so "), (0, endless), (2, call)), row(2, (1, endless)), row(3, (0, "short"))]
+    frames = delta_frames([delta for one in rows for delta in one.gathered()])
+    assert all(len(encode(frame)) <= MAX_DELTAS_BYTES for frame in frames)
+    deltas = sent(frames)
+    texts = {1: ["", "", ""], 2: ["", "", ""], 3: ["", "", ""]}
+    for delta in deltas:
+        for channel, text in delta.pieces:
+            texts[delta.request][channel] += text
+    assert texts == {1: ["so " + endless, "", call], 2: ["", endless, ""], 3: ["short", "", ""]}
+    assert [id for delta in deltas if delta.request == 1 for id in delta.ids] == [1, 2, 3]
+
+
+def test_usual_steps_are_one_frame() -> None:
+    rows = [row(number, (0, "a "), (0, "word")) for number in range(64)]
+    (frame,) = delta_frames([delta for one in rows for delta in one.gathered()])
+    assert [delta.pieces for delta in sent([frame])] == [((0, "a word"),)] * 64

@@ -1,0 +1,110 @@
+"""A request in numbers, and what is refused before anything is promised to it."""
+
+import pytest
+from msgspec.structs import replace
+
+from node.engine.memory.gate import Gate, Site
+from node.engine.requests.preflight import Shape, admit, impossible, shape_of, too_large
+from wire.capacity import arithmetic
+from wire.frames import Generate, Grammar, Limits, Message, Params
+from wire.refusals import Code
+from wire.report import Memory, Model
+from wire.units import GIB, MIB
+
+MODEL = Model("m", loaded=True, weights=4 * GIB, kv_per_token=MIB, context=4096, transient=64 * MIB)
+MEMORY = Memory(cap=12 * GIB, ceiling=12 * GIB, margin=GIB, phys=5 * GIB, current=5 * GIB, headroom=6 * GIB,
+                reserved=2 * MIB, base=128 * MIB, bound_by="static")  # fmt: skip
+
+
+def request(max_tokens: int | None = None, *, expected: int = 0, n: int = 1, **fields: object) -> Generate:
+    params = Params(max_tokens=max_tokens, n=n)
+    return Generate(1, 1, "r", "m", (Message("user", "hi"),), params, 0, expected, **fields)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "promised"),
+    [
+        (request(100, expected=30), 100, 30),
+        (request(100, expected=300), 100, 100),
+        (request(100), 100, 1),
+        (request(expected=30), 512, 30),
+        (request(expected=900), 512, 512),
+        (request(100, expected=30, resume=((1,) * 50,)), 100, 51),
+        (request(100, expected=30, resume=((1,), (1,) * 99)), 100, 100),
+        (request(expected=30, resume=((1,) * 600,)), 601, 601),
+    ],
+)
+def test_what_is_promised_is_what_is_expected_within_the_limit_and_beyond_what_is_known(
+    asked: Generate, limit: int, promised: int
+):
+    assert shape_of(asked, 7, 512, 4096) == Shape(7, limit, promised, asked.params.n)
+
+
+def test_without_a_limit_an_answer_ends_with_the_context():
+    assert shape_of(request(expected=400), 4000, 512, 4096) == Shape(4000, 96, 96, 1)
+    assert shape_of(request(expected=400), 4096, 512, 4096).limit == 1
+    assert Shape(4000, 96, 90, 3).length == 4090
+    assert Shape(4000, 96, 90, 3).of(1) == Shape(4000, 96, 90, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape", "code"),
+    [
+        (request(), Shape(7, 10, 5, 1), None),
+        (request(), Shape(4000, 96, 5, 1), None),
+        (request(), Shape(4000, 97, 5, 1), Code.CONTEXT),
+        (request(), Shape(7, 10, 5, 8), None),
+        (request(), Shape(7, 10, 5, 9), Code.UNSUPPORTED),
+        (request(), Shape(7, 0, 5, 1), Code.INVALID),
+        (request(), Shape(7, 10, 5, 0), Code.INVALID),
+        (replace(request(), model="other"), Shape(7, 10, 5, 1), Code.NO_MODEL),
+        (replace(request(), params=Params(grammar=Grammar("json_object"))), Shape(7, 10, 5, 1), Code.UNSUPPORTED),
+    ],
+)
+def test_what_no_memory_helps_is_refused(asked: Generate, shape: Shape, code: Code | None):
+    found = impossible(asked, shape, MODEL, batch=8)
+    assert (found and found.code) == code
+
+
+def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_there_is():
+    # margin 1 GiB and 128 MiB of the engine itself leave 10.875 GiB, of which the weights take 4
+    assert too_large(Shape(3000, 50, 40, 2), MEMORY, MODEL) is None
+    for shape in (Shape(3000, 50, 40, 3), Shape(4000, 3096, 3000, 1)):
+        refused = too_large(shape, MEMORY, MODEL)
+        assert refused is not None
+        needed = arithmetic.alone_bytes(MODEL, shape.prompt, shape.promised, shape.choices)
+        assert refused.code is Code.TOO_LARGE
+        assert refused.numbers is not None
+        assert refused.numbers.estimate == needed - MODEL.weights
+        assert refused.numbers.predicted == needed + MEMORY.margin
+        assert (refused.numbers.ceiling, refused.numbers.cap) == (MEMORY.cap, MEMORY.cap)
+        assert (refused.numbers.current, refused.numbers.reserved, refused.numbers.headroom) == (
+            5 * GIB, 2 * MIB, 6 * GIB,
+        )  # fmt: skip
+        assert f"{shape.length} tokens × {shape.choices}" in refused.message
+        assert "this node can hold 10.9 GiB" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("cost", "shape", "code"),
+    [
+        (MIB, Shape(10, 5, 5, 1), None),
+        (7 * GIB, Shape(10, 5, 5, 1), Code.NO_ROOM),
+        (7 * GIB, Shape(4000, 3096, 3000, 1), Code.TOO_LARGE),
+    ],
+)
+def test_what_does_not_fit_now_is_told_from_what_never_does(cost: int, shape: Shape, code: Code | None):
+    gate = Gate()
+    gate.hold(Limits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
+    found = admit(shape, MEMORY, MODEL, cost, gate)
+    assert (found and found.code) == code
+    assert gate.checks == {Site.PREFLIGHT: 1}
+
+
+def test_where_the_memory_cannot_be_read_nothing_is_called_too_large():
+    gate = Gate()
+    gate.hold(Limits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
+    blind = replace(MEMORY, phys=None, current=None, headroom=None)
+    found = admit(Shape(4000, 3096, 3000, 1), blind, MODEL, GIB, gate)
+    assert found is not None
+    assert found.code is Code.UNREADABLE

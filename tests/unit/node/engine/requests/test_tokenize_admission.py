@@ -1,0 +1,375 @@
+import itertools
+import json
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from node.engine.requests.prepared import Prepared
+from node.engine.requests.tokenize_admission import Read, Unread, text_bytes
+from node.engine.requests.tokenize_queue import UnreadQueue
+from node.engine.text.tokenizer import LONG_TEXT, TooLong, load
+from tests import models
+from tests.support.text_engine import ROOMY, Driver
+from wire.capacity.arithmetic import READ_CODE, READ_FREE, READ_GUIDE, READ_LOAD, READ_SLICE, READ_TOKEN, reading_bytes
+from wire.capacity.fairness import Owner
+from wire.frames import Count, Finished, Generate, Grammar, Limits, Message, Params, Ping, Refusal, ToolCall
+from wire.refusals import Code
+from wire.units import GIB, MIB
+
+WORDS = "The whole history of the house was written down by its cook. "
+LONG = WORDS * 60
+
+
+def asked(driver: Driver, content: str, number: int = 1, **params: object) -> Generate:
+    given = Params(max_tokens=4, temperature=0.0, **params)  # type: ignore[arg-type]
+    return Generate(number, number, "r", driver.default, (Message("user", content),), given, 0)
+
+
+@pytest.fixture
+def driver(tiny_model: Callable[..., Path]) -> Driver:
+    made = Driver(tiny_model("llama"))
+    made.answer("Hello!", Params(max_tokens=1))  # loads model and tokenizer
+    return made
+
+
+def unread(driver: Driver, content: str = LONG, number: int = 9) -> Unread:
+    work = driver.engine.prepare(asked(driver, content, number))
+    assert isinstance(work, Unread)
+    return work
+
+
+def reserved(driver: Driver) -> int:
+    return driver.engine.report(time.monotonic()).memory.reserved
+
+
+def tight(driver: Driver, room: int) -> None:
+    """Set limits that leave so many bytes of headroom."""
+    driver.take(Limits(8 * GIB, 8 * GIB, 0, "static"))
+    room_now = driver.engine.report(time.monotonic()).memory.headroom
+    assert room_now is not None
+    driver.take(Limits(8 * GIB, 8 * GIB - room_now + room, 0, "static"))
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9))
+def test_every_byte_that_reading_takes_is_counted(text: int, files: int):
+    whole = READ_TOKEN * text + (READ_LOAD + READ_GUIDE) * files + READ_CODE
+    assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > READ_FREE else 0)
+    assert reading_bytes(text, files) == reading_bytes(text) <= reading_bytes(text, files, loads=True)
+    assert reading_bytes(text) in (0, READ_TOKEN * text)
+
+
+def test_all_text_of_a_request_is_counted():
+    call = ToolCall("c", "name", "{}")
+    messages = (Message("user", "ä" * 10, "bob", (call,), "", "thought"), Message("tool", "xyz"))
+    everything = 20 + 3 + 4 + 2 + 7 + 3
+    assert text_bytes(Count(1, "m", messages, 0, tools="[]")) == everything + 2
+    assert text_bytes(Generate(1, 1, "r", "m", messages, Params(), 0, text="text", ids=(1, 2, 3))) == everything + 4 + 3
+    assert text_bytes(Count(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate is counted too
+
+
+def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):
+    assert not isinstance(driver.engine.prepare(asked(driver, "Hello!")), Unread)
+    long = unread(driver)
+    assert READ_FREE < long.need == READ_TOKEN * len(LONG)
+    assert driver.answer(LONG, Params(max_tokens=2))  # and what was read is answered
+
+
+def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable[..., Path]):
+    driver = Driver(tiny_model("llama"))
+    files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
+    later = READ_TOKEN * len(text)
+    first = driver.engine.door.need(asked(driver, text))
+    assert first == later + READ_LOAD * files + READ_CODE
+    guided = asked(driver, text, grammar=Grammar("regex", "a+"))
+    assert driver.engine.door.need(guided) == first + READ_GUIDE * files
+    driver.answer("Hi", Params(max_tokens=2, grammar=Grammar("regex", "a+")))
+    assert driver.engine.door.need(guided) == later
+
+
+def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
+    work, before = unread(driver), reserved(driver)
+    assert list(driver.engine.take(work, time.monotonic())) == [work]
+    assert reserved(driver) == before + work.need
+    assert driver.engine.report(time.monotonic()).waiting == 1
+    done = work.read()
+    assert reserved(driver) == before + work.need  # the thread that reads promises nothing and ends nothing
+    driver.put(done)
+    driver.end(9)
+    assert reserved(driver) == before
+
+
+def test_a_long_prompt_without_room_is_refused_unread(driver: Driver):
+    work = unread(driver)
+    tight(driver, work.need // 2)
+    before = reserved(driver)
+    driver.put(work)
+    refusal = driver.ended(9)
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.code is Code.NO_ROOM
+    assert refusal.refused.numbers is not None
+    assert refusal.refused.numbers.estimate == work.need
+    assert refusal.prompt_tokens is None  # nobody counted them
+    assert reserved(driver) == before
+    driver.take(ROOMY)
+    assert isinstance(driver.end(driver.ask("Hello!", Params(max_tokens=1))), Finished)
+
+
+def test_two_that_fit_only_one_by_one_are_not_read_together(driver: Driver):
+    first, second = unread(driver, number=8), unread(driver, number=9)
+    tight(driver, first.need + second.need // 2)
+    assert list(driver.engine.take(first, time.monotonic())) == [first]
+    driver.put(second)
+    refusal = driver.ended(9)
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.code is Code.NO_ROOM
+
+
+def test_a_prompt_that_can_never_be_read_here_is_told_so(driver: Driver):
+    driver.take(Limits(600 * MIB, 600 * MIB, 0, "static"))
+    work = driver.engine.prepare(Count(9, driver.default, (Message("user", WORDS * 200_000),), 0))
+    assert isinstance(work, Unread)
+    driver.put(work)
+    refusal = driver.ended(9)
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.code is Code.TOO_LARGE
+    assert "shorten the prompt" in refusal.refused.message
+    assert reserved(driver) == 0
+
+
+@pytest.mark.parametrize("size", [1, 7_900_000])
+def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(driver: Driver, size: int):
+    context = driver.engine.report(0.0).models[0].context
+    whole = WORDS * (size // len(WORDS) + 4 * context // 10)
+    work = unread(driver, whole)
+    assert work.long
+    assert work.need == reading_bytes(text_bytes(work.frame), context=context)
+    assert work.need < READ_TOKEN * (context * 2 + READ_SLICE) + 16 * len(whole)
+    counted: list[int] = []
+    tokenizer = driver.tokenizer()
+    rust = tokenizer.rust
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
+            counted.extend(map(len, texts))
+            return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
+
+    changed: Any = tokenizer
+    changed.rust = Counting()
+    driver.put(work)
+    refusal = driver.ended(9)
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.code is Code.CONTEXT
+    assert f"takes {context}: shorten the prompt" in refusal.refused.message
+    assert 0 < sum(counted) <= 8 * context + READ_SLICE
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "lfm2", "gemma3_text"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_long_text_has_the_same_tokens_as_by_the_whole_tokenizer(architecture: str, plain: bool):
+    tokenizer = load(models.path(architecture))
+    text = (WORDS + "Ünïcödé 😀\n\n  x=1;" + "\t" * 9) * 400
+    assert len(text) > LONG_TEXT
+    expected = tuple(tokenizer.wrapper.encode(text, add_special_tokens=plain))
+    assert tokenizer.encode(text, plain=plain) == expected
+    assert tokenizer.encode(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
+
+
+def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver):
+    tokenizer = driver.tokenizer()
+    text = "the " * 160_000
+    count = len(tokenizer.encode(text, plain=False))
+    assert len(tokenizer.encode(text, plain=False, most=count)) == count
+    assert len(text) > 2 * count, "its slices are counted"
+    with pytest.raises(TooLong, match=r"have \d+ tokens already"):
+        tokenizer.encode(text, plain=False, most=count // 2)
+
+
+def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
+    tokenizer = driver.tokenizer()
+    rust, entered, leave, alone = tokenizer.rust, threading.Event(), threading.Event(), threading.Event()
+
+    class Held:
+        def encode_batch_fast(self, texts: list[str], **kwargs: bool) -> object:
+            entered.set()
+            if not leave.wait(10.0):
+                alone.set()
+            return rust.encode_batch_fast(texts, **kwargs)  # pyright: ignore
+
+    changed: Any = tokenizer
+    changed.rust = Held()
+    long = unread(driver, WORDS * 2_000)
+    reader = threading.Thread(target=long.read)
+    reader.start()
+    try:
+        assert entered.wait(20.0), "a long text is being tokenized"
+        assert isinstance(driver.engine.prepare(asked(driver, "Hello!", 11)), Prepared), "a short prompt is prepared"
+        usual = unread(driver, LONG, 12)
+        assert not usual.long
+        assert isinstance(usual.read().work, Prepared), "a prompt of usual length has a thread of its own"
+        assert driver.engine.prepare(Ping(1)) is None
+        assert not alone.is_set(), "all of it while the long text was being tokenized"
+    finally:
+        leave.set()
+        reader.join(20.0)
+    assert not reader.is_alive()
+
+
+def test_the_io_thread_neither_loads_a_tokenizer_nor_compiles_a_grammar(tiny_model: Callable[..., Path]):
+    driver = Driver(tiny_model("llama"))
+    first = driver.engine.prepare(asked(driver, "Hi"))
+    assert isinstance(first, Unread)
+    assert isinstance(first.read().work, Prepared)
+    assert isinstance(driver.engine.prepare(asked(driver, "Hi", 2)), Prepared)
+    guided = driver.engine.prepare(asked(driver, "Hi", 3, grammar=Grammar("regex", "a+")))
+    assert isinstance(guided, Unread)
+
+
+def test_counting_a_long_prompt_asks_as_well(driver: Driver):
+    count = Count(9, driver.default, (Message("user", LONG),), 0)
+    work = driver.engine.prepare(count)
+    assert isinstance(work, Unread)
+    driver.put(work)
+    end = driver.ended(9)
+    assert isinstance(end, Finished)
+    assert end.prompt_tokens > 600
+    assert reserved(driver) == 0
+
+
+def test_a_cancel_while_a_prompt_is_read_leaves_nothing(driver: Driver):
+    work, before = unread(driver), reserved(driver)
+    driver.engine.take(work, time.monotonic())
+    driver.cancel(9)
+    driver.put(work.read())
+    assert driver.said[9] == []
+    assert reserved(driver) == before
+    early = unread(driver, number=10)
+    driver.cancel(10)
+    driver.put(early)
+    assert driver.said[10] == []
+    assert reserved(driver) == before
+
+
+def test_the_same_request_is_read_once(driver: Driver):
+    work = unread(driver)
+    assert list(driver.engine.take(work, time.monotonic())) == [work]
+    assert list(driver.engine.take(work, time.monotonic())) == []
+    done = work.read()
+    assert isinstance(done, Read)
+    driver.put(done)
+    driver.end(9)
+
+
+def large_vocabulary(source: Path, folder: Path) -> Path:
+    """A model's folder with a tokenizer of 60,000 tokens instead of its own."""
+    shutil.copytree(source, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    chance, model = random.Random(1), tokenizer["model"]
+    pieces, used = [one for one in model["vocab"] if len(one) < 3], {one["id"] for one in tokenizer["added_tokens"]}
+    numbers = (number for number in itertools.count(max(model["vocab"].values()) + 1) if number not in used)
+    while len(model["vocab"]) < 60_000:
+        left, right = chance.choice(pieces), chance.choice(pieces)
+        if left + right not in model["vocab"]:
+            model["vocab"][left + right] = next(numbers)
+            model["merges"].append([left, right])
+            pieces += [left + right] * (len(left + right) < 8)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.mark.slow
+def test_loading_a_tokenizer_takes_no_more_than_was_promised(tiny_model: Callable[..., Path], tmp_path: Path):
+    first, *_ = measured(large_vocabulary(tiny_model("llama"), tmp_path / "large"), 1)
+    _, _, promised, taken = first
+    assert taken > 20 * MIB, "nothing was measured"
+    assert taken <= promised
+
+
+MEASURE = textwrap.dedent("""
+    import json, random, resource, sys
+    from pathlib import Path
+    from node.engine.requests.preparer import Door
+    from node.models.catalogue import Library
+    from node.settings import ModelSettings
+    from wire.frames import Generate, Message, Params
+
+    library = Library(ModelSettings(folders=(sys.argv[1],), hub=False))
+    library.scan()
+
+    def highest():
+        if sys.platform == "darwin":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        status = Path("/proc/self/status").read_text()  # the other mark is the parent's until it is passed
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+    chance = random.Random(int(sys.argv[2]))
+    signs = [chr(one) for one in (*range(32, 127), *range(0x400, 0x460), *range(0x1f600, 0x1f640))]
+    kinds = {"words": lambda: "the house of the cook was old and ", "signs": lambda: chance.choice(signs) * 3,
+             "spaces": lambda: " " * chance.randrange(40) + "x"}
+    door, rows = Door(library, lambda found: 10_000_000), []
+    for kind, size in (("words", 200), ("words", 30_000), ("signs", 100_000), ("spaces", 150_000), ("words", 300_000)):
+        text = ""
+        while len(text) < size:
+            text += "".join(kinds[kind]() for _ in range(500))
+        request = Generate(1, 1, "r", next(iter(library.known())), (Message("user", text),), Params(), 0)
+        needed, before = door.need(request), highest()
+        prepared = door.prepare(request)
+        assert prepared.ids
+        rows.append((kind, len(text), needed, highest() - before))
+        del prepared
+    print(json.dumps(rows))
+""")
+
+
+def measured(folder: Path, seed: int) -> list[tuple[str, int, int, int]]:
+    """Read prompts in a process of their own: kind, characters, bytes promised and taken, by the system's own mark."""
+    command = [sys.executable, "-c", MEASURE, str(folder), str(seed)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [tuple(row) for row in json.loads(run.stdout.splitlines()[-1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_reading_takes_no_more_than_was_promised(tiny_model: Callable[..., Path], seed: int):
+    rows = measured(tiny_model("llama"), seed)
+    assert len(rows) == 5
+    assert max(taken for _, _, _, taken in rows) > 20 * MIB, "nothing was measured"
+    for kind, size, promised, taken in rows:
+        assert taken <= max(promised, READ_FREE), (kind, size, promised, taken)
+
+
+def test_prompts_are_read_in_turns_between_keys(driver: Driver):
+    """A key with many grammars, or long texts, delays another key by one of them."""
+    queue, order = UnreadQueue(), list[int]()
+
+    def of(key: str, number: int) -> Unread:
+        frame: Generate | Count = replace(asked(driver, "Hello!", number), owner=Owner(key))
+        if number % 2:  # counts take their key's turns, too
+            frame = Count(number, driver.default, frame.messages, 0, owner=Owner(key))
+        return Unread(frame, 0, lambda: Read(number, Finished(number, (), 0, 0)))
+
+    for number in range(5):
+        queue.put(of("greedy", number))
+    order.append(queue.get().frame.request)
+    queue.put(of("other", 10))
+    queue.put(of("other", 11))
+    order += [queue.get().frame.request for _ in range(6)]
+    assert order == [0, 1, 10, 2, 11, 3, 4]
+    taken: list[Unread] = []
+    waiting = threading.Thread(target=lambda: taken.append(queue.get()), daemon=True)
+    waiting.start()
+    queue.put(of("other", 12))
+    waiting.join(10)
+    assert [one.frame.request for one in taken] == [12]

@@ -1,0 +1,167 @@
+"""What we rely on of mlx-lm's GenerationBatch (pinned): the contract that its adapter is built on."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from node.engine.kv.kv_cache import TextModel, kv_of, nbytes_of
+from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
+from node.engine.scheduling.sampling import greedy
+from tests import models
+from tests.support.text_engine import decoded_alone, prefilled
+from wire.capacity.arithmetic import padded
+from wire.report import Group
+
+ARCHITECTURES = (
+    "llama",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next")
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> TextModel:
+    return load_model(tiny_model(request.param, trained=request.param in ("llama", "qwen3", "lfm2")))[0]
+
+
+@pytest.fixture(scope="module")
+def llama() -> TextModel:
+    return load_model(models.path("llama"))[0]
+
+
+def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> list[int]:
+    """Let a row join; give its first token."""
+    return [one.token for one in batch.join([Joining(name, Guard(greedy, ()))], ids, *prefilled(model, ids))]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 31 + place * 7) % 400 + 20 for place in range(length)]
+
+
+def test_the_version_is_the_one_that_was_read():
+    assert version("mlx-lm") == "0.32.2"
+
+
+def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
+    prompts = {"a": prompt(1, 40), "b": prompt(2, 90), "c": prompt(3, 7), "d": prompt(4, 60)}
+    wanted = {name: decoded_alone(model, ids, 24) for name, ids in prompts.items()}
+    got: dict[str, list[int]] = {name: [] for name in prompts}
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    joins, drops = {0: "a", 3: "b", 5: "c", 12: "d"}, {10: "b", 20: "a"}
+    for step in range(24):
+        if step in joins:
+            got[joins[step]] += join(batch, model, joins[step], prompts[joins[step]])
+        if step in drops:
+            batch.drop([drops[step]])
+        for token in batch.step():
+            got[token.row].append(token.token)
+    for name, tokens in got.items():
+        assert len(tokens) >= 6
+        assert tokens == wanted[name][: len(tokens)], name
+    assert sorted(batch.rows()) == ["c", "d"]
+
+
+def test_equal_rows_share_one_prefill(model: TextModel):
+    ids = prompt(5, 50)
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    first = batch.join([Joining(name, Guard(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
+    rows: dict[str, list[int]] = {token.row: [token.token] for token in first}
+    for _ in range(8):
+        for token in batch.step():
+            rows[token.row].append(token.token)
+    assert rows["x"] == rows["y"] == rows["z"] == decoded_alone(model, ids, 8)
+
+
+def test_for_the_last_tokens_no_step_is_launched_and_none_is_given_twice(model: TextModel):
+    prompts = {"a": prompt(1, 40), "b": prompt(2, 90)}
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    got = {name: join(batch, model, name, ids) for name, ids in prompts.items()}
+    for on in (False, True, True, False, True, True):
+        for token in batch.step() if on else batch.last():
+            got[token.row].append(token.token)
+    for name, ids in prompts.items():
+        assert got[name] == decoded_alone(model, ids, len(got[name])), name
+        assert len(got[name]) == 5, "the first of them, and one of a step that was not launched, are told once"
+
+
+def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    first = join(batch, model, "one", [25])
+    assert [*first, *(token.token for _ in range(4) for token in batch.step())] == decoded_alone(model, [25], 4)
+
+
+def test_a_cache_tells_what_a_row_takes(model: TextModel):
+    kv = kv_of(prefilled(model, prompt(1, 9))[0])
+    for length in (300, 700):
+        cache, _ = prefilled(model, prompt(1, length))
+        assert nbytes_of(cache) <= padded(Group(1, length, length), kv)
+        assert nbytes_of(cache) >= 0.5 * padded(Group(1, length, length), kv)
+
+
+def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
+    kv = kv_of(prefilled(llama, prompt(1, 9))[0])
+    batch: DecodeBatch[str] = DecodeBatch(llama)
+    join(batch, llama, "long", prompt(0, 6000))
+    for number in range(7):
+        join(batch, llama, str(number), prompt(number, 40))
+    batch.step()
+    said = padded(Group(8, 6002), kv)
+    assert batch.nbytes() == pytest.approx(said, rel=0.02)
+    assert batch.nbytes() > 7 * padded(Group(1, 6000), kv), "padding is real: eight times the long row"
+    batch.drop(["long"])
+    assert batch.nbytes() < padded(Group(8, 600), kv), "the padding goes with the row that caused it"
+
+
+def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(llama)
+    for number in range(4):
+        join(batch, llama, str(number), prompt(number, 2000))
+    batch.step()
+    mx.clear_cache()
+    held = mx.get_active_memory() - batch.nbytes()
+    batch.drop(["0", "1", "2"])
+    mx.clear_cache()
+    assert mx.get_active_memory() - batch.nbytes() <= held + 2**20, "nothing pins the old batch"
+
+
+def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(llama)
+    for number in range(6):
+        join(batch, llama, str(number), prompt(number, 1500))
+    cache, logits = prefilled(llama, prompt(9, 1500))
+    batch.step()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    batch.join([Joining("new", Guard(greedy, ()))], prompt(9, 1500), cache, logits)
+    batch.step()
+    rose = mx.get_peak_memory() - before
+    assert rose < 0.7 * batch.nbytes(), "evaluated whole, the old and the new batch stand side by side"
+
+
+def boom(*_: mx.array) -> mx.array:
+    raise RuntimeError("boom")
+
+
+def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel):
+    ids = prompt(1, 30)
+    batch: DecodeBatch[str] = DecodeBatch(llama)
+    good = join(batch, llama, "good", ids)
+    batch.join([Joining("sampler", Guard(boom, ()))], ids, *prefilled(llama, ids))
+    batch.join([Joining("processor", Guard(greedy, (boom,)))], ids, *prefilled(llama, ids))
+    good += [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
+    assert good == decoded_alone(llama, ids, 6)
+    assert sorted(row for row, error in batch.errors() if str(error) == "boom") == ["processor", "sampler"]
+
+
+def test_an_empty_batch_gives_nothing():
+    batch: DecodeBatch[str] = DecodeBatch(boom)  # type: ignore[arg-type]
+    assert batch.step() == []
+    assert batch.nbytes() == 0
+    batch.drop(["nobody"])

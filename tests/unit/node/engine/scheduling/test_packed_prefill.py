@@ -1,0 +1,356 @@
+"""Several prompts in one forward: answers stay what they are, the gate sees all of it, and a fault stays one's own."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.utils import load_model
+
+from node.engine.kv.kv_cache import Layers, TextModel, new_cache, plain
+from node.engine.memory.gate import Site
+from node.engine.process.interface import Doing
+from node.engine.requests.sequence import Row, Sequence
+from node.engine.scheduling import packed_prefill, scheduler
+from node.engine.scheduling.chunk_policy import Pace
+from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
+from node.engine.scheduling.sampling import greedy
+from tests import models
+from tests.support.text_engine import GREEDY, Driver, decoded_alone
+from wire.frames import Channel, Failed, Finished, Grammar, Params
+
+EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
+ENDLESS = ((EOS, -100.0),)
+SHORT = [
+    one for one in models.answers() if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80
+][:6]  # fmt: skip
+LIKE = "How are you today, number {}?"
+
+
+class Steady(Pace):
+    """A pace that measures nothing: on a busy machine a measured one leaves no time for a second prompt."""
+
+    def learn(self, tokens: int, back: float, seconds: float) -> None:
+        """Ignore a measurement."""
+
+
+@pytest.fixture
+def driver() -> Driver:
+    driver = Driver(models.path("llama"), batch=8, chunk=512)
+    driver.answer("Hello!")
+    resident = driver.resident()
+    resident.pace = Steady(each=1e-6)
+    return driver
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the rows of every forward over several prompts."""
+    rows: list[int] = []
+    write = packed_prefill.write
+
+    def counted(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
+        rows.append(len(pasts))
+        write(model, pasts, cache)
+
+    monkeypatch.setattr(packed_prefill, "write", counted)
+    return rows
+
+
+def ask(driver: Driver, count: int, params: Params = GREEDY) -> list[int]:
+    return [driver.ask(one["prompt"], params) for one in SHORT[:count]]
+
+
+def verbatim(driver: Driver, numbers: list[int]) -> None:
+    for number, one in zip(numbers, SHORT, strict=False):
+        end = driver.end(number)
+        assert isinstance(end, Finished), end
+        assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
+    report = driver.engine.report(0.0)
+    assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
+
+
+def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared: list[int]):
+    before = driver.engine.report(0.0).counts.forwards
+    verbatim(driver, ask(driver, 6))
+    assert max(shared) >= 3
+    assert sum(shared) <= 6, "nobody is read twice"
+    alone = 6 - sum(shared)
+    assert driver.engine.report(0.0).counts.forwards - before == 2 * (len(shared) + alone), "a forward, a join"
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
+    resident, forwards = driver.resident(), list[tuple[int, ...]]()
+    whole = resident.model
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(whole, name)
+
+        def __call__(self, tokens: mx.array, cache: Layers) -> mx.array:
+            forwards.append(tuple(tokens.shape))
+            return whole(tokens, cache=cache)
+
+    resident.model = cast("TextModel", Counted())
+    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, max_tokens=count, logit_bias=ENDLESS))
+    assert isinstance(driver.end(number), Finished)
+    assert len(driver.ids[number, 0]) == count
+    assert len(forwards) == count, "the prompt's gives the first"
+
+
+def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, shared: list[int]):
+    numbers = ask(driver, 1)
+    driver.until(lambda: driver.ids[numbers[0], 0])
+    numbers += [driver.ask(one["prompt"]) for one in SHORT[1:6]]
+    verbatim(driver, numbers)
+    assert shared
+
+
+def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "LINGER", 3600.0)
+    monkeypatch.setattr(scheduler, "MOST_LINGER", 3600.0)
+    prompts = iter(one["prompt"] for one in SHORT)
+
+    def waits(numbers: list[int]) -> bool:
+        driver.turn()
+        due = driver.engine.generation.due(time.monotonic())
+        return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
+
+    def answered(numbers: list[int]) -> bool:
+        return all(isinstance(driver.end(number), Finished) for number in numbers)
+
+    assert answered([driver.ask(next(prompts))]), "nobody else was here lately"
+    assert answered([driver.ask(next(prompts)) for _ in range(2)])
+    lone = driver.ask(next(prompts))
+    assert waits([lone])
+    both = [lone, driver.ask(next(prompts))]
+    assert waits(both)
+    monkeypatch.setattr(scheduler, "LINGER", 0.0)
+    assert not waits(both), "nobody came after them"
+    assert answered(both)
+    monkeypatch.setattr(scheduler, "LINGER", 3600.0)
+    assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "there is room for no more"
+
+
+def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
+    driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    prefill, heard = driver.engine.generation.prefill, list[bool]()
+
+    def watched() -> None:
+        heard[:] = [bool(driver.ids[number, 0]) for number in numbers]
+        prefill()
+
+    numbers = ask(driver, 6)
+    driver.until(lambda: shared)
+    joined = len(numbers) - driver.engine.generation.load()[1]
+    monkeypatch.setattr(driver.engine.generation, "prefill", watched)
+    driver.turn()
+    assert sum(heard) == joined >= shared[0]
+    verbatim(driver, numbers)
+
+
+def test_a_prompt_that_was_read_with_others_is_kept_for_the_next(driver: Driver, shared: list[int]):
+    verbatim(driver, ask(driver, 4))
+    assert shared
+    numbers = ask(driver, 4)
+    verbatim(driver, numbers)
+    for number in numbers:
+        end = driver.end(number)
+        assert isinstance(end, Finished)
+        assert end.cached_tokens == end.prompt_tokens - 1
+
+
+def test_equal_prompts_are_read_once_where_they_are_kept(driver: Driver, shared: list[int]):
+    prompt = "word " * 40
+    numbers = [driver.ask(prompt, Params(temperature=0.0, max_tokens=3)) for _ in range(3)]
+    ends = [driver.end(number) for number in numbers]
+    assert [isinstance(end, Finished) and end.cached_tokens > 0 for end in ends] == [False, True, True]
+    assert shared == []
+
+
+def draws(driver: Driver, *numbers: int) -> list[tuple[list[int], list[object]]]:
+    return [(driver.ids[one, 0], [said.token for said in driver.logprobs[one, 0]]) for one in numbers]
+
+
+def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, shared: list[int]):
+    """The prompt's last token is an input of the first step, and no token of the answer."""
+    rules = Grammar("regex", "[0-9]{3}-[0-9]{4}")
+    params = [
+        Params(seed=3, temperature=1.2, max_tokens=12, repetition_penalty=1.3, logprobs=True, logit_bias=ENDLESS),
+        Params(temperature=0.0, grammar=rules, max_tokens=20),
+        Params(temperature=0.0, max_tokens=12, frequency_penalty=0.4),
+    ]  # fmt: skip
+    alone = Driver(models.path("llama"), batch=1, prefix_cache="off")
+    numbers = [alone.ask(asked["prompt"], one) for asked, one in zip(SHORT, params, strict=False)]
+    assert all(isinstance(alone.end(number), Finished) for number in numbers)
+    assert shared == []
+    theirs = [driver.ask(asked["prompt"], one) for asked, one in zip(SHORT, params, strict=False)]
+    assert all(isinstance(driver.end(number), Finished) for number in theirs)
+    assert shared
+    assert draws(driver, *theirs) == draws(alone, *numbers)
+
+
+def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
+    driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    write, asked = packed_prefill.write, driver.gate.asked
+    asked.clear()
+
+    def judged(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
+        site, estimate = asked[-1]
+        assert site is Site.PREFILL
+        assert estimate >= len(pasts) * driver.resident().estimator.chunk(len(pasts[0]), 0), "all of them, padded"
+        write(model, pasts, cache)
+
+    monkeypatch.setattr(packed_prefill, "write", judged)
+    verbatim(driver, ask(driver, 6))
+    assert shared
+    joins = sum(site is Site.JOIN for site, _ in asked)
+    assert joins == len(shared) + 6 - sum(shared)
+
+
+def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
+    def tight(site: Site, estimate: int) -> bool:
+        longest = max((len(one.ids) for one in driver.engine.generation.prefills), default=0) - 1
+        return site is Site.PREFILL and estimate > driver.resident().estimator.together(2, longest)
+
+    driver.gate.refuses = tight
+    verbatim(driver, ask(driver, 6))
+    assert set(shared) == {2}
+    assert driver.engine.report(0.0).counts.shrinks
+    shared.clear()
+    longest = max(len(one["prompt"]) for one in SHORT)
+    most = driver.resident().estimator.chunk(longest, 0, last=True)
+    driver.gate.refuses = lambda site, estimate: site is Site.PREFILL and estimate > most
+    verbatim(driver, ask(driver, 6))
+    assert shared == [], "one by one"
+
+
+def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: list[int]):
+    joins = driver.gate.checks[Site.JOIN]
+    # what is kept is given back, then it is asked again
+    driver.gate.refuses = lambda site, estimate: site is Site.JOIN and driver.gate.checks[site] <= joins + 2
+    verbatim(driver, ask(driver, 6))
+    assert len(shared) >= 1
+
+
+def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch):
+    guard_of = scheduler.guard_of
+    guilty = driver.number + 3
+
+    def raising(sequence: Sequence, row: Row) -> Guard:
+        if sequence.number == guilty:
+            raise RuntimeError("its guard is broken")
+        return guard_of(sequence, row)
+
+    monkeypatch.setattr(scheduler, "guard_of", raising)
+    numbers = ask(driver, 6)
+    ends = {number: driver.end(number) for number in numbers}
+    failed = ends.pop(guilty)
+    assert isinstance(failed, Failed)
+    assert "its guard is broken" in failed.message
+    assert all(isinstance(end, Finished) for end in ends.values())
+    for number, one in zip(numbers, SHORT, strict=True):
+        if number != guilty:
+            assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
+@pytest.mark.parametrize("fault", ["write", "ready", "admit"])
+def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    """Neither of those who were read, nor of those who decoded beside them."""
+    (first,) = ask(driver, 1)
+    driver.until(lambda: driver.ids[first, 0])
+    whole: Any = packed_prefill if fault == "write" else DecodeBatch
+    plain_one, raised = getattr(whole, fault), list[int]()
+
+    def broken(*past: Any) -> object:
+        if not raised and (fault != "admit" or len(past[1].rows) > 1):
+            raised.append(1)
+            raise RuntimeError("native fault")
+        return plain_one(*past)
+
+    monkeypatch.setattr(whole, fault, broken)
+    numbers = [first, *(driver.ask(one["prompt"]) for one in SHORT[1:6])]
+    verbatim(driver, numbers)
+    assert raised
+
+
+def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
+    waiting, *numbers = ask(driver, 4, Params(temperature=0.0, max_tokens=60, logit_bias=ENDLESS))
+    driver.cancel(waiting)
+    driver.until(lambda: shared)
+    joined, decoding, last = numbers
+    driver.cancel(joined)  # before its first token
+    driver.until(lambda: len(driver.ids[decoding, 0]) > 3)
+    driver.cancel(decoding)
+    assert isinstance(driver.end(last), Finished)
+    assert (driver.ids[waiting, 0], driver.ids[joined, 0]) == ([], [])
+    report = driver.engine.report(0.0)
+    assert (report.running, report.memory.reserved) == (0, 0)
+
+
+def test_in_the_record_it_serves_many(driver: Driver, shared: list[int]):
+    """A crash in it is no single request's."""
+    begun: list[tuple[Doing, int]] = []
+    begin = driver.recorder.begin
+
+    def heard(doing: Doing, model: str, request: int = 0) -> None:
+        begun.append((doing, request))
+        begin(doing, model, request)
+
+    driver.recorder.begin = heard
+    ask(driver, 4)
+    driver.until(lambda: shared)
+    assert (Doing.PREFILL, 0) in begun
+
+
+def test_only_plain_caches_take_padding():
+    assert plain([KVCache(), KVCache()])  # type: ignore[list-item]
+    assert not plain([KVCache(), RotatingKVCache(64)])  # type: ignore[list-item, call-arg]
+    assert not plain([ArraysCache(2), KVCache()])  # type: ignore[list-item, call-arg]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["lfm2", "gemma3_text"])
+def test_hybrids_and_windows_are_read_one_by_one(arch: str, tiny_model: Callable[..., Any], shared: list[int]):
+    driver = Driver(tiny_model(arch, trained=False), batch=8)
+    numbers = [driver.ask(LIKE.format(number), Params(temperature=0.0, max_tokens=5)) for number in range(4)]
+    assert all(isinstance(driver.end(number), Finished) for number in numbers)
+    assert shared == []
+
+
+@pytest.mark.parametrize(
+    "arch", ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3", "qwen3_moe"))]
+)
+def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[..., Any]):
+    """Of one length and of several, into an empty batch and into one that decodes already."""
+    model: TextModel = load_model(tiny_model(arch, trained=arch != "qwen3_moe"))[0]
+    lengths = {"a": 40, "b": 37, "c": 40, "d": 3, "e": 300, "f": 300}
+    prompts = {
+        name: [(ord(name) * 31 + place * 7) % 400 + 20 for place in range(long)] for name, long in lengths.items()
+    }
+    got: dict[str, list[int]] = {name: [] for name in prompts}
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    order = list(prompts)
+    for names in (order[:3], order[3:]):
+        cache, pasts = new_cache(model), [prompts[name] for name in names]
+        longest = max(map(len, pasts))
+        packed_prefill.write(model, [past[:-1] + [0] * (longest - len(past)) for past in pasts], cache)
+        newcomers = batch.ready([Joining(name, Guard(greedy, ())) for name in names], pasts, cache)
+        assert cache == []
+        batch.admit(newcomers)
+        for _ in range(9):
+            for token in batch.step():
+                got[token.row].append(token.token)
+    for name, ids in prompts.items():
+        assert got[name] == decoded_alone(model, ids, len(got[name])), name
+        assert batch.ids(name) == ids + got[name]
+        assert len(got[name]) >= 8

@@ -1,0 +1,183 @@
+"""Preemption with several batches: two length groups of one model and a second model, any of which grows or gives way.
+
+Growing a row may preempt the last row of another batch, which is then gone in the middle of a decode turn. `Driver`
+checks the rules of the bookkeeping after every turn.
+"""
+
+import itertools
+import json
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from node.engine.kv.commitments import Commitment, Ledger
+from node.engine.memory.footprint import give_back
+from node.engine.requests.sequence import Row
+from node.engine.scheduling import scheduler
+from node.engine.scheduling.decode_batch import DecodeBatch
+from tests import models
+from tests.support.text_engine import ROOMY, Driver
+from wire.frames import Failed, Finished, Limits, Params
+from wire.report import Counts
+from wire.units import GIB, MIB
+
+LLAMA, QWEN = models.path("llama").name, models.path("qwen3").name
+EOS = {path.name: json.loads((path / "config.json").read_text())["eos_token_id"]
+       for path in (models.path("llama"), models.path("qwen3"))}  # fmt: skip
+GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "other": (QWEN, "hello", 0)}
+"""Name of a group to its model and prompt. Rows so far apart in length share no batch where padding may waste
+nothing."""
+ANSWER, EXPECTED = 140, 70
+
+
+def endless(model: str, tokens: int) -> Params:
+    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS[model], -100.0),))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    """The tokens of each group's answer on an engine with room."""
+    driver = Driver(models.path("llama"), models.path("qwen3"), batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
+    found: dict[str, list[int]] = {}
+    for group, (model, prompt, _) in GROUPS.items():
+        number = driver.ask(prompt, endless(model, ANSWER), model=model)
+        assert isinstance(driver.end(number), Finished)
+        found[group] = driver.ids[number, 0]
+    return found
+
+
+@pytest.fixture
+def driver() -> Driver:
+    made = Driver(models.path("llama"), models.path("qwen3"), batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
+    for model in (LLAMA, QWEN):
+        made.answer("hello", endless(model, 2), model=model)
+        made.resident(model).bound_waste(0)
+    return made
+
+
+def counts(driver: Driver) -> Counts:
+    return driver.engine.report(time.monotonic()).counts
+
+
+def squeeze(driver: Driver, room: int) -> None:
+    """Leave so many bytes above what is held and reserved now."""
+    give_back()
+    driver.take(ROOMY)
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    driver.take(Limits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
+
+
+def start(driver: Driver, group: str, expected: int) -> int:
+    model, prompt, _ = GROUPS[group]
+    number = driver.ask(prompt, endless(model, ANSWER), model=model, expected=expected)
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    return number
+
+
+@pytest.mark.parametrize(("grower", "victim"), list(itertools.product(GROUPS, GROUPS)))
+def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_for_word(
+    driver: Driver, alone: dict[str, list[int]], grower: str, victim: str
+):
+    others = [group for group in GROUPS if group not in (grower, victim)]
+    # Only the grower outgrows what was reserved for it; the victim came last, so it loses least.
+    running = [(group, start(driver, group, ANSWER)) for group in others]
+    running.append((grower, start(driver, grower, EXPECTED)))
+    running.append((victim, start(driver, victim, ANSWER)))
+    assert len(driver.ids[running[-2][1], 0]) < EXPECTED, "the grower has not grown yet"
+    assert len(driver.resident(LLAMA).batches) == 2
+    squeeze(driver, -8 * MIB)
+    driver.until(lambda: counts(driver).preemptions)
+    last = running[-1][1]
+    assert driver.engine.generation.preempted[0].number == last
+    squeeze(driver, 64 * MIB)
+    for group, number in running:
+        assert isinstance(driver.end(number), Finished), driver.ended(number)
+        assert driver.ids[number, 0] == alone[group]
+    assert driver.engine.report(time.monotonic()).memory.reserved == 0
+
+
+def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decoded_next(driver: Driver):
+    numbers = [start(driver, group, ANSWER) for group in GROUPS]
+    memory = driver.engine.report(time.monotonic()).memory
+    driver.take(Limits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
+    assert len(driver.resident(LLAMA).batches) == 2
+    driver.turn()
+    assert counts(driver).overs > 0
+    driver.take(ROOMY)
+    for number in numbers:
+        assert isinstance(driver.end(number), Finished | Failed)
+
+
+def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    """The request's other row fails by the break, so the request is gone before the turn comes to its ended row."""
+    first, second = endless(LLAMA, ANSWER), Params(temperature=0.0, max_tokens=ANSWER)
+    number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
+    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
+    sequence = driver.engine.generation.live[number]
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(scheduler, "MOST_REBUILDS", 0)
+        sequence.rows[0].reason = "stop"
+        driver.turn()
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert "ZeroDivisionError" in end.message
+    assert isinstance(driver.end(driver.ask("hello", second)), Finished)
+
+
+def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_their_batch_breaks(driver: Driver):
+    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
+    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
+    resident = driver.resident(LLAMA)
+    for batch in resident.batches.values():
+        batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    driver.engine.generation.live[number].rows[0].rebuilt = scheduler.MOST_REBUILDS
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    for _ in range(3):
+        driver.turn()
+    assert driver.engine.report(time.monotonic()).waiting == 0, "no prefill is left of a request that failed"
+
+
+def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    joining, refused = Ledger.joining, list[int]()
+
+    def dear(ledger: Ledger, row: Commitment, rows: int) -> int:
+        short = rows == 2
+        refused.extend([rows] * short)
+        return joining(ledger, row, rows) + short * 1024 * GIB
+
+    other = start(driver, "short", ANSWER)
+    monkeypatch.setattr(Ledger, "joining", dear)
+    monkeypatch.setattr(Row, "read", lambda self, token: 1 / 0)
+    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=3), expected=ANSWER)
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert refused, "two rows had no room, the third joined"
+    monkeypatch.undo()
+    driver.until(lambda: driver.ended(other))
+
+
+def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_stays():
+    driver = Driver(models.path("llama"), batch=8, chunk=512, chunk_floor=64, prefix_cache="64MiB")
+    prompt = "word " * 200
+    first = driver.ask(prompt, endless(LLAMA, ANSWER), expected=EXPECTED)
+    driver.until(lambda: len(driver.ids[first, 0]) > 2)
+    last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
+    driver.until(lambda: len(driver.ids[last, 0]) > 2)
+    sequence = driver.engine.generation.live[last]
+    cached = sequence.cached
+    before = driver.engine.report(time.monotonic()).cache.hits
+    driver.engine.generation.preempt(sequence)
+    driver.until(lambda: sequence not in driver.engine.generation.preempted)
+    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.generation.prefills))
+    assert driver.engine.report(time.monotonic()).cache.hits == before + 1
+    assert sequence.cached == cached
+    assert isinstance(driver.end(last), Finished)
+    driver.cancel(first)

@@ -1,0 +1,551 @@
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.engine.memory.gate import Site
+from node.engine.process.crash_recorder import Recorder
+from node.engine.scripted.engine import GROWTH, REMEMBERED, Scripted
+from node.settings import ScriptedSettings
+from wire.capacity import arithmetic
+from wire.capacity.arithmetic import UNREADABLE
+from wire.capacity.fairness import Owner
+from wire.codec import encode
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Deltas,
+    EngineReport,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Limits,
+    Load,
+    Message,
+    Params,
+    Profile,
+    Refusal,
+    Unload,
+)
+from wire.refusals import Code
+from wire.units import GIB, MIB, parse_size
+
+STEP = 0.02
+ROOMY = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+
+
+class CrashedError(Exception):
+    pass
+
+
+class Crashing(Recorder):
+    """A recorder that lets the test survive."""
+
+    def crash(self, model: str, request: int) -> None:
+        raise CrashedError(model, request)
+
+
+class Bench:
+    """Drives the engine as its loop would, with a clock of its own, and keeps all that it says."""
+
+    def __init__(self, limits: Limits | None = ROOMY, **changes: Any) -> None:
+        self.settings = msgspec.convert(changes, ScriptedSettings)
+        self.engine = Scripted(self.settings, Crashing())
+        self.now = 1000.0
+        self.said: dict[int, list[Frame]] = defaultdict(list)
+        self.text: dict[tuple[int, int], str] = defaultdict(str)
+        self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.steps: list[float] = []
+        self.number = 0
+        if limits is not None:
+            self.engine.take(limits, self.now)
+
+    def ask(self, content: str = "hello there", number: int = 0, **fields: Any) -> int:
+        self.number = number or self.number + 1
+        params = Params(**{name: fields.pop(name) for name in list(fields) if name in PARAMS})
+        request = Generate(
+            self.number, self.number, f"r{self.number}", fields.pop("model", self.settings.model),
+            (Message("user", content),), params, 0, **fields,
+        )  # fmt: skip
+        self.keep(self.engine.take(request, self.now))
+        return self.number
+
+    def cancel(self, number: int) -> None:
+        self.keep(self.engine.take(Cancel(number), self.now))
+
+    def keep(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            encode(frame)
+            if isinstance(frame, Deltas):
+                self.steps.append(self.now)
+                for delta in frame.deltas:
+                    self.said[delta.request].append(frame)
+                    self.ids[delta.request, delta.choice] += delta.ids
+                    self.text[delta.request, delta.choice] += "".join(text for _, text in delta.pieces)
+            else:
+                self.said[frame.request].append(frame)  # type: ignore[attr-defined]
+
+    def turn(self) -> bool:
+        """One turn at the time when it is due; False when nothing is."""
+        due = self.engine.due(self.now)
+        if due is None:
+            return False
+        self.now = max(self.now, due)
+        self.keep(self.engine.step(self.now))
+        return True
+
+    def run(self) -> None:
+        while self.turn():
+            pass
+
+    def last(self, number: int) -> Frame:
+        return self.said[number][-1]
+
+    def finished(self, number: int) -> Finished:
+        end = self.last(number)
+        assert isinstance(end, Finished)
+        return end
+
+    def refused(self, number: int) -> Refusal:
+        (end,) = [frame for frame in self.said[number] if isinstance(frame, Refusal)]
+        return end
+
+    def report(self) -> EngineReport:
+        return self.engine.report(self.now)
+
+
+PARAMS = {"max_tokens", "stop", "n", "seed", "temperature"}
+
+
+def test_an_answer_from_admitted_to_finished():
+    bench = Bench()
+    number = bench.ask("one two three")
+    assert bench.said[number] == [Admitted(number, 7)]
+    bench.run()
+    end = bench.finished(number)
+    assert bench.text[number, 0].startswith("lorem ipsum dolor sit ")
+    assert bench.ids[number, 0] == list(range(16))
+    assert (end.reasons, end.prompt_tokens, end.completion_tokens) == (("stop",), 7, 16)
+    assert end.timings.decode == pytest.approx(16 * STEP)
+
+
+def test_tools_are_offered_where_the_settings_say_so_and_count_as_part_of_the_prompt():
+    assert [Bench(tools=tools).report().models[0].features for tools in (False, True)] == [(), ("tools",)]
+    bench = Bench(tools=True)
+    number = bench.ask("one two three", tools='[{"type": "function", "function": {"name": "find"}}]')
+    assert bench.said[number] == [Admitted(number, 12)]
+
+
+def test_max_tokens_sets_the_length_and_the_reason():
+    bench = Bench()
+    number = bench.ask(max_tokens=40)
+    bench.run()
+    assert (bench.finished(number).reasons, bench.finished(number).completion_tokens) == (("length",), 40)
+
+
+def test_an_echo_is_the_message_and_ends_by_itself():
+    bench = Bench(text="echo")
+    whole, cut = bench.ask("  so  it\n goes ", max_tokens=100), bench.ask("so it goes", max_tokens=2)
+    silent = bench.ask("")
+    bench.run()
+    assert bench.text[whole, 0] == "  so  it\n goes "
+    assert bench.finished(whole).reasons == ("stop",)
+    assert (bench.text[cut, 0], bench.finished(cut).reasons) == ("so it", ("length",))
+    assert (bench.text[silent, 0], bench.finished(silent).completion_tokens) == ("", 1)
+
+
+def test_a_clock_tells_the_time_of_its_steps():
+    bench = Bench(text="clock", tokens=3)
+    number = bench.ask()
+    bench.run()
+    assert [int(text) for text in bench.text[number, 0].split()] == [round(now * 1e9) for now in bench.steps]
+
+
+def test_several_choices_are_several_rows_of_one_request():
+    bench = Bench()
+    number = bench.ask("a b", n=3, max_tokens=4)
+    bench.run()
+    assert [bench.text[number, choice].split()[0] for choice in range(3)] == ["lorem", "ipsum", "dolor"]
+    assert bench.finished(number).reasons == ("length",) * 3
+    assert bench.finished(number).completion_tokens == 12
+    assert bench.finished(number).prompt_tokens == 6
+
+
+def test_a_stop_string_across_deltas_ends_one_choice_and_is_not_shown():
+    bench = Bench()
+    number = bench.ask(n=2, max_tokens=10, stop=("m ipsum dol",))
+    bench.run()
+    assert bench.text[number, 0] == "lore"
+    assert bench.text[number, 1].startswith("ipsum dolor sit")
+    assert bench.finished(number).reasons == ("stop", "length")
+    assert bench.finished(number).completion_tokens == 3 + 10
+
+
+def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_it():
+    bench = Bench()
+    number = bench.ask(max_tokens=2, stop=("ipsum dolor",))
+    bench.run()
+    assert bench.text[number, 0] == "lorem ipsum "
+
+
+def test_one_frame_serves_all_rows_of_a_step_at_absolute_deadlines():
+    bench = Bench()
+    numbers = [bench.ask(max_tokens=50) for _ in range(64)]
+    while bench.engine.due(bench.now) == bench.now:
+        bench.turn()
+    while bench.turn():
+        bench.now += 0.013
+    assert len(bench.steps) == 50
+    assert bench.steps[-1] - bench.steps[0] == pytest.approx(49 * STEP, abs=2 * 0.013)
+    assert all(bench.finished(number).completion_tokens == 50 for number in numbers)
+
+
+def test_steps_missed_in_a_long_sleep_are_not_made_up_for():
+    bench = Bench()
+    bench.ask(max_tokens=20)
+    while len(bench.steps) < 3:
+        bench.turn()
+    bench.now += 3600
+    bench.run()
+    assert bench.steps[4] - bench.steps[3] == pytest.approx(STEP)
+
+
+def test_more_rows_than_a_batch_wait_their_turn():
+    bench = Bench(batch=2)
+    numbers = [bench.ask(max_tokens=5) for _ in range(5)]
+    while bench.engine.due(bench.now) == bench.now:
+        bench.turn()
+    assert (bench.report().running, bench.report().waiting, bench.report().queued_tokens) == (2, 3, 18)
+    bench.run()
+    ends = [bench.finished(number).timings.waiting for number in numbers]
+    assert ends == pytest.approx([0, 0, 5 * STEP, 5 * STEP, 10 * STEP])
+
+
+def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
+    bench = Bench()
+    bench.ask("x " * 4000, max_tokens=3)
+    bench.run()
+    assert bench.engine.due(bench.now) is None
+    memory = bench.report().memory
+    assert memory.recent == memory.active == memory.phys == 4 * GIB
+    assert memory.headroom == (96 - 2 - 4) * GIB
+
+
+def test_orders_about_its_one_model_are_answered():
+    bench = Bench()
+    said = [bench.engine.take(order, bench.now)[0] for order in (
+        Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"),
+        Profile(4, "scripted-1"))]  # fmt: skip
+    assert isinstance(said[0], Finished)
+    assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [
+        Code.NO_MODEL, Code.IN_USE, Code.UNSUPPORTED]  # fmt: skip
+
+
+def test_the_report_tells_padded_bytes_and_what_is_acknowledged():
+    bench = Bench()
+    bench.ask("x " * 996, max_tokens=100)
+    bench.turn()
+    memory, model = bench.report().memory, bench.report().models[0]
+    assert memory.active == 4 * GIB + 1000 * 131072
+    assert memory.reserved == 100 * 131072
+    assert (model.groups[0].rows, model.groups[0].longest) == (1, 1100)
+    assert bench.report().acked_seq == 1
+    assert memory.armed
+    bench.run()
+    assert bench.report().memory.reserved == 0
+
+
+# refusals
+
+
+def test_nothing_is_taken_before_the_first_limits():
+    bench = Bench(limits=None)
+    assert bench.refused(bench.ask(model="other")).refused.code is Code.NOT_READY
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"model": "gpt"}, Code.NO_MODEL, "scripted-1, not gpt"),
+        ({"max_tokens": 10**12}, Code.CONTEXT, "1000000000006; scripted-1 takes 32768"),
+        ({"content": "x " * 32764}, Code.CONTEXT, "the prompt has 32768 tokens"),
+        ({"n": 10**9}, Code.UNSUPPORTED, "at most 64"),
+        ({"n": 0}, Code.INVALID, "at least 1"),
+        ({"max_tokens": 0}, Code.INVALID, "at least 1"),
+        ({"max_tokens": -(2**63)}, Code.INVALID, "at least 1"),
+    ],
+)
+def test_an_impossible_request_is_refused_with_its_reason(fields: dict[str, Any], code: Code, words: str):
+    bench = Bench()
+    refused = bench.refused(bench.ask(**fields)).refused
+    assert refused.code is code
+    assert words in refused.message
+    assert refused.final
+    assert bench.report().memory.reserved == 0
+
+
+def test_the_longest_prompt_that_leaves_one_token_is_answered_with_one():
+    bench = Bench()
+    number = bench.ask("x " * 32763)
+    bench.run()
+    assert (bench.finished(number).completion_tokens, bench.finished(number).reasons) == (1, ("length",))
+
+
+def test_what_can_never_fit_is_told_with_all_numbers():
+    bench = Bench(Limits(36 * GIB, 36 * GIB, 5 * GIB, "metal"), weights="27.5GiB", kv_per_token=MIB)
+    refused = bench.refused(bench.ask("x " * 16124, max_tokens=256)).refused
+    assert refused.code is Code.TOO_LARGE
+    assert refused.message.startswith(
+        "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can hold 31.0 GiB: "
+    )
+    assert refused.numbers is not None
+    assert refused.numbers.predicted == int(43.5 * GIB) + 5 * GIB
+    assert refused.numbers.predicted is not None
+    assert refused.numbers.predicted > refused.numbers.ceiling == 36 * GIB
+    assert refused.numbers.estimate == 16 * GIB
+
+
+def test_what_does_not_fit_now_is_the_verdicts_own_answer():
+    bench = Bench(Limits(20 * GIB, 20 * GIB, 2 * GIB, "static"), kv_per_token=MIB)
+    first = bench.ask("x " * 9000, max_tokens=10)
+    bench.turn()
+    memory, model = bench.report().memory, bench.report().models[0]
+    refused = bench.refused(bench.ask("x " * 8000, max_tokens=10)).refused
+    assert refused == arithmetic.judge(memory, arithmetic.request_need(model, 8004, 10))
+    assert refused.code is Code.NO_ROOM
+    assert not refused.final
+    bench.run()
+    assert bench.finished(first).completion_tokens == 10
+
+
+def test_a_prefill_that_lost_its_room_is_refused_and_gives_everything_back():
+    bench = Bench()
+    number = bench.ask("x " * 100)
+    bench.engine.take(Limits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
+    bench.run()
+    assert bench.refused(number).refused.code is Code.NO_ROOM
+    assert [type(frame) for frame in bench.said[number]] == [Admitted, Refusal]
+    assert bench.report().memory.reserved == 0
+    assert bench.engine.gate.refusals == {Site.PREFILL: 1}
+
+
+def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_there_is_no_room():
+    kv = MIB
+    room = Limits(6 * GIB, 4 * GIB + GIB + 300 * kv, GIB, "static")
+    bench = Bench(room, kv_per_token=kv)
+    number = bench.ask("x " * 96, expected=10, max_tokens=1000)
+    assert bench.report().memory.reserved == 110 * kv
+    bench.run()
+    end = bench.last(number)
+    assert isinstance(end, Failed)
+    assert end.code == "no_headroom"
+    assert "outgrew" in end.message
+    assert len(bench.ids[number, 0]) == 10 + 2 * GROWTH
+    assert bench.report().memory.reserved == 0
+    assert bench.report().memory.active == 4 * GIB
+
+
+def test_an_answer_that_runs_grows_where_the_memory_cannot_be_read_and_nothing_new_begins():
+    bench = Bench(tokens=10)
+    number = bench.ask(max_tokens=5 * GROWTH, expected=10)
+    bench.turn()
+    bench.turn()
+    bench.engine.take(Limits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
+    refused = bench.refused(bench.ask()).refused
+    assert refused.code is Code.UNREADABLE
+    bench.run()
+    assert bench.finished(number).completion_tokens == 5 * GROWTH
+
+
+@pytest.mark.parametrize(
+    ("refuse", "content", "refuses"), [("*", "hi", True), ("no", "say no", True), ("no", "hi", False)]
+)
+def test_it_refuses_on_request_as_if_there_were_no_room(refuse: str, content: str, refuses: bool):
+    bench = Bench(refuse=refuse)
+    number = bench.ask(content)
+    assert isinstance(bench.last(number), Refusal) is refuses
+    if refuses:
+        refused = bench.refused(number).refused
+        assert refused.code is Code.NO_ROOM
+        assert refused.numbers is not None
+        assert refused.numbers.predicted is not None
+        assert refused.numbers.predicted > refused.numbers.ceiling
+
+
+def test_the_guard_off_by_name_lets_everything_pass():
+    bench = Bench(Limits(1, 1, 1, "setting", guard=False), refuse="*")
+    number = bench.ask(max_tokens=2)
+    bench.run()
+    assert bench.finished(number)
+    assert not bench.report().memory.armed
+
+
+def test_it_crashes_on_request_at_the_first_decode_step():
+    bench = Bench(crash="boom")
+    bystander = bench.ask(max_tokens=100)
+    number = bench.ask("go boom now")
+    assert isinstance(bench.last(number), Admitted)
+    with pytest.raises(CrashedError):
+        bench.run()
+    assert len(bench.ids[bystander, 0]) == 0
+
+
+# cancelling
+
+
+def test_a_cancel_is_final_in_every_phase():
+    bench = Bench(batch=1)
+    running, waiting = bench.ask(max_tokens=100), bench.ask(max_tokens=100)
+    while not bench.steps:
+        bench.turn()
+    bench.cancel(waiting)
+    bench.cancel(running)
+    said = len(bench.said[running])
+    bench.run()
+    assert len(bench.said[running]) == said
+    assert bench.said[waiting] == [Admitted(waiting, 6)]
+    assert bench.report().memory.reserved == 0
+    assert (bench.report().running, bench.report().waiting) == (0, 0)
+
+
+def test_a_cancel_that_comes_first_drops_the_request_and_still_acknowledges_it():
+    bench = Bench()
+    bench.cancel(7)
+    bench.ask(number=7)
+    assert bench.said[7] == []
+    assert bench.report().acked_seq == 7
+    bench.ask(number=7)
+    assert bench.said[7] == [Admitted(7, 6)]
+
+
+def test_no_more_cancels_are_remembered_than_fit():
+    bench = Bench()
+    for number in range(1, REMEMBERED + 2):
+        bench.cancel(number)
+    bench.ask(number=1)
+    bench.ask(number=2)
+    assert isinstance(bench.last(1), Admitted)
+    assert bench.said[2] == []
+
+
+def test_a_number_that_is_live_is_not_begun_twice():
+    bench = Bench()
+    bench.ask(number=5, max_tokens=2)
+    bench.ask(number=5, max_tokens=9)
+    bench.run()
+    assert [type(frame) for frame in bench.said[5]] == [Admitted, Deltas, Deltas, Finished]
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 3000), st.integers(1, 60), st.integers(1, 3)),
+        st.tuples(st.just("cancel"), st.integers(1, 14), st.just(0), st.just(0)),
+        st.tuples(st.just("turns"), st.integers(1, 30), st.just(0), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(ACTIONS, st.integers(1, 8), st.integers(1, 80), st.sampled_from(["5GiB", "6GiB", "8GiB", "20GiB"]))
+def test_every_request_ends_once_and_no_byte_is_written_without_room(
+    actions: list[tuple[str, int, int, int]], batch: int, expected: int, ceiling: str
+):
+    top = parse_size(ceiling)
+    bench = Bench(Limits(top, top, 512 * MIB, "static"), batch=batch, kv_per_token=MIB)
+    asked: set[int] = set()
+    cancelled: set[int] = set()
+
+    def check() -> None:
+        memory = bench.report().memory
+        assert memory.active + memory.reserved <= max(top - 512 * MIB, bench.engine.report(0).models[0].weights)
+        assert memory.reserved >= 0
+
+    for name, first, second, third in actions:
+        if name == "ask":
+            asked.add(bench.ask("x " * first, max_tokens=second, n=third, expected=expected))
+        elif name == "cancel":
+            cancelled.add(first)
+            bench.cancel(first)
+        else:
+            for _ in range(first):
+                bench.turn()
+                check()
+        check()
+    bench.run()
+    memory = bench.report().memory
+    assert (memory.reserved, memory.active) == (0, 4 * GIB)
+    for number in asked:
+        ends = [frame for frame in bench.said[number] if isinstance(frame, Finished | Refusal | Failed)]
+        assert len(ends) <= 1
+        assert ends or number in cancelled
+        if ends:
+            assert bench.said[number][-1] is ends[0]
+        if ends and isinstance(ends[0], Finished):
+            assert isinstance(bench.said[number][0], Admitted)
+            ids = [len(found) for (request, _), found in bench.ids.items() if request == number]
+            assert ends[0].completion_tokens == sum(ids)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 500)), max_size=12), st.integers(0, 4000), st.integers(1, 4)
+)
+def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
+    others: list[tuple[int, int]], words: int, choices: int
+):
+    bench = Bench(Limits(12 * GIB, 12 * GIB, GIB, "static"), kv_per_token=MIB)
+    for length, output in others:
+        bench.ask("x " * length, max_tokens=output)
+        bench.turn()
+    report = bench.report()
+    need = arithmetic.request_need(report.models[0], words + 4, 50, choices)
+    fits = isinstance(arithmetic.judge(report.memory, need), arithmetic.Fits)
+    number = bench.ask("x " * words, max_tokens=50, n=choices)
+    assert isinstance(bench.last(number), Admitted) is fits
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 9}, {"stop": ("amet con",)}, {"n": 2}])
+def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
+    whole = Bench(tokens=12)
+    number = whole.ask(**fields)
+    whole.run()
+    choices = range(fields.get("n", 1))
+    for cut in range(1, len(whole.ids[number, 0]) + 1):
+        first, second = Bench(tokens=12), Bench(tokens=12)
+        begun = first.ask(**fields)
+        while len(first.ids[begun, 0]) < cut:
+            first.turn()
+        known = tuple(tuple(first.ids[begun, choice]) for choice in choices)
+        again = second.ask(resume=known, **fields)
+        assert second.said[again][0] == Admitted(again, 6)
+        second.run()
+        for choice in choices:
+            assert first.ids[begun, choice] + second.ids[again, choice] == whole.ids[number, choice]
+            assert first.text[begun, choice] + second.text[again, choice] == whole.text[number, choice]
+        end, undisturbed = second.finished(again), whole.finished(number)
+        assert (end.reasons, end.completion_tokens) == (undisturbed.reasons, undisturbed.completion_tokens)
+        assert second.report().memory.reserved == 0
+
+
+def test_rows_are_given_fairly_to_those_who_wait_for_them():
+    bench = Bench(batch=2)
+    greedy = [bench.ask(owner=Owner("greedy")) for _ in range(8)]
+    ada = bench.ask(owner=Owner("ada"))
+    while not isinstance(bench.last(ada), Finished):
+        assert bench.turn()
+    assert sum(isinstance(bench.last(number), Finished) for number in greedy) <= 3, "six of them wait for her"
+
+
+def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
+    bench = Bench(batch=1)
+    before = [bench.ask() for _ in range(4)]
+    begun = bench.ask(resume=((0, 1),))
+    while not isinstance(bench.last(begun), Finished):
+        assert bench.turn()
+    assert sum(isinstance(bench.last(number), Finished) for number in before) <= 1

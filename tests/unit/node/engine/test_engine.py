@@ -1,0 +1,641 @@
+"""The text engine with real models: admission, the gate before every forward, faults that stay where they are."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from node.engine.memory.gate import Site
+from node.engine.process.interface import Doing
+from node.engine.scheduling import prefill, scheduler
+from node.engine.scheduling.chunk_policy import RECOVERS
+from tests import models
+from tests.support.text_engine import ROOMY, Driver
+from wire.capacity.arithmetic import padded, request_transient
+from wire.capacity.fairness import CROWD, Owner
+from wire.frames import (
+    Ban,
+    Channel,
+    Failed,
+    Finished,
+    Limits,
+    Load,
+    Message,
+    Params,
+    Ping,
+    Refusal,
+    Restore,
+    Unload,
+)
+from wire.refusals import Code
+from wire.report import ROW_COST, Group
+from wire.units import GIB, MIB
+
+ANSWERS = models.answers()
+EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
+ENDLESS = ((EOS, -100.0),)
+"""A bias that keeps an answer from ending by itself."""
+SHORT = [one for one in ANSWERS if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80]
+WAIT = "Say something that nobody has trained."
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(models.path("llama"), batch=8, chunk=256)
+
+
+def expected(one: dict[str, str]) -> str:
+    return one["answer"]
+
+
+def test_answers_are_verbatim_one_by_one_and_all_at_once(driver: Driver):
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+    numbers = {driver.ask(one["prompt"]): one for one in SHORT[:12]}
+    for number, one in numbers.items():
+        end = driver.end(number)
+        assert isinstance(end, Finished), end
+        assert end.reasons == ("stop",)
+        assert driver.text[number, 0, Channel.CONTENT] == expected(one)
+        assert end.completion_tokens == len(driver.ids[number, 0])
+    report = driver.engine.report(0.0)
+    assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
+
+
+def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    before = driver.engine.gate.checks.copy()
+    resident = driver.resident()
+    forwards: list[int] = []
+    whole = resident.model
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(whole, name)
+
+        def __call__(self, tokens: mx.array, cache: object) -> mx.array:
+            forwards.append(tokens.shape[1])
+            return whole(tokens, cache=cache)  # type: ignore[arg-type]
+
+    resident.model = Counted()
+    prompt = "word " * 300
+    number = driver.ask(prompt, Params(temperature=0.0, max_tokens=2))
+    assert isinstance(driver.end(number), Finished)
+    chunks = sum(length > 1 for length in forwards)
+    assert chunks >= 2
+    checks = driver.engine.gate.checks - before
+    assert checks[Site.PREFILL] == chunks
+    assert checks[Site.JOIN] == 1
+    assert checks[Site.PREFLIGHT] == 1
+
+
+def small(driver: Driver, room: int) -> Limits:
+    """Limits that leave `room` bytes of headroom over what the engine holds now."""
+    memory = driver.engine.report(0.0).memory
+    assert memory.current is not None
+    cap = memory.current + room
+    return Limits(cap, cap, 0, "static")
+
+
+def forwards(driver: Driver) -> Callable[[], int]:
+    """Count the forwards that the engine begins from now on."""
+    begun: list[Doing] = []
+    begin = driver.recorder.begin
+
+    def counted(doing: Doing, model: str, request: int = 0) -> None:
+        begun.append(doing)
+        begin(doing, model, request)
+
+    driver.recorder.begin = counted
+    return lambda: sum(doing in (Doing.PREFILL, Doing.JOIN) for doing in begun)
+
+
+def test_what_does_not_fit_is_refused_before_any_forward_and_small_ones_go_on(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    driver.take(small(driver, 20 * MIB))
+    count = forwards(driver)
+    big = driver.end(driver.ask("word " * 9000))
+    assert isinstance(big, Refusal)
+    assert big.refused.code is Code.TOO_LARGE
+    assert big.refused.numbers is not None
+    assert big.refused.numbers.estimate > 20 * MIB
+    assert count() == 0
+    assert driver.answer(SHORT[1]["prompt"]) == expected(SHORT[1])
+
+
+def test_no_room_now_is_not_never(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    memory = driver.engine.report(0.0).memory
+    assert memory.current is not None
+    driver.take(Limits(memory.current + GIB, memory.current + MIB, 0, "dynamic"))
+    end = driver.end(driver.ask("word " * 3000))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NO_ROOM
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
+def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_all_back(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    number = driver.ask("word " * 4000)
+    assert driver.admitted(number)
+    driver.turn()
+    assert driver.ended(number) is None
+    resident = driver.resident()
+    assert resident.ledger.written() > 0
+    driver.take(Limits(GIB, 1, 0, "leases", leases=GIB))
+    count = forwards(driver)
+    end = driver.end(number)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NO_ROOM
+    assert count() == 0
+    driver.take(ROOMY)
+    assert resident.ledger.written() == resident.ledger.reserved() == 0
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+
+
+def test_siblings_are_counted_against_each_other(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    model = driver.engine.report(0.0).models[0]
+    each = padded(Group(1, 3100, 3100), model.kv)
+    driver.take(small(driver, int(1.5 * each) + request_transient(model, 3000, 100)))
+    first, second = driver.ask("word " * 1000), driver.ask("word " * 1000)
+    assert driver.admitted(first) != driver.admitted(second), "the second would pass against the same trough"
+
+
+def test_a_request_that_needs_many_rows_is_not_passed_over_for_ever(driver: Driver):
+    params = Params(logit_bias=ENDLESS, max_tokens=40)
+    first = [driver.ask(WAIT, params) for _ in range(4)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in first))
+    many = driver.ask(WAIT, Params(n=8, max_tokens=2, logit_bias=ENDLESS))
+    late = driver.ask(SHORT[0]["prompt"])
+    driver.end(many)
+    assert driver.ended(late) is None, "who came later waits, too"
+    assert isinstance(driver.end(late), Finished)
+
+
+def test_an_idle_model_is_not_evicted_for_what_does_not_fit_either_way(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    driver.take(small(driver, MIB))
+    end = driver.end(driver.ask("word " * 9000))
+    assert isinstance(end, Refusal)
+    assert driver.engine.report(0.0).models[0].loaded
+
+
+def test_rows_are_given_fairly_to_those_who_wait_for_them():
+    driver = Driver(models.path("llama"), batch=2)
+    short = Params(temperature=0.0, max_tokens=4)
+    greedy = [driver.ask("Hello!", short, owner=Owner("greedy")) for _ in range(8)]
+    ada = driver.ask("Hello!", short, owner=Owner("ada"))
+    driver.end(ada)
+    assert sum(driver.ended(number) is not None for number in greedy) <= 3, "six of them wait until she has a row"
+    for number in greedy:
+        assert isinstance(driver.end(number), Finished)
+
+
+def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
+    driver = Driver(models.path("llama"), batch=16, chunk=64)
+    short = Params(temperature=0.0, max_tokens=2)
+    batch = [driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=Owner("batch"))
+             for number in range(CROWD + 4)]  # fmt: skip
+    ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, owner=Owner("ada"))
+    driver.end(ada)
+    assert sum(driver.ended(number) is not None for number in batch) <= CROWD
+    for number in batch:
+        assert isinstance(driver.end(number), Finished)
+
+
+def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
+    driver = Driver(models.path("llama"), batch=1)
+    short = Params(temperature=0.0, max_tokens=4)
+    before = [driver.ask("Hello!", short, owner=Owner("ada")) for _ in range(4)]
+    begun = driver.ask("Hello!", short, owner=Owner("ada"), resume=((5,),))
+    driver.end(begun)
+    assert sum(driver.ended(number) is not None for number in before) <= 1
+
+
+def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    params = Params(logit_bias=ENDLESS)
+    leaving, other = driver.ask(WAIT, params), driver.ask(WAIT, params)
+    driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(scheduler, "MOST_REBUILDS", 0)
+        driver.cancel(leaving)
+    end = driver.end(other)
+    assert isinstance(end, Failed)
+    assert "ZeroDivisionError" in end.message
+
+
+def test_an_engine_at_rest_keeps_no_free_buffers(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    assert mx.get_cache_memory() == 0
+
+
+def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    memory = driver.engine.report(0.0).memory
+    assert memory.current is not None
+    driver.take(Limits(memory.current + GIB, memory.current + 96 * MIB, 0, "dynamic"))
+    mx.set_cache_limit(256 * MIB)
+    held = mx.random.uniform(shape=(40 * MIB,))
+    mx.eval(held)
+    del held
+    assert mx.get_cache_memory() >= 128 * MIB
+    assert driver.answer(SHORT[1]["prompt"]) == expected(SHORT[1])
+
+
+def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: driver.ids[number, 0])
+    sequence = driver.engine.generation.live[number]
+    for _ in range(2):
+        driver.engine.generation.fail(sequence, "engine_error", "a fault")
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+
+
+def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
+    driver.answer(SHORT[0]["prompt"])
+    waiting, prefilling = driver.ask("a " * 600), driver.ask("b " * 4000)
+    decoding = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: driver.ids[decoding, 0])
+    for number in (waiting, prefilling, decoding):
+        driver.cancel(number)
+    driver.cancel(99)
+    report = driver.engine.report(0.0)
+    assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
+    assert not any(driver.ended(number) for number in (waiting, prefilling, decoding))
+    driver.number = 98
+    assert driver.ask("Hello!") == 99
+    assert not driver.admitted(99), "a cancel that overtook its request"
+
+
+def test_limits_and_reasons(driver: Driver):
+    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, max_tokens=3))
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert (end.reasons, end.completion_tokens) == (("length",), 3)
+    whole = expected(SHORT[0])
+    stop = whole[len(whole) // 2 :][:4]
+    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, stop=(stop,)))
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert end.reasons == ("stop",)
+    assert driver.text[number, 0, Channel.CONTENT] == whole[: whole.index(stop)]
+
+
+def test_n_answers_share_the_prompt_and_draw_for_themselves(driver: Driver):
+    number = driver.ask(WAIT, Params(n=3, seed=5, max_tokens=12, temperature=1.5))
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert len(end.reasons) == 3
+    assert len({tuple(driver.ids[number, choice]) for choice in range(3)}) > 1
+    assert end.completion_tokens == sum(len(driver.ids[number, choice]) for choice in range(3))
+
+
+def test_the_same_seed_gives_the_same_answer_whatever_else_runs(driver: Driver):
+    params = Params(seed=11, max_tokens=24, temperature=1.2, top_p=0.95, logit_bias=ENDLESS)
+    alone = driver.ask(WAIT, params)
+    driver.end(alone)
+    others = [driver.ask(one["prompt"]) for one in SHORT[:4]]
+    beside = driver.ask(WAIT, params)
+    driver.end(beside)
+    assert driver.ids[alone, 0] == driver.ids[beside, 0]
+    for number in others:
+        driver.end(number)
+
+
+def test_logprobs_say_what_was_drawn_and_what_else(driver: Driver):
+    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, logprobs=True, top_logprobs=3))
+    driver.end(number)
+    told = driver.logprobs[number, 0]
+    assert len(told) == len(driver.ids[number, 0]) - 1, "the end of the answer is no token of its text"
+    assert b"".join(one.token for one in told).decode() == expected(SHORT[0])
+    for one in told:
+        assert len(one.top) == 3
+        assert one.top[0] == (one.token, pytest.approx(one.logprob)), "greedy draws the likeliest"
+
+
+def test_reasoning_is_told_apart(driver: Driver):
+    one = next(one for one in ANSWERS if "reasoning" in one)
+    number = driver.ask(one["prompt"])
+    driver.end(number)
+    assert driver.text[number, 0, Channel.REASONING] == one["reasoning"]
+    assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
+
+
+@pytest.mark.parametrize("fault", ["step", "join"])
+def test_rows_are_rebuilt_when_a_batch_raises(driver: Driver, fault: str):
+    """The object is discarded; innocent rows are written anew from their ids and go on as if nothing had been."""
+    numbers = {driver.ask(one["prompt"]): one for one in SHORT[:3]}
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    resident = driver.resident()
+    (batch,) = resident.batches.values()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("native fault")
+
+    setattr(batch, fault, broken)
+    guilty = driver.ask(SHORT[3]["prompt"]) if fault == "join" else 0
+    for number, one in numbers.items():
+        assert isinstance(driver.end(number), Finished)
+        assert driver.text[number, 0, Channel.CONTENT] == expected(one)
+    if guilty:
+        end = driver.end(guilty)
+        assert isinstance(end, Failed)
+        assert (end.code, "native fault" in end.message) == ("engine_error", True)
+    assert driver.answer(SHORT[3]["prompt"]) == expected(SHORT[3])
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
+def test_a_seeded_answer_goes_on_the_same_after_a_rebuild(driver: Driver):
+    params = Params(seed=3, max_tokens=30, temperature=1.3, frequency_penalty=0.5, logit_bias=ENDLESS)
+    whole = driver.ask(WAIT, params)
+    driver.end(whole)
+    number = driver.ask(WAIT, params)
+    driver.until(lambda: len(driver.ids[number, 0]) >= 10)
+    resident = driver.resident()
+    (batch,) = resident.batches.values()
+    batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    driver.end(number)
+    assert driver.ids[number, 0] == driver.ids[whole, 0]
+
+
+def test_a_row_whose_batch_raises_twice_fails_and_the_engine_goes_on(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    number = driver.ask(SHORT[0]["prompt"])
+    driver.until(lambda: driver.ids[number, 0])
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.DecodeBatch, "step", lambda self: 1 / 0)
+        end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert end.code == "engine_error"
+    assert driver.engine.report(0.0).counts.failures == 1
+    assert driver.answer(SHORT[1]["prompt"]) == expected(SHORT[1])
+    assert driver.engine.report(0.0).counts.failures == 1
+
+
+def test_a_raising_sampler_fails_its_own_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("bad sampler")
+
+    good = driver.ask(SHORT[0]["prompt"])
+    driver.until(lambda: driver.ids[good, 0])
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill, "sampler_of", lambda *_: broken)
+        bad = driver.ask(SHORT[1]["prompt"])
+        end = driver.end(bad)
+    assert isinstance(end, Failed)
+    assert "bad sampler" in end.message
+    assert isinstance(driver.end(good), Finished)
+    assert driver.text[good, 0, Channel.CONTENT] == expected(SHORT[0])
+
+
+def test_a_prompt_that_is_an_earlier_prompt_and_its_answer(driver: Driver):
+    """What ends mlx_lm.server's generation thread."""
+    first = SHORT[0]
+    assert driver.answer(first["prompt"]) == expected(first)
+    again = (Message("user", first["prompt"]), Message("assistant", first["answer"]))
+    assert isinstance(driver.end(driver.ask(messages=again, params=Params(temperature=0.0, max_tokens=4))), Finished)
+    assert driver.answer(first["prompt"]) == expected(first)
+
+
+@pytest.mark.parametrize(
+    ("params", "code", "words"),
+    [
+        (Params(max_tokens=10**9), Code.CONTEXT, "1000000000"),
+        (Params(n=9), Code.UNSUPPORTED, "9"),
+        (Params(logit_bias=((10**6, 1.0),)), Code.INVALID, "1000000"),
+        (Params(logit_bias=((-1, 1.0),)), Code.INVALID, "-1"),
+    ],
+)
+def test_what_can_never_be_is_refused_with_its_numbers(driver: Driver, params: Params, code: Code, words: str):
+    driver.answer(SHORT[0]["prompt"])
+    end = driver.end(driver.ask("Hello!", params))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is code
+    assert words in end.refused.message
+
+
+def test_a_prompt_beyond_the_context_says_both_numbers(driver: Driver):
+    context = driver.engine.report(0.0).models[0].context
+    end = driver.end(driver.ask("hello " * context))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.CONTEXT
+    assert str(context) in end.refused.message
+    assert end.prompt_tokens is not None
+    assert str(end.prompt_tokens) in end.refused.message
+
+
+def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(SHORT[0]["prompt"])
+    tokenizer = driver.tokenizer()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "prompt", lambda self, request, most: 1 / 0)
+        end = driver.end(driver.ask("Hello!"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.TEMPLATE
+    assert "ZeroDivisionError" in end.refused.message
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+
+
+def test_before_the_first_limits_nothing_is_begun():
+    driver = Driver(models.path("llama"), limits=None, preload=("llama",))
+    end = driver.end(driver.ask())
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NOT_READY
+    assert driver.engine.due(0.0) is None or driver.engine.due(0.0) > 0.0  # type: ignore[operator]
+
+
+# models
+
+
+def copy_of(folder: Path, **files: bytes | None) -> Path:
+    """A model's folder with some of its files replaced (None: left out)."""
+    source = models.path("llama")
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and files.get(file.name, b"") is not None:
+            (folder / file.name).write_bytes(files.get(file.name) or file.read_bytes())
+    return folder
+
+
+def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
+    """Else a machine at rest would be known by its last crowd."""
+    driver.answer(SHORT[0]["prompt"])
+    resident = driver.resident()
+    for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
+        for _ in range(60):
+            resident.stepped(seconds, rows)
+        assert driver.engine.report(0.0).models[0].decode_speed == pytest.approx(10.0, rel=0.01)
+    assert resident.step_seconds > 0.15
+
+
+def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
+    """Else nobody would ask it again, and nobody would know that its machine is free."""
+    driver.answer(SHORT[0]["prompt"])
+    resident = driver.resident()
+    best = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    for _ in range(30):
+        resident.stepped(9.0, 1)
+        resident.prefilled(10, 9.0, 0)
+    slow = driver.engine.report(resident.used_at + RECOVERS - 1).models[0]
+    assert slow.decode_speed < 0.2 < best.decode_speed
+    assert slow.prefill_speed < 2 < best.prefill_speed
+    rested = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    assert (rested.decode_speed, rested.prefill_speed) == (best.decode_speed, best.prefill_speed)
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 0)
+    assert driver.engine.report(resident.used_at + RECOVERS).models[0].prefill_speed < best.prefill_speed
+    driver.cancel(number)
+
+
+def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
+    """As if it had taken no time: a prompt may wait twice in a turn, for others and then alone."""
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    driver.engine.generation.still()
+    speed = driver.engine.report(0.0).models[0].decode_speed
+    for _ in range(5):
+        driver.engine.generation.still()
+    assert driver.engine.report(0.0).models[0].decode_speed == speed
+    driver.cancel(number)
+
+
+def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Driver):
+    assert not driver.engine.report(0.0).models[0].loaded
+    assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
+    model = driver.engine.report(0.0).models[0]
+    assert model.loaded
+    assert model.weights > 2 * MIB
+    assert model.prefill_speed > 0
+    assert model.decode_speed > 0
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    driver.take(Unload(101, model.name))
+    (refusal,) = driver.said[101]
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.code is Code.IN_USE
+    driver.cancel(number)
+    active = mx.get_active_memory()
+    driver.take(Unload(102, model.name))
+    assert isinstance(driver.said[102][0], Finished)
+    assert mx.get_active_memory() <= active - model.weights
+    driver.take(Load(103, model.name))
+    assert isinstance(driver.end(103), Finished)
+    assert driver.engine.report(0.0).models[0].loaded
+
+
+def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
+    one, two = copy_of(tmp_path / "one"), copy_of(tmp_path / "two")
+    driver = Driver(one.parent, prefix_cache="off")  # which would go before any model
+    numbers = [driver.ask(SHORT[0]["prompt"], model=name) for name in (one.name, two.name)]
+    for number in numbers:
+        driver.end(number)
+        assert driver.text[number, 0, Channel.CONTENT] == expected(SHORT[0])
+    loaded = lambda: {model.name for model in driver.engine.report(0.0).models if model.loaded}  # noqa: E731
+    assert loaded() == {"one", "two"}
+    copy_of(tmp_path / "three")
+    memory = driver.engine.report(0.0).memory
+    assert memory.current is not None
+    driver.take(Limits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
+    driver.engine.library.scan()
+    driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
+    assert "three" in loaded()
+    assert "one" not in loaded(), "the least recently used goes first"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"config.json": b'{"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}'}, "nonsense"),
+        ({"model.safetensors": b"\x10\0\0\0\0\0\0\0{}"}, "cut off"),
+        ({"tokenizer.json": b"{", "tokenizer_config.json": None}, "cannot be loaded"),
+    ],
+)
+def test_a_broken_model_fails_its_own_requests_and_says_why(tmp_path: Path, files: dict[str, bytes], words: str):
+    copy_of(tmp_path / "good")
+    copy_of(tmp_path / "bad", **files)
+    driver = Driver(tmp_path)
+    end = driver.end(driver.ask("Hello!", model="bad"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.LOAD_FAILED
+    assert words in end.refused.message
+    assert driver.answer(SHORT[0]["prompt"], model="good") == expected(SHORT[0])
+
+
+def test_weights_of_the_wrong_shape_break_the_load_not_the_engine(tmp_path: Path):
+    config = json.loads((models.path("llama") / "config.json").read_text())
+    copy_of(tmp_path / "bad", **{"config.json": json.dumps({**config, "hidden_size": 64}).encode()})
+    copy_of(tmp_path / "good")
+    driver = Driver(tmp_path)
+    end = driver.end(driver.ask("Hello!", model="bad"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.LOAD_FAILED
+    bad = next(model for model in driver.engine.report(0.0).models if model.name == "bad")
+    assert bad.cause
+    assert driver.answer(SHORT[0]["prompt"], model="good") == expected(SHORT[0])
+
+
+def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path: Path):
+    driver = Driver(copy_of(tmp_path / "m"))
+    memory = driver.engine.report(0.0).memory
+    assert memory.current is not None
+    cap = memory.current + MIB
+    driver.take(Limits(cap, cap, cap - 2 * MIB, "static"))
+    end = driver.end(driver.ask())
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.TOO_LARGE
+    assert driver.recorder.last() is None
+
+
+def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):
+    driver.take(small(driver, MIB))
+    driver.take(Load(7, driver.default))
+    end = driver.end(7)
+    assert isinstance(end, Refusal)
+    assert end.refused.numbers is not None
+    assert driver.engine.gate.refusals[Site.LOAD] == 1
+    assert not driver.engine.report(0.0).models[0].loaded
+
+
+def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path: Path):
+    for name in ("one", "two", "bad"):
+        copy_of(tmp_path / name)
+    driver = Driver(tmp_path, limits=None)
+    driver.take(Restore(("one", "two", "gone"), (Ban("bad", 600.0, "the engine died twice in it"),)))
+    driver.take(ROOMY)
+    driver.until(lambda: sum(model.loaded for model in driver.engine.report(0.0).models) == 2)
+    end = driver.end(driver.ask("Hello!", model="bad"))
+    assert isinstance(end, Refusal)
+    assert "died twice" in end.refused.message
+    now = time.monotonic()
+    causes = [{one.name: one.cause for one in driver.engine.report(at).models}["bad"] for at in (now, now + 601.0)]
+    assert causes[0].startswith("the engine died twice in it; kept out for ")
+    assert causes[1] == "", "after its time it may be loaded again"
+
+
+def test_others_decode_while_a_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 1)
+    copy_of(tmp_path / "one")
+    copy_of(tmp_path / "two")
+    driver = Driver(tmp_path)
+    driver.answer(SHORT[0]["prompt"], model="one")
+    number = driver.ask(WAIT, Params(logit_bias=ENDLESS), model="one")
+    driver.until(lambda: driver.ids[number, 0])
+    had = len(driver.ids[number, 0])
+    driver.take(Load(50, "two"))
+    driver.until(lambda: driver.ended(50))
+    assert len(driver.ids[number, 0]) - had > 10
+
+
+def test_new_models_are_looked_for_when_the_agent_asks_for_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = Driver(copy_of(tmp_path / "a").parent)
+    copy_of(tmp_path / "b")
+    assert driver.engine.prepare(Ping(1)) is None
+    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    assert driver.engine.prepare(Ping(2)) is not None
+    assert {model.name for model in driver.engine.report(0.0).models} == {"a", "b"}

@@ -1,0 +1,396 @@
+import json
+import pkgutil
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx_lm.tool_parsers
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.generate import TextStateMachine
+
+from node.engine.text import tokenizer
+from node.engine.text.detokenizer import Pieces, Step, TextPipeline
+from node.engine.text.markers import Markup
+from node.engine.text.stop_strings import Stops
+from node.engine.text.tokenizer import MarkCutter, Tokenizer
+from node.engine.text.tool_call_parser import LONGEST, Calls
+from tests.support import vocabulary
+from wire.frames import Channel
+
+TRANSCRIPTS = Path(__file__).parent / "transcripts"
+PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
+TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}])
+MARKUP = Markup(("<think>", "</think>"), ("<call>", "</call>"))
+LOOK = '<call>{"name": "look", "arguments": {"at": "x"}}</call>'
+
+
+class Read(NamedTuple):
+    """What a client has in the end, and why the answer ended."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[dict, ...] = ()
+    reason: str = "stop"
+
+
+class Spelled:
+    """A decoder whose ids are places in a list of pieces."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def feed(self, token: int) -> str:
+        return self._pieces[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+def parse(block: str, tools: list[object]) -> object:
+    return json.loads(block)
+
+
+def pipeline(
+    pieces: list[str],
+    stops: Iterable[str] = (),
+    thinking: bool = False,
+    tools: bool = True,
+    markup: Markup = MARKUP,
+    parser=parse,
+    one_call: bool = False,
+) -> TextPipeline:
+    place = markup.beginning(thinking)
+    calls = Calls("call_r_", parser if tools else None, [[{}]], markup.call[1])
+    cutter = MarkCutter(TextStateMachine(markup.transitions(tools)), place)
+    return TextPipeline(Spelled(pieces), cutter, place, Stops(stops), calls, one_call=one_call)
+
+
+def gathered(pieces: Pieces, reason: str) -> Read:
+    def of(wanted: Channel) -> list[str]:
+        return [text for channel, text in pieces if channel is wanted]
+
+    calls = tuple(json.loads(text) for text in of(Channel.TOOL_CALL))
+    return Read("".join(of(Channel.CONTENT)), "".join(of(Channel.REASONING)), calls, reason)
+
+
+def run(made: TextPipeline, ids: Iterable[int], reason: str = "stop") -> Read:
+    pieces: Pieces = ()
+    for token in ids:
+        step = made.feed(token)
+        pieces += step.pieces
+        if step.stopped:
+            reason = "stop"
+            break
+    last, reason = made.finish(reason)
+    return gathered(pieces + last, reason)
+
+
+def read(text: str, reason: str = "stop", **how) -> Read:
+    """Read a text whole and letter by letter, which must be the same."""
+    whole = run(pipeline([text], **how), [0], reason)
+    assert run(pipeline(list(text), **how), range(len(text)), reason) == whole
+    return whole
+
+
+def call(index: int = 0, name: str = "look", arguments: str = '{"at": "x"}') -> dict:
+    return {"index": index, "id": f"call_r_{index}", "name": name, "arguments": arguments}
+
+
+# reasoning
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "expected"),
+    [
+        ("<think>\nhm\n\nso\n</think>\n\nyes", False, Read("yes", "hm\n\nso")),
+        ("\nhm\n</think>\n\nyes\n", True, Read("yes\n", "hm")),
+        ("<think>\n\n</think>\n\nyes", False, Read("yes")),
+        ("hm\n", True, Read("", "hm")),
+        ("so <think>hm</think>\n\nyes", False, Read("so \n\nyes", "hm")),
+        ("so\n<think>hm</think>\n\n", False, Read("so\n", "hm")),
+        ("<think>one\n</think>\n<think>\n\ntwo</think>\nyes", False, Read("yes", "one\ntwo")),
+        ("a < b, <thin", False, Read("a < b, <thin")),
+        ("hm </thin", True, Read("", "hm </thin")),
+        ("\nyes\n", False, Read("\nyes\n")),
+    ],
+)
+def test_reasoning_is_parted_from_the_answer(text: str, thinking: bool, expected: Read):
+    assert read(text, thinking=thinking) == expected
+
+
+def test_a_thought_is_shown_as_it_comes():
+    made = pipeline(["\n", "hm", "\n", "so", "\n", "</think>", "\n", "yes"], thinking=True)
+    steps = [made.feed(token).pieces for token in range(8)]
+    assert steps[:4] == [(), ((Channel.REASONING, "hm"),), (), ((Channel.REASONING, "\nso"),)]
+    assert steps[4:] == [(), (), (), ((Channel.CONTENT, "yes"),)]
+
+
+# stop strings
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", ("two",), Read("one ")),
+        ("one two three", ("three", "two"), Read("one ")),
+        ("one tw", ("two",), Read("one tw")),
+        ("<think>two</think>one two", ("two",), Read("one ", "two")),
+        ("<think>hm</think>\n\none\n\ntwo", ("\n\n",), Read("one", "hm")),
+        ("a" + LOOK + "b END c", ("END", "look"), Read("ab ", "", (call(),), "tool_calls")),
+        ("a<call>two</call>b", ("two",), Read("a<call>")),
+        ("a<call>two", ("two",), Read("a<call>")),
+        ("END" + LOOK, ("END",), Read()),
+    ],
+)
+def test_what_is_shown_ends_before_a_stop_string(text: str, stops: tuple[str, ...], expected: Read):
+    assert read(text, stops=stops) == expected
+
+
+def test_a_stop_string_found_at_the_very_end_is_a_stop():
+    assert read("a<call>two", reason="length", stops=("two",)) == Read("a<call>")
+
+
+def test_after_a_stop_string_nothing_comes():
+    made = pipeline(["one two", " three"], stops=("two",))
+    assert [made.feed(token) for token in (0, 1)] == [Step(((Channel.CONTENT, "one "),), True), Step((), True)]
+    assert made.finish("length") == ((), "stop")
+
+
+def test_after_a_stop_string_no_other_channel_goes_on():
+    assert read("one END<think>two</think>" + LOOK, stops=("END",)) == Read("one ")
+
+
+# tool calls
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LOOK, Read("", "", (call(),), "tool_calls")),
+        ("I look.\n" + LOOK + "\n" + LOOK + "\n", Read("I look.\n", "", (call(), call(1)), "tool_calls")),
+        ("I look." + LOOK + "\nDone.", Read("I look.\nDone.", "", (call(),), "tool_calls")),
+        (LOOK + "\nDone.", Read("Done.", "", (call(),), "tool_calls")),
+        ("<think>hm\n" + LOOK + "\nyes", Read("yes", "hm", (call(),), "tool_calls")),
+        ("<think>a <call> is\n</think>\nyes", Read("yes", "a <call> is")),
+        ("<call>what?</call> yes", Read("<call>what?</call> yes")),
+        (LOOK + "\n<call>what?</call>", Read("<call>what?</call>", "", (call(),), "tool_calls")),
+        ("a" + LOOK[:-3], Read("a" + LOOK[:-3])),
+        ("a<call>", Read("a<call>")),
+    ],
+)
+def test_calls_are_taken_out_and_no_other_text_is_lost(text: str, expected: Read):
+    assert read(text) == expected
+
+
+def test_an_answer_cut_off_keeps_its_reason():
+    assert read(LOOK + LOOK[:-3], reason="length") == Read(LOOK[:-3], "", (call(),), "length")
+
+
+def test_a_call_that_was_cut_off_is_never_made_however_patient_its_parser():
+    found = read("<call>delete all but", reason="length", parser=lambda *_: {"name": "delete", "arguments": {}})
+    assert found == Read("<call>delete all but", reason="length")
+
+
+def test_without_tools_the_markers_are_words():
+    assert read("a" + LOOK + "\nb", tools=False) == Read("a" + LOOK + "\nb")
+
+
+def test_a_call_without_an_end_marker_ends_with_the_answer():
+    markup = Markup(("<think>", "</think>"), ("[CALL]", ""))
+    body = '{"name": "look", "arguments": {}}'
+    found = (call(arguments="{}"),)
+    assert read("a[CALL]" + body, markup=markup) == Read("a", "", found, "tool_calls")
+    assert read("a[CALL]" + body[:-2], markup=markup) == Read("a[CALL]" + body[:-2])
+    assert read("<think>no [CALL] yet</think>b", markup=markup) == Read("b", "no [CALL] yet")
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_a_response_format_has_states_of_its_own(tools: bool):
+    edges = {"head": [("to me:", "reasoning"), ("to you:", "normal"), ("<call>", "tool")], "normal": [(".", "head")],
+             "reasoning": [(".", "head")]}  # fmt: skip
+    markup = Markup(call=("<call>", "</call>"), edges=edges, initial="head")
+    found = read(f"x to me:hm. x {LOOK}. x to you:yes.", markup=markup, tools=tools)
+    assert found == (Read("yes", "hm", (call(),), "tool_calls") if tools else Read(LOOK + "yes", "hm"))
+
+
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        None, 3, "look", [], {}, [3], {"name": "look"}, {"name": "", "arguments": {}}, {"name": 3, "arguments": {}},
+        {"name": "look", "arguments": [1]}, {"name": "look", "arguments": "{"}, {"name": "look", "arguments": "[1]"},
+        {"name": "look", "arguments": {"at": {1, 2}}}, {"name": "look", "arguments": {"at": float("nan")}},
+        [{"name": "look", "arguments": {}}, {"name": "look", "arguments": b""}],
+        KeyError("x"), RecursionError(), MemoryError(), AttributeError(),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_call_is_shown_as_it_was_written(parsed: object):
+    def answer(block: str, tools: list[object]) -> object:
+        if isinstance(parsed, Exception):
+            raise parsed
+        return parsed
+
+    assert read("a<call>\nb</call>c", parser=answer) == Read("a<call>\nb</call>c")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"at": "東京"}, '{"at": "東京"}'),
+        ('{"at":1}', '{"at": 1}'),
+        ("", "{}"),
+        (None, "{}"),
+        ({"at": "\ud800"}, '{"at": "\\ud800"}'),
+    ],
+)
+def test_arguments_are_json_text_of_an_object(arguments: object, written: str):
+    found = read("<call></call>", parser=lambda *_: {"name": "look", "arguments": arguments, "id": "its own"})
+    assert found.calls == (call(arguments=written),)
+    assert json.dumps(found.calls).encode()
+
+
+def test_a_block_too_long_to_be_read_in_time_is_text():
+    asked: list[str] = []
+    text = "<call>" + "x" * (LONGEST + 1) + "</call>"
+    made = pipeline([text], parser=lambda block, _: asked.append(block))
+    assert run(made, [0]).content == text
+    assert asked == []
+
+
+def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
+    folder = vocabulary.configure(vocabulary.byte_level(tmp_path / "m"), tool_parser_type="qwen3_coder")
+    typed = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}}}
+    model = tokenizer.load(folder)
+    text = "<tool_call>\n<function=look>\n<parameter=at>\n12\n</parameter>\n</function>\n</tool_call>"
+    tools = json.dumps([{"type": "function", "function": typed}])
+    found = run(model.pipeline("q", 2, (), tools, False), vocabulary.byte_ids(model.wrapper.get_vocab(), text))
+    assert found.calls == ({"index": 0, "id": "call_q_2_0", "name": "look", "arguments": '{"at": 12}'},)
+
+
+# one recorded transcript, or more, for each parser there is
+
+
+def test_every_parser_has_its_transcript():
+    assert sorted(file.stem for file in TRANSCRIPTS.glob("*.json")) == PARSERS
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
+    record = json.loads((TRANSCRIPTS / f"{parser}.json").read_text())
+    whole = [case["text"] for case in record["cases"]]
+    folder = vocabulary.byte_level(tmp_path / "m", tokens=record["tokens"])
+    (folder / "config.json").write_text(json.dumps(record["config"]))
+    model = tokenizer.load(vocabulary.configure(folder, tool_parser_type=parser))
+    words = model.wrapper.get_vocab()
+    assert model.features == ("tools",)
+    assert any(case["calls"] for case in record["cases"])
+    for case, text in zip(record["cases"], whole, strict=True):
+        found = [
+            run(model.pipeline("r", 0, (), json.dumps(record["tools"]), False), ids)
+            for ids in (model.wrapper.encode(text, add_special_tokens=False), vocabulary.byte_ids(words, text))
+        ]
+        machine = TextStateMachine(model.markup.transitions(True))
+        place = model.markup.beginning(False)
+        calls = Calls("call_r_", model.wrapper.tool_parser, [record["tools"]], model.markup.call[1])
+        found.append(run(TextPipeline(Spelled([text]), MarkCutter(machine, place), place, Stops(()), calls), [0]))
+        assert found[0] == found[1] == found[2]
+        assert found[0].content == case["content"]
+        assert found[0].reasoning == case.get("reasoning", "")
+        told = [{"name": each["name"], "arguments": json.loads(each["arguments"])} for each in found[0].calls]
+        assert told == case["calls"]
+        assert [each["id"] for each in found[0].calls] == [f"call_r_{at}" for at in range(len(told))]
+        assert found[0].reason == ("tool_calls" if told else "stop")
+
+
+# whatever comes
+
+PARTS = st.sampled_from(
+    ["<think>", "</think>", "<call>", "</call>", LOOK, "\n", "\n\n", "a", "END", "EN", "D", "<", "é", "{}", "call>"]
+)
+TEXTS = st.lists(PARTS, max_size=14).map("".join)
+
+
+@given(TEXTS, st.data(), st.booleans(), st.booleans())
+def test_any_split_into_tokens_gives_the_same(text: str, data: st.DataObject, thinking: bool, tools: bool):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {0, len(text)})
+    pieces = [text[here:there] for here, there in pairwise(cuts)]
+    how: dict[str, Any] = {"stops": ("END", "ENDE"), "thinking": thinking, "tools": tools}
+    assert run(pipeline(pieces, **how), range(len(pieces))) == run(pipeline([text], **how), [0])
+
+
+@given(TEXTS, st.booleans())
+def test_without_stop_strings_nothing_but_markers_and_newlines_is_lost(text: str, thinking: bool):
+    found = run(pipeline(list(text), thinking=thinking), range(len(text)))
+    kept = sorted(found.content + found.reasoning + LOOK * len(found.calls))
+    for mark in ("<think>", "</think>"):
+        text = text.replace(mark, "")
+    assert [sign for sign in kept if sign not in "\n</think>"] == [
+        sign for sign in sorted(text) if sign not in "\n</think>"
+    ]
+
+
+@given(TEXTS)
+def test_nothing_of_a_stop_string_is_shown(text: str):
+    made = pipeline(list(text), stops=("END",))
+    pieces = [piece for token in range(len(text)) for piece in made.feed(token).pieces]
+    pieces += made.finish("stop")[0]
+    content = "".join(piece for channel, piece in pieces if channel is Channel.CONTENT)
+    assert "END" not in content
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
+    """One of each way to decode: bytes, pieces with byte tokens, whole words."""
+    folder = tmp_path_factory.mktemp("models")
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    text = 'hello <think> so </think> <tool_call>{"name": "look", "arguments": {}}</tool_call> 東京'
+    in_bytes = vocabulary.byte_level(folder / "bytes", [text] * 5, marks)
+    in_pieces = vocabulary.pieces_with_byte_fallback(folder / "pieces")
+    in_words = vocabulary.words_only(folder / "words", ["hello", "world"])
+    for each in (in_bytes, in_pieces):
+        vocabulary.configure(each, tool_parser_type="json_tools")
+    return [tokenizer.load(each) for each in (in_bytes, in_pieces, in_words)]
+
+
+IDS = st.lists(st.integers(-2, 410), max_size=60)
+
+
+@given(st.integers(0, 2), IDS, st.data(), st.booleans())
+def test_a_resumed_stream_goes_on_identically(
+    models: list[Tokenizer], at: int, ids: list[int], data: st.DataObject, thinking: bool
+):
+    lost, resumed = (models[at].pipeline("r", 0, ("o w", "\n"), TOOLS, thinking) for _ in range(2))
+    known = data.draw(st.integers(0, len(ids)))
+    before = [lost.feed(token) for token in ids[:known]]
+    assert [resumed.feed(token) for token in ids[:known]] == before
+    assert [resumed.feed(token) for token in ids[known:]] == [lost.feed(token) for token in ids[known:]]
+    assert resumed.finish("length") == lost.finish("length")
+
+
+@given(st.lists(st.integers(5, 410), max_size=60))
+def test_what_is_shown_are_the_bytes_of_the_tokens(models: list[Tokenizer], ids: list[int]):
+    ids = [token for token in ids if models[0].token_bytes(token) != b"\0"]  # mlx-lm shows its sign, not the byte
+    found = run(models[0].pipeline("r", 0, (), "", False), ids)
+    plain = b"".join(map(models[0].token_bytes, ids)).decode(errors="replace")
+    assert found.content in (plain, plain.removeprefix(" "))
+
+
+def test_the_token_that_ends_an_answer_has_no_text(models: list[Tokenizer]):
+    for each in models:
+        (end,) = each.eos
+        assert run(each.pipeline("r", 0, (), "", False), [end, end]) == Read()
+
+
+def test_a_character_in_several_tokens_is_never_shown_broken(models: list[Tokenizer]):
+    made = models[0].pipeline("r", 0, (), "", False)
+    ids = vocabulary.byte_ids(models[0].wrapper.get_vocab(), "a東é🙂")
+    assert [piece for token in ids for _, piece in made.feed(token).pieces] == ["a", "東", "é", "🙂"]
+
+
+def test_what_stays_broken_is_replaced_at_the_end(models: list[Tokenizer]):
+    made = models[0].pipeline("r", 0, (), "", False)
+    ids = vocabulary.byte_ids(models[0].wrapper.get_vocab(), "a🙂")[:-1]
+    assert run(made, ids).content == "a\ufffd"

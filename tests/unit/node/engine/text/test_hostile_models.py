@@ -1,0 +1,206 @@
+"""Model folders that mean harm: templates that never end or take all memory, expressions that explode."""
+
+import gc
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from node.engine.process.crash_recorder import Last, Recorder, new_page, read
+from node.engine.process.interface import Doing
+from node.engine.requests.preparer import Door
+from node.engine.text import tokenizer
+from node.engine.text.time_limit import Deadline, DeadlineError
+from node.engine.text.tokenizer import TemplateFailed, TokenizerError
+from node.engine.text.tokenizer_trial import Trials
+from node.engine_process.quarantine import Quarantine
+from tests.support import vocabulary
+from tests.support.text_engine import Driver
+from tests.unit.node.engine.text.test_tokenizer import ask
+from wire.frames import Ban, Generate, Message, Params, Restore
+from wire.refusals import Code
+from wire.units import MIB
+
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}" \
+    "{% endfor %}{{ messages[0]['content'] }}"  # fmt: skip
+GREEDY = "{% set ns = namespace(x='ab') %}{% for a in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}"
+EXPLODES = "(?:(?:a|a|a)+)+$"
+
+
+def a_model(folder: Path, template: str | None = None, expression: str = "") -> Path:
+    made = vocabulary.byte_level(folder)
+    if template is not None:
+        vocabulary.configure(made, chat_template=template)
+    if expression:
+        file = made / "tokenizer.json"
+        written = json.loads(file.read_text())
+        written["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ]}  # fmt: skip
+        file.write_text(json.dumps(written))
+    return made
+
+
+@pytest.mark.slow
+def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
+    model = a_model(tmp_path / "model")
+    trials = Trials(tmp_path / "kept")
+    assert trials.need("f1", 1000) > 512 * MIB, "the gate reserves it"
+    trials.run(model, "f1", 1000)
+    assert trials.need("f1", 1000) == 0
+    shutil.rmtree(model)
+    trials.run(model, "f1", 1000)
+    Trials(tmp_path / "kept").run(model, "f1", 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"template": FOREVER}, "took more than 6 s"),
+        ({"expression": EXPLODES}, "took more than 6 s"),
+        ({"template": GREEDY}, "are allowed"),
+    ],
+    ids=["a loop", "an expression", "memory"],
+)
+def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: dict[str, str], said: str):
+    model = a_model(tmp_path / "model", **how)
+    trials = Trials(tmp_path / "kept", cpu=6, memory=900 * MIB)
+    began = time.monotonic()
+    with pytest.raises(TokenizerError, match=said):
+        trials.run(model, "f1", 1000)
+    assert time.monotonic() - began < 60
+    with pytest.raises(TokenizerError, match=said):  # and is not tried again
+        trials.run(model, "f1", 1000)
+    trials.run(a_model(tmp_path / "other"), "f2", 1000)
+
+
+def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.2)
+    harmful = tokenizer.load(a_model(tmp_path / "model", FOREVER))
+    began = time.monotonic()
+    with pytest.raises(TemplateFailed, match="the chat template took more than"):
+        harmful.prompt(ask())
+    assert time.monotonic() - began < 5
+    assert sum(range(1000)) == 499_500, "nothing is raised later"
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Run without collections: an exception in a callback of the collector, such as Hypothesis', is only reported."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_deadline_raises_inside_its_context_or_not_at_all():
+    def endless() -> None:
+        with Deadline(0.05, "too long"):
+            while True:
+                pass
+
+    with pytest.raises(DeadlineError, match="too long"):
+        endless()
+    for _ in range(300):  # ends about when it expires: either way nothing is raised behind it
+        try:
+            with Deadline(0.001, "late"):
+                until = time.monotonic() + 0.001
+                while time.monotonic() < until:
+                    pass
+        except DeadlineError:
+            pass
+        for _ in range(50):
+            pass
+    late = Deadline(30, "never")
+    with late:
+        pass
+    late.expire()  # as its timer does that could not be cancelled any more
+    assert sum(range(1000)) == 499_500, "nothing is raised"
+    assert threading.active_count() < 50
+
+
+def test_a_hang_is_blamed_on_the_call_that_has_lasted_longest_and_a_crash_on_the_forward():
+    page = new_page()
+    try:
+        recorder = Recorder(page)
+        with recorder.reading("hostile", 7):
+            recorder.begin(Doing.DECODE, "good")
+            crashed, hung = read(page), read(page, hung=True)
+            assert recorder.oldest_read() == hung
+        assert (crashed and crashed.model, hung and (hung.doing, hung.request, hung.model)) == (
+            "good", (Doing.READ, 7, "hostile"))  # fmt: skip
+        recorder.end()
+        assert read(page, hung=True) is read(page) is recorder.oldest_read() is None
+        with recorder.reading("a"):
+            assert (read(page) or Last(Doing.LOAD, 0, "")).model == "a", "no forward: a prompt was the last thing"
+    finally:
+        os.close(page)
+
+
+def test_more_threads_than_slots_are_no_error():
+    recorder, models = Recorder(), []
+
+    def look(number: int) -> None:
+        with recorder.reading(f"m{number}"):
+            models.append(number)
+
+    for number in range(9):
+        thread = threading.Thread(target=look, args=(number,))
+        thread.start()
+        thread.join()
+    assert len(models) == 9
+
+
+def test_a_model_whose_prompts_hang_the_engine_twice_is_kept_out():
+    quarantine = Quarantine()
+    assert not quarantine.died("hostile", 1.0)
+    assert quarantine.died("hostile", 100.0)
+    (ban,) = quarantine.bans(101.0)
+    assert ban.model == "hostile"
+    assert "template" in ban.cause
+
+
+@pytest.mark.slow
+def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, tiny_model: Callable[..., Path]):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
+    vocabulary.configure(folder, chat_template=FOREVER)
+    driver = Driver(folder)
+    door = Door(driver.engine.library, trials=Trials(None, cpu=6))
+    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
+    assert door.need(frame) > 512 * MIB
+    assert not door.inline(frame)
+    prepared = door.prepare(frame)
+    assert prepared.refused is not None
+    assert (prepared.refused.code, "took more than 6 s" in prepared.refused.message) == (Code.LOAD_FAILED, True)
+    assert not door.tokenizers
+
+
+@pytest.mark.slow
+def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: Callable[..., Path]):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
+    vocabulary.configure(folder, chat_template=FOREVER)
+    driver = Driver(folder)
+    engine = driver.engine
+    engine.trials = Trials(None, cpu=6)
+    engine.door = Door(engine.library, trials=engine.trials)
+    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
+    assert engine.door.prepare(frame).refused is not None
+    (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
+    assert "took more than 6 s" in model.cause
+
+
+def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Path]):
+    driver = Driver(tiny_model("llama"))
+    driver.take(Restore((), (Ban(driver.default, 600.0, "its tokenizer hangs"),)))
+    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
+    prepared = driver.engine.door.prepare(frame)
+    assert prepared.refused is not None
+    assert "its tokenizer hangs" in prepared.refused.message
+    assert not driver.engine.door.tokenizers

@@ -1,0 +1,157 @@
+"""Prompts without a template, counts without an answer, which stop string it was, one call and no more."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from node.engine.requests.preparer import Door
+from node.engine.text import tokenizer
+from node.engine.text.detokenizer import TextPipeline
+from node.engine.text.markers import Markup
+from tests import models
+from tests.support.text_engine import GREEDY, Driver
+from tests.unit.node.engine.scripted.test_engine import Bench
+from tests.unit.node.engine.text.test_detokenizer import LOOK, pipeline
+from wire.frames import Channel, Count, Finished, Generate, Message, Params, Refusal
+from wire.refusals import Code
+
+KNOWN = next(one for one in models.answers() if "system" not in one and "reasoning" not in one)
+HELLO = (Message("user", KNOWN["prompt"]),)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    return Driver(models.path("llama"))
+
+
+def test_a_raw_prompt_that_spells_the_template_is_answered_alike(driver: Driver):
+    folder = Path(models.path("llama"))
+    ids = tokenizer.load(folder).prompt(Generate(1, 1, "r", "m", HELLO, Params(), 0)).ids
+    by_ids = driver.ask(messages=(), ids=ids)
+    whole = driver.end(by_ids)
+    assert isinstance(whole, Finished)
+    assert whole.prompt_tokens == len(ids)
+    assert driver.text[by_ids, 0, Channel.CONTENT] == KNOWN["answer"]
+
+
+def test_raw_text_is_counted_as_it_is(driver: Driver):
+    number = driver.ask(messages=(), text="once upon a time", params=replace(GREEDY, max_tokens=2))
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    direct = tokenizer.load(Path(models.path("llama"))).wrapper.encode("once upon a time")
+    assert (end.prompt_tokens, end.completion_tokens) == (len(direct), 2)
+
+
+def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
+    """The marks of thoughts and calls are words like any others, where no template taught the model to set them."""
+    library = Driver(models.path("llama")).engine.library
+    door, (name,) = Door(library), library.known()
+    tools = '[{"type": "function", "function": {"name": "look"}}]'
+    asked = Generate(1, 1, "r", name, (), Params(), 0, text="x", tools=tools)
+    answer = "<think>well</think>yes"
+    ids = door.tokenizer(library.known()[name]).wrapper.encode(answer, add_special_tokens=False)
+
+    def heard(request: Generate) -> dict[Channel, str]:
+        voice = door.prepare(request).voice
+        assert voice is not None
+        made, said = voice(0), defaultdict[Channel, str](str)
+        pieces = [piece for token in ids for piece in made.feed(token).pieces]
+        for channel, text in (*pieces, *made.finish("stop")[0]):
+            said[channel] += text
+        return said
+
+    assert heard(asked) == {Channel.CONTENT: answer}
+    assert heard(replace(asked, text="", messages=HELLO)) == {Channel.REASONING: "well", Channel.CONTENT: "yes"}
+
+
+def test_an_id_that_is_none_is_refused(driver: Driver):
+    end = driver.end(driver.ask(messages=(), ids=(1, 10**7)))
+    assert isinstance(end, Refusal)
+    assert end.refused.final
+
+
+def test_a_count_is_that_of_the_request_and_loads_nothing():
+    driver = Driver(models.path("llama"))
+    driver.take(Count(7, driver.default, HELLO, 0))
+    end = driver.ended(7)
+    assert isinstance(end, Finished)
+    assert not driver.engine.report(0.0).memory.reserved
+    assert not any(model.loaded or model.loading for model in driver.engine.report(0.0).models)
+    answered = driver.end(driver.ask(messages=HELLO))
+    assert isinstance(answered, Finished)
+    assert end.prompt_tokens == answered.prompt_tokens
+
+
+def test_a_count_for_no_model_is_refused(driver: Driver):
+    driver.take(Count(8, "nothing", HELLO, 0))
+    end = driver.ended(8)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NO_MODEL
+
+
+def test_the_stop_string_that_ended_it_is_told(driver: Driver):
+    word = KNOWN["answer"].split()[1]
+    end = driver.end(driver.ask(KNOWN["prompt"], replace(GREEDY, stop=("never so", word))))
+    assert isinstance(end, Finished)
+    assert end.stops == (word,)
+    end = driver.end(driver.ask(KNOWN["prompt"], replace(GREEDY, stop=("never so",))))
+    assert isinstance(end, Finished)
+    assert end.stops == ()
+
+
+def test_thoughts_are_counted():
+    pieces = ["<think>", "a ", "b", "</think>", "c"]
+    made = pipeline(pieces)
+    for token in range(len(pieces)):
+        made.feed(token)
+    made.finish("stop")
+    assert made.thought == 3  # the mark that opens belongs to them, the one that closes does not
+
+
+def test_the_tokens_of_a_call_are_no_thought():
+    pieces = ["<think>", "a", "</think>", LOOK, "b"]
+    made = pipeline(pieces)
+    for token in range(len(pieces)):
+        made.feed(token)
+    assert made.thought == 2
+    cut = pipeline(["<call>", "still open"])
+    for token in range(2):
+        cut.feed(token)
+    assert cut.thought == 0
+
+
+def one_call(pieces: list[str]) -> TextPipeline:
+    return pipeline(pieces, markup=Markup(("<think>", "</think>"), ("<call>", "</call>")), one_call=True)
+
+
+def test_with_one_call_the_answer_ends_with_it():
+    made = one_call(["Let me. ", LOOK, LOOK, "more"])
+    said = [made.feed(token) for token in range(4)]
+    assert [step.stopped for step in said] == [False, True, True, True]
+    pieces = [piece for step in said for piece in step.pieces]
+    assert [channel for channel, _ in pieces] == [Channel.CONTENT, Channel.TOOL_CALL]
+    assert made.finish("stop") == ((), "tool_calls")
+
+
+def test_of_several_calls_in_one_block_the_first_is_the_one():
+    look = LOOK.removeprefix("<call>").removesuffix("</call>")
+    step = one_call([f"<call>[{look}, {look}]</call>"]).feed(0)
+    assert [channel for channel, _ in step.pieces] == [Channel.TOOL_CALL]
+    assert step.stopped
+
+
+def test_the_scripted_engine_takes_raw_prompts_and_counts():
+    bench = Bench()
+    assert bench.engine.take(Count(1, bench.settings.model, HELLO, 0), 0.0) == [
+        Finished(1, (), 4 + len(KNOWN["prompt"].split()), 0)
+    ]
+    admitted = bench.engine.take(
+        Generate(2, 1, "r", bench.settings.model, (), Params(max_tokens=2), 0, text="one two three"), 0.0
+    )
+    assert admitted[0].prompt_tokens == 3  # pyright: ignore
+    admitted = bench.engine.take(
+        Generate(3, 2, "r", bench.settings.model, (), Params(max_tokens=2), 0, ids=(5, 6)), 0.0
+    )
+    assert admitted[0].prompt_tokens == 2  # pyright: ignore

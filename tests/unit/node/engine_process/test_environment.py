@@ -1,0 +1,28 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.engine_process import environment as tested
+from node.engine_process.environment import MALLOC, engine_environment
+
+
+def test_temporary_files_are_private_and_no_hub_is_asked(tmp_path: Path):
+    made = engine_environment({"A": "1"}, tmp_path / "deep" / "scratch", "bundled")
+    assert made["A"] == "1"
+    assert made["HF_HUB_OFFLINE"] == made["TRANSFORMERS_OFFLINE"] == "1"
+    assert Path(made["TMPDIR"]).stat().st_mode & 0o777 == 0o700
+    assert "LD_PRELOAD" not in made
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc's thresholds are glibc's")
+def test_on_linux_malloc_gives_back_and_openblas_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    library = tmp_path / "libopenblas.so.0"
+    library.touch()
+    monkeypatch.setattr(tested, "OPENBLAS", ("/nowhere", str(library)))
+    made = engine_environment({"LD_PRELOAD": "/mine.so"}, tmp_path / "s", "auto")
+    assert made.items() >= MALLOC.items()
+    assert made["LD_PRELOAD"] == f"/mine.so {library}"
+    assert "LD_PRELOAD" not in engine_environment({}, tmp_path / "s", "bundled")
+    monkeypatch.setattr(tested, "OPENBLAS", ())
+    assert "LD_PRELOAD" not in engine_environment({}, tmp_path / "s", "auto")

@@ -1,0 +1,420 @@
+"""The limiter over a machine whose every reading a test can set."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from host.settings_loader import SettingsError
+from node.memory import sensor as memory_sensor
+from node.memory.cap import Bounds
+from node.memory.limits import Limiter
+from node.memory.reading import STALE, Spare
+from node.memory.sensor import Sensor, open_sensor
+from node.settings import resolve
+from tests.support.readings import FailingSource, Later
+from wire.capacity.arithmetic import UNREADABLE
+from wire.frames import Limits
+from wire.report import Hardware
+from wire.units import GIB, MIB
+
+WORKER = """
+import subprocess, sys
+below = "held = bytearray(64 * 2**20); print(flush=True); input()"
+mine = bytearray(32 * 2**20)
+with subprocess.Popen([sys.executable, "-c", below], stdin=-1, stdout=-1) as child:
+    child.stdout.readline()
+    print("both are here", flush=True)
+    sys.stdin.read()
+    child.communicate(b"\\n")
+"""
+
+
+@dataclass
+class SetMachine:
+    """A machine of 128 GiB that reads what it is told to."""
+
+    total: int = 128 * GIB
+    metal: int | None = 96 * GIB
+    container: int | None = None
+    free: int | None = 128 * GIB
+    sysctl: int | None = None
+    held: int | None = None
+    hardware: Hardware = field(default_factory=lambda: Hardware("M5", 128 * GIB))
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.total, self.metal, self.container, self.sysctl)
+
+    def reclaimable(self) -> int | None:
+        return self.free
+
+    def spare(self) -> Spare:
+        return Spare(self.free, "", "set", time.monotonic())
+
+    def wired(self) -> int | None:
+        return self.held
+
+
+def limiter(machine: SetMachine, folder: Path | None = None, **memory: object) -> Limiter:
+    resolved = resolve([("--set", {f"memory.{key}": value for key, value in memory.items()})])
+    return Limiter(resolved.value, machine, resolved.origins, folder)
+
+
+def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_comes_from():
+    with structlog.testing.capture_logs() as logs:
+        limiter(SetMachine(), cap="64GiB", margin="2GiB")
+    (line,) = logs
+    assert line["event"] == "guard resolved"
+    assert (line["cap"], line["bound_by"], line["margin"], line["guard"]) == ("64.0 GiB", "setting", "2.0 GiB", "on")
+    assert line["tier"] == "custom"
+    assert line["remedy"]
+    assert line["sources"] == {"memory.cap": "--set", "memory.margin": "--set"}
+    with structlog.testing.capture_logs() as logs:
+        limiter(SetMachine())
+    assert logs[0]["sources"] == "defaults"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"margin": "0"}, "memory.margin is 0"),
+        ({"guard": "off"}, "memory.guard is off"),
+        ({"cap": "100GiB", "above_metal": True}, "above the Metal limit"),
+        ({"cap": "8GiB", "margin": "8GiB"}, "leaves nothing of the cap of 8.0 GiB"),
+        ({"cap": "8GiB", "margin": "9GiB"}, "leaves nothing of the cap of 8.0 GiB"),
+    ],
+)
+def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any], words: str):
+    with structlog.testing.capture_logs() as logs:
+        one = limiter(SetMachine(), **settings)
+        one.warn()
+    warnings = [line["warning"] for line in logs if line["event"] == "guard weakened"]
+    assert len(warnings) == 2
+    assert all(words in warning for warning in warnings)
+
+
+def test_metals_limit_is_read_anew_at_each_look():
+    machine = SetMachine()
+    one = limiter(machine, margin="auto")
+    before = one.now(GIB)
+    machine.metal = 48 * GIB
+    after = one.now(GIB)
+    assert (before.cap, after.cap, after.ceiling) == (96 * GIB, 48 * GIB, 48 * GIB)
+    assert after.bound_by == "metal"
+    assert after.margin < before.margin, "a margin that follows the cap follows it down"
+    machine.metal = 96 * GIB
+    assert one.now(GIB) == before
+
+
+@pytest.mark.parametrize("reported", [107 * GIB, 60 * GIB])
+def test_what_the_device_reports_replaces_the_guess_and_a_later_start_begins_with_it(tmp_path: Path, reported: int):
+    machine = SetMachine()
+    one = limiter(machine, tmp_path)
+    before = one.now(GIB)
+    assert (before.cap, before.bound_by) == (96 * GIB, "metal")
+    with structlog.testing.capture_logs() as logs:
+        one.report_metal(7, reported)
+        after = one.now(GIB)
+    assert (after.cap, after.ceiling, after.bound_by) == (reported, reported, "metal")
+    assert [line["event"] for line in logs] == ["metal limit", "cap changed"]
+    with structlog.testing.capture_logs() as logs:
+        one.report_metal(7, reported)
+        one.report_metal(8, reported)
+        assert one.now(GIB) == after
+    assert logs == [], "the same figure is no news"
+    assert limiter(machine, tmp_path).cap.bytes == reported
+    assert limiter(machine).cap.bytes == 96 * GIB, "without a folder nothing is known"
+
+
+def test_an_engine_without_metal_changes_nothing(tmp_path: Path):
+    one = limiter(SetMachine(), tmp_path)
+    one.report_metal(7, 0)
+    assert one.now(GIB).cap == 96 * GIB
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cap_above_the_reported_limit_is_lowered_with_a_lasting_warning_and_refused_at_the_next_start(
+    tmp_path: Path,
+):
+    machine = SetMachine()
+    one = limiter(machine, tmp_path, cap="90GiB")
+    assert one.warnings() == []
+    one.report_metal(7, 80 * GIB)
+    assert (one.now(GIB).cap, one.cap.bound_by) == (80 * GIB, "metal")
+    assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower counts"]
+    with pytest.raises(SettingsError, match=r"90GiB is 90.0 GiB, above the Metal limit of 80.0 GiB"):
+        limiter(machine, tmp_path, cap="90GiB")
+    assert limiter(machine, tmp_path, cap="90GiB", above_metal=True).cap.bytes == 90 * GIB
+
+
+def test_a_limit_that_a_person_sets_or_removes_while_we_run_counts_where_it_is_lower_until_the_next_engine():
+    machine = SetMachine()
+    one = limiter(machine)
+    one.report_metal(7, 107 * GIB)
+    for wired, metal, cap in [(60, 60, 60), (112, 112, 107), (None, 96, 107)]:
+        machine.sysctl, machine.metal = wired and wired * GIB, metal * GIB
+        one.report_metal(7, 107 * GIB)
+        assert one.now(GIB).cap == cap * GIB
+    machine.sysctl = machine.metal = 112 * GIB
+    one.report_metal(8, 112 * GIB)
+    assert one.now(GIB).cap == 112 * GIB, "the next engine's device has the raised limit"
+    machine.sysctl, machine.metal = None, 96 * GIB
+    one.report_metal(8, 112 * GIB)
+    assert one.now(GIB).cap == 96 * GIB, "what was raised is gone, and the default is not known yet"
+
+
+def test_a_figure_from_under_another_set_limit_does_not_stop_a_start_that_the_new_limit_allows(tmp_path: Path):
+    machine = SetMachine()
+    limiter(machine, tmp_path).report_metal(7, 107 * GIB)
+    machine.sysctl = machine.metal = 116 * GIB
+    assert limiter(machine, tmp_path, cap="112GiB").cap.bytes == 112 * GIB
+
+
+def test_a_containers_limit_that_falls_while_we_run_counts_at_once():
+    machine = SetMachine(metal=None)
+    one = limiter(machine, cap="64GiB")
+    assert one.now(GIB).ceiling == 64 * GIB
+    machine.container = 16 * GIB
+    assert one.now(GIB).ceiling == 16 * GIB
+    assert one.warnings()
+
+
+def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_error():
+    machine = SetMachine()
+    one = limiter(machine)
+    machine.total, machine.metal = 0, None
+    assert one.now(GIB).cap == 96 * GIB
+    with pytest.raises(SettingsError, match="cannot be read"):
+        limiter(machine)
+
+
+def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges():
+    @dataclass
+    class FailingMachine(SetMachine):
+        """A machine whose RAM can be read only at every second time."""
+
+        reads: int = 0
+
+        def bounds(self) -> Bounds:
+            self.reads += 1
+            return Bounds(self.total if self.reads % 2 else 0, self.metal, self.container)
+
+    one = limiter(FailingMachine())
+    for _ in range(4):
+        assert one.now(GIB).cap == 96 * GIB
+
+
+def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_that_name():
+    machine = SetMachine()
+    one = limiter(machine)
+    machine.free = None
+    found = one.now(GIB)
+    assert (found.cap, found.ceiling, found.bound_by) == (96 * GIB, 1, UNREADABLE)
+    assert one.standing.remedy
+
+
+def told(one: Limiter, phys: int | None = 0) -> list[Limits]:
+    """Poll once; give what was told."""
+    frames: list[Limits] = []
+    one.poll(phys, frames.append)
+    return frames
+
+
+def test_a_quiet_machine_tells_nothing_and_a_ceiling_that_moved_by_a_step_is_told():
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine)
+    assert len(told(one)) == 1
+    machine.free = 32 * GIB - 64 * MIB + 1
+    assert told(one) == []
+    machine.free = 32 * GIB - 64 * MIB
+    assert [frame.ceiling for frame in told(one)] == [32 * GIB - 64 * MIB]
+    machine.free = 40 * GIB
+    assert [frame.ceiling for frame in told(one)] == [40 * GIB], "up as well as down, and by more than a step"
+
+
+def test_under_a_small_cap_a_step_is_small():
+    machine = SetMachine(free=180 * MIB)
+    one = limiter(machine, cap="200MiB", margin="8MiB")
+    told(one)
+    machine.free = 178 * MIB
+    assert [frame.ceiling for frame in told(one)] == [178 * MIB]
+
+
+def test_under_the_smallest_of_caps_a_step_is_a_byte():
+    machine = SetMachine(free=49)
+    one = limiter(machine, cap="50", margin="0")
+    told(one)
+    assert told(one) == []
+    machine.free = 48
+    assert [frame.ceiling for frame in told(one)] == [48]
+
+
+def test_what_the_engine_holds_is_within_its_reach():
+    one = limiter(SetMachine(free=32 * GIB))
+    assert one.now(8 * GIB).ceiling == 40 * GIB
+    assert one.now(0).ceiling == 32 * GIB, "before there is an engine it holds nothing"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Later:
+    made = Later()
+    monkeypatch.setattr(time, "monotonic", made)
+    return made
+
+
+@pytest.mark.parametrize("fails", ["footprint", "spare", "both"])
+def test_one_failed_reading_moves_no_ceiling(fails: str, clock: Later):
+    machine = SetMachine(free=30 * GIB)
+    one = limiter(machine)
+    before = one.now(66 * GIB)
+    assert before.ceiling == 96 * GIB
+    clock.by += 1.0
+    machine.free = 30 * GIB if fails == "footprint" else None
+    assert one.now(66 * GIB if fails == "spare" else None) == before
+    clock.by += 1.0
+    machine.free = 20 * GIB
+    assert one.now(66 * GIB).ceiling == 86 * GIB, "the next good reading counts at once"
+
+
+@pytest.mark.parametrize("fails", ["footprint", "spare"])
+def test_readings_that_fail_for_a_minute_are_unknown_once_the_last_is_stale(fails: str, clock: Later):
+    machine = SetMachine(free=30 * GIB)
+    one = limiter(machine)
+    before = one.now(66 * GIB)
+    found = []
+    for _ in range(60):
+        clock.by += 1.0
+        machine.free = None if fails == "spare" else 30 * GIB
+        found.append(one.now(None if fails == "footprint" else 66 * GIB))
+    assert found[: int(STALE) - 1] == [before] * (int(STALE) - 1)
+    assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE) :]} == {(1, UNREADABLE)}
+    machine.free = 30 * GIB
+    assert one.now(66 * GIB) == before
+
+
+def test_a_reading_that_never_came_is_unknown_from_the_first():
+    one = limiter(SetMachine(free=30 * GIB))
+    assert one.now(None).bound_by == UNREADABLE
+    assert one.now(0).ceiling == 30 * GIB
+    assert one.now(None).ceiling == 30 * GIB
+
+
+def test_a_wall_clock_that_jumps_makes_no_reading_stale(clock: Later, monkeypatch: pytest.MonkeyPatch):
+    machine = SetMachine(free=30 * GIB)
+    one = limiter(machine)
+    before = one.now(66 * GIB)
+    machine.free = None
+    for jump in (-1e9, 1e9):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        assert one.now(66 * GIB) == before
+
+
+def unreadable(pid: int) -> Sensor:
+    return Sensor(FailingSource(open_sensor(pid).source, fails=True))
+
+
+def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monkeypatch: pytest.MonkeyPatch):
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine)
+    one.leases = 4 * GIB
+    with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"both are here\n"
+        one.worker = worker.pid
+        before = one.now(0).ceiling
+        with monkeypatch.context() as broken:
+            broken.setattr(memory_sensor, "open_sensor", unreadable)
+            assert one.worker_phys() == 0
+            assert one.now(0).ceiling == before
+        worker.communicate()
+    assert one.now(0).ceiling == 28 * GIB, "one that is gone holds nothing"
+
+
+def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_run():
+    with pytest.raises(SettingsError, match="above the Metal limit"):
+        limiter(SetMachine(), cap="100GiB")
+    machine = SetMachine()
+    one = limiter(machine, cap="64GiB")
+    machine.metal = 48 * GIB
+    assert (one.now(GIB).cap, one.now(GIB).bound_by) == (48 * GIB, "metal")
+    assert "the lower counts" in one.warnings()[0]
+
+
+def test_a_lease_is_told_at_once_however_small():
+    one = limiter(SetMachine())
+    told(one)
+    one.leases = MIB
+    (frame,) = told(one)
+    assert (frame.leases, frame.ceiling, frame.bound_by) == (MIB, 96 * GIB - MIB, "leases")
+    one.leases = 0
+    (frame,) = told(one)
+    assert (frame.leases, frame.ceiling) == (0, 96 * GIB)
+
+
+def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine)
+    one.leases = GIB
+    without = one.now(0).ceiling
+    with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"both are here\n"
+        one.worker = worker.pid
+        assert one.worker_phys() > 96 * MIB, "the whole group counts"
+        machine.held = GIB
+        assert one.wired() == pytest.approx(GIB - one.worker_phys(), abs=16 * MIB), "it may have all of it wired"
+        machine.held = None
+        assert one.wired() is None
+        assert one.now(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+        worker.communicate()
+
+
+def test_no_worker_or_one_that_is_gone_holds_nothing():
+    one = limiter(SetMachine())
+    assert one.worker_phys() == 0
+    one.worker = 2**31 - 1
+    assert one.worker_phys() == 0
+
+
+def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    one = limiter(SetMachine(free=32 * GIB))
+    told(one)
+    for jump in (-1e9, 1e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        assert told(one) == []
+
+
+def test_wired_bytes_are_never_negative_whatever_a_worker_holds():
+    machine = SetMachine(held=0)
+    one = limiter(machine)
+    with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"both are here\n"
+        one.worker = worker.pid
+        assert one.wired() == 0
+        worker.communicate()
+
+
+def test_a_poll_returns_the_limits_of_this_moment_and_the_standing_ceiling_is_known_from_the_start():
+    machine = SetMachine(free=32 * GIB)
+    one = limiter(machine, cap="64GiB")
+    assert (one.standing.bytes, one.standing.bound_by, one.leases) == (64 * GIB, "setting", 0)
+    seen: list[Limits] = []
+    assert one.poll(0, seen.append) == seen[0]
+    machine.free = 32 * GIB - 1
+    assert one.poll(0, seen.append).ceiling == 32 * GIB - 1
+    assert len(seen) == 1
+
+
+def test_a_cap_that_changes_while_we_run_is_warned_about_again():
+    machine = SetMachine()
+    one = limiter(machine, cap="64GiB")
+    machine.container = 8 * GIB
+    with structlog.testing.capture_logs() as logs:
+        one.now(0)
+    assert [line["event"] for line in logs] == ["cap changed", "guard weakened"]

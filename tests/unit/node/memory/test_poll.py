@@ -1,0 +1,468 @@
+"""The poll with real engine processes, read from outside as the agent reads them, under limits that a test sets."""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from msgspec.structs import replace
+
+from node.engine_process.supervisor import COMMAND, LOST, Patience, Supervisor
+from node.memory.enforcer import State
+from node.memory.limits import Limiter
+from node.memory.poll import WARN_EVERY, Poll, margin_in_force
+from node.memory.reading import STALE
+from node.settings import resolve
+from node.video import leases
+from tests import models
+from tests.support.readings import Later, failing
+from tests.unit.node.memory.test_limits import SetMachine
+from wire.capacity.arithmetic import UNREADABLE, headroom, profiled_margin
+from wire.codec import decode, encode
+from wire.frames import Deltas, Failed, Finished, Frame, Generate, Lease, Limits, Load, Message, Params, Refusal
+from wire.refusals import Code
+from wire.report import Hardware, Level, Memory
+from wire.units import GIB, MIB
+
+WAIT = 20.0
+AT_ONCE = Patience(first=0.01, longest=0.01, over=0.2, ping_busy=60.0, ping_idle=60.0)
+"""Signs of life are asked for by the poll alone, where it needs one."""
+
+
+class SeenPoll(Poll):
+    """A poll whose looks a test can wait for."""
+
+    looked: Callable[[], None]
+
+    def look(self) -> None:
+        try:
+            super().look()
+        finally:
+            self.looked()
+
+
+class Node:
+    """What the composition root makes, without a link: machine, limiter, supervisor, poll. `scripted` are settings of
+    the scripted engine, or with `models` its folder is served by the real one."""
+
+    def __init__(
+        self, folder: Path, memory: dict[str, object], command: Sequence[str] = COMMAND, models: Path | None = None,
+        **scripted: object,
+    ) -> None:  # fmt: skip
+        flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in scripted.items()}
+        if models is not None:
+            flat = {"engine.kind": "mlx", "models.folders": (str(models),), "models.hub": False, "models.trial": False}
+        resolved = resolve([("test", flat | {f"memory.{key}": value for key, value in memory.items()})])
+        self.machine = SetMachine(hardware=Hardware("M5", 128 * GIB))
+        self.limiter = Limiter(resolved.value, self.machine, resolved.origins, folder / "node")
+        self.frames: list[tuple[Frame, int]] = []
+        self._changed = asyncio.Event()
+        self.supervisor = Supervisor(
+            resolved.value, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
+            scratch=folder / "scratch", wired=self.limiter.wired, command=command, patience=AT_ONCE,
+        )  # fmt: skip
+        self.first_cap = self.limiter.cap.bytes
+        self.poll = SeenPoll(self.limiter, self.machine, self.supervisor)
+        self.poll.looked = self._changed.set
+
+    def _frame(self, tag: int, encoded: bytes, request: int) -> None:
+        self.frames.append((decode(tag, encoded[5:]), request))
+        self._changed.set()
+
+    def _change(self) -> None:
+        self.poll.changed()
+        self._changed.set()
+
+    async def until(self, wanted: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT):
+            while not wanted():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def started(self) -> None:
+        self.poll.start()
+        await self.supervisor.start()
+        await self.until(lambda: self.supervisor.ready and self.poll.state.engine == self.supervisor.ready)
+
+    def generate(self, number: int, content: str = "hi", tokens: int = 20_000) -> None:
+        message = Message("user", content)
+        frame = Generate(number, number, "r", "scripted-1", (message,), Params(max_tokens=tokens), 0, tokens)
+        self.supervisor.send(encode(frame), Generate, number)
+
+    def ends(self, number: int) -> list[Frame]:
+        kinds = (Finished, Refusal, Failed)
+        return [frame for frame, request in self.frames if request == number and isinstance(frame, kinds)]
+
+    async def end(self, number: int) -> Frame:
+        await self.until(lambda: self.ends(number))
+        (end,) = self.ends(number)
+        return end
+
+    def speaks(self, number: int) -> bool:
+        deltas = (delta for frame, _ in self.frames if isinstance(frame, Deltas) for delta in frame.deltas)
+        return any(delta.request == number for delta in deltas)
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
+    made: list[Node] = []
+
+    async def start(memory: dict[str, object] | None = None, **scripted: Any) -> Node:
+        made.append(Node(tmp_path, memory or {"cap": "90GiB", "margin": "1GiB"}, **scripted))
+        await made[-1].started()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.poll.stop()
+        await one.supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("margin_auto", "said", "cap", "expected"),
+    [(True, 8 * GIB, 8 * GIB, 200 * MIB), (True, 4 * GIB, 8 * GIB, 900 * MIB), (True, 0, 8 * GIB, 900 * MIB),
+     (False, 8 * GIB, 8 * GIB, 900 * MIB), (True, 0, 0, 900 * MIB), (True, 1, 1, 200 * MIB)],
+)  # fmt: skip
+def test_the_margin_in_force_is_the_one_that_the_gate_decided_under_this_cap(
+    margin_auto: bool, said: int, cap: int, expected: int
+):
+    limits = Limits(cap, cap, 900 * MIB, "static", margin_auto=margin_auto)
+    assert margin_in_force(limits, Memory(cap=said, margin=200 * MIB)) == expected
+
+
+@pytest.mark.slow
+async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_margin(
+    make: Callable[..., Awaitable[Node]], tmp_path: Path
+):
+    for name in ("one", "two"):
+        shutil.copytree(models.path("llama"), tmp_path / "models" / name)
+    node = await make({"cap": "2GiB", "margin": "auto"}, models=tmp_path / "models")
+    wide = node.poll.memory().margin
+    assert wide == 512 * MIB, "no model has a profile yet"
+    for number, name in enumerate(("one", "two"), 1):
+        node.supervisor.send(encode(Load(number, name)), Load, number)
+        await node.end(number)
+    await node.until(lambda: node.supervisor.report and node.supervisor.report.memory.margin < wide)
+    memory, report = node.poll.memory(), node.supervisor.report
+    assert report is not None
+    assert memory.margin == report.memory.margin == profiled_margin(2 * GIB, 0)
+    room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
+    assert room is not None
+    ask = Lease("lease", 1, "job", "wan", room - 128 * MIB, b"")
+    assert leases.judged(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
+    assert leases.judged(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
+
+
+@pytest.mark.slow
+async def test_the_limit_that_an_engines_device_reports_is_the_nodes_cap_and_its_gates_and_that_of_the_next_start(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make({"margin": "1GiB"}, metal="40GiB")
+    supervisor = node.supervisor
+    await node.until(lambda: supervisor.report and supervisor.report.memory.cap == 40 * GIB)
+    assert supervisor.report is not None
+    assert supervisor.report.metal_limit == 40 * GIB
+    assert (node.limiter.cap.bytes, node.limiter.cap.bound_by) == (40 * GIB, "metal")
+    assert node.poll.enforcement().cap_bound_by == "metal"
+    node.generate(1, tokens=32_000)
+    for number in range(2, 12):  # 4 GiB each, and 4 of weights: 8 fit below 39, 22 below the guess of 96
+        node.generate(number, tokens=32_000)
+    refusal = await node.end(9)
+    assert isinstance(refusal, Refusal)
+    assert refusal.refused.numbers is not None
+    assert refusal.refused.numbers.cap == 40 * GIB
+    first = supervisor.ready
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await node.until(lambda: supervisor.ready not in (None, first) and supervisor.report)
+    assert supervisor.report is not None
+    assert supervisor.report.memory.cap == 40 * GIB, "the next engine begins with it"
+    again = await make({"margin": "1GiB"}, metal="48GiB")
+    assert again.first_cap == 40 * GIB, "and so does the next start, until its own engine reports"
+    await again.until(lambda: again.supervisor.report and again.supervisor.report.memory.cap == 48 * GIB)
+
+
+@pytest.mark.slow
+async def test_a_new_engine_is_covered_and_so_is_the_one_after_a_death(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make()
+    first = node.supervisor.ready
+    assert first is not None
+    assert node.poll.state.level is Level.OK
+    assert node.supervisor.held == 1
+    report = node.supervisor.report
+    assert report is not None
+    assert report.memory.armed
+    os.kill(first, signal.SIGKILL)
+    await node.until(lambda: node.supervisor.ready not in (None, first))
+    await node.until(lambda: node.poll.state.engine == node.supervisor.ready)
+    report = node.supervisor.report
+    assert report is not None
+    assert (report.memory.cap, report.memory.armed, report.held) == (90 * GIB, True, 1)
+
+
+@pytest.mark.slow
+async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_the_next_poll(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make()
+    node.poll.look()
+    node.poll.changed()
+    looked = node.poll.state.polls
+    await asyncio.sleep(0.1)
+    assert node.poll.state.polls == looked, "for one that was seen the next poll is soon enough"
+    node.poll.state = State()
+    node.poll.changed()
+    for _ in range(3):  # turns of the loop, in which no time passes
+        await asyncio.sleep(0)
+    assert node.poll.state.engine == node.supervisor.ready
+
+
+@pytest.mark.slow
+async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls_and_replaced(
+    make: Callable[..., Awaitable[Node]],
+):
+    """Judged by the resident set of a real process: the engine says that it has 1 MiB, and then nothing more."""
+    node = await make(weights="1MiB", kv_per_token=1)
+    pid = node.supervisor.ready
+    assert pid is not None
+    node.generate(1)
+    await node.until(lambda: node.speaks(1))
+    os.kill(pid, signal.SIGSTOP)
+    phys = node.supervisor.phys().phys
+    assert phys is not None
+    node.machine.container = phys // 2
+    begun = time.monotonic()
+    end = await node.end(1)
+    assert time.monotonic() - begun < 3.0
+    assert isinstance(end, Failed)
+    assert end.code == LOST
+    assert "over its cap: " in end.message
+    assert "on two readings, and it did not answer" in end.message
+    assert node.poll.state.kills == 1
+    assert node.poll.enforcement().kills == 1
+    node.machine.container = None
+    await node.until(lambda: node.supervisor.ready not in (None, pid) and node.poll.state.level is Level.OK)
+    node.generate(2, tokens=4)
+    assert isinstance(await node.end(2), Finished)
+    assert node.supervisor.state.restarts == 1
+
+
+IN_A_CALL = """
+    import os, threading, time
+    from node.engine import child
+    from node.engine.process.interface import Call
+    from node.engine.scripted.engine import Scripted
+
+    decode = Scripted._decode
+
+    def slow(engine, now):
+        engine.under_way = Call("prefill", time.monotonic(), EXPECTED)
+        time.sleep(2.5)
+        engine.under_way = None
+        return decode(engine, now)
+
+    Scripted.under_way = None
+    Scripted._decode = slow
+    Scripted.call = lambda engine: engine.under_way
+    child.main()
+"""
+"""An engine of which each decode step is a native call of 2.5 s."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("expected", "kills"), [(2.0, 0), (0.02, 1)], ids=["as long as said", "longer than said"])
+async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
+    make: Callable[..., Awaitable[Node]], expected: float, kills: int
+):
+    """The order is obeyed after it: later than a period, and no silence."""
+    program = textwrap.dedent(IN_A_CALL).replace("EXPECTED", str(expected))
+    node = await make(command=[sys.executable, "-c", program], weights="1MiB", kv_per_token=1)
+    node.generate(1)
+    await node.until(lambda: node.speaks(1))
+    phys = node.supervisor.phys().phys
+    assert phys is not None
+    node.machine.container = phys // 2
+    end = await node.end(1)
+    assert isinstance(end, Failed)
+    assert (node.poll.state.kills, end.code) == (kills, LOST if kills else "memory_pressure")
+
+
+@pytest.mark.slow
+async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_and_the_others_finish(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make(kv_per_token=2**20, step_ms=50, context=4096)
+    for number in (1, 2, 3, 4):
+        node.generate(number, "word " * 1000, tokens=100)
+        await node.until(lambda number=number: node.speaks(number))
+    node.limiter.leases = 90 * GIB - (4 * GIB + 2560 * MIB)
+    for number in (4, 3):
+        end = await node.end(number)
+        assert isinstance(end, Failed)
+        assert end.code == "memory_pressure"
+        assert "over its cap" in end.message
+    assert not node.ends(1)
+    assert not node.ends(2)
+    node.limiter.leases = 0
+    for number in (1, 2):
+        assert isinstance(await node.end(number), Finished)
+    assert node.poll.state.kills == 0
+    assert node.poll.enforcement().over_caps == 1
+    assert node.supervisor.state.counts.sheds == 2
+
+
+@pytest.mark.slow
+async def test_over_soft_nobody_is_admitted_and_the_report_says_so(make: Callable[..., Awaitable[Node]]):
+    node = await make()
+    node.machine.free = 2 * GIB
+    await node.until(lambda: node.supervisor.report and (node.supervisor.report.memory.headroom or 0) < 0)
+    assert node.poll.state.level is Level.OVER_SOFT
+    node.generate(1)
+    end = await node.end(1)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.NO_ROOM
+    assert node.poll.enforcement().remedy.startswith("close other programs")
+
+
+@pytest.mark.slow
+async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitable[Node]]):
+    node = await make()
+    numbers = []
+    for size in (36 * GIB, 0, 36 * GIB):
+        node.limiter.leases = size
+        node.poll.look()
+        numbers.append(node.supervisor.told)
+    assert numbers == [2, 3, 4], "each was told at once"
+    await node.until(lambda: node.supervisor.held == 4)
+    assert node.supervisor.report
+    assert node.supervisor.report.memory.leases == 36 * GIB
+    assert node.supervisor.report.memory.ceiling == 54 * GIB
+
+
+@pytest.mark.slow
+async def test_a_clock_that_jumps_ends_nothing_and_unarms_nothing(
+    make: Callable[..., Awaitable[Node]], monkeypatch: pytest.MonkeyPatch
+):
+    node = await make(step_ms=2)
+    for jump in (-1e9, 1e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        polls = node.poll.state.polls
+        node.poll.look()
+        assert node.poll.state.polls == polls + 1
+        assert node.poll.state.level is Level.OK
+        assert 0 <= node.poll.system().age < 1
+    node.generate(1, tokens=4)
+    assert isinstance(await node.end(1), Finished)
+
+
+@pytest.mark.slow
+async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit(
+    make: Callable[..., Awaitable[Node]],
+):
+    node = await make()
+    node.machine.free = 60 * GIB
+    node.poll.look()
+    told = node.supervisor.told
+    source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
+    for fails in ("engine", "machine", "both"):
+        standing = node.limiter.standing
+        source.fails, node.machine.free = fails != "machine", 60 * GIB if fails == "engine" else None
+        node.poll.look()
+        assert node.limiter.standing == standing
+        assert node.poll.state.level is (Level.OK if fails == "machine" else Level.UNKNOWN)
+        source.fails, node.machine.free = False, 60 * GIB
+        node.poll.look()
+        assert node.poll.state.level is Level.OK
+    assert node.supervisor.told == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["engine", "machine"])
+async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
+    make: Callable[..., Awaitable[Node]], fails: str, monkeypatch: pytest.MonkeyPatch
+):
+    node = await make(step_ms=5)
+    node.generate(1, tokens=400)
+    await node.until(lambda: node.speaks(1))
+    source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
+    source.fails, node.machine.free = fails == "engine", None if fails == "machine" else 128 * GIB
+    clock = Later()
+    monkeypatch.setattr(time, "monotonic", clock)
+    clock.by = STALE + 1
+    node.poll.look()
+    assert node.poll.memory().bound_by == UNREADABLE
+    assert node.poll.state.level is Level.UNKNOWN
+    assert node.poll.enforcement().remedy.startswith("the memory of this machine cannot be read")
+    await node.until(lambda: node.supervisor.report and node.supervisor.report.memory.bound_by == UNREADABLE)
+    node.generate(2)
+    end = await node.end(2)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is Code.UNREADABLE
+    assert isinstance(await node.end(1), Finished), "what ran was not disturbed"
+    source.fails, node.machine.free = False, 128 * GIB
+    node.poll.look()
+    await node.until(lambda: node.supervisor.held == node.supervisor.told)
+    node.generate(3, tokens=4)
+    assert isinstance(await node.end(3), Finished)
+    assert (node.poll.state.kills, node.poll.state.over_caps, node.supervisor.state.restarts) == (0, 0, 0)
+
+
+@pytest.mark.slow
+async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callable[..., Awaitable[Node]]):
+    node = await make()
+    system, enforcement = node.poll.system(), node.poll.enforcement()
+    assert (system.available, system.source) == (128 * GIB, "set")
+    assert enforcement.level is Level.OK
+    assert enforcement.phys is not None
+    assert 8 * MIB < enforcement.phys < 200 * MIB
+    assert enforcement.highest is not None
+    assert enforcement.highest >= enforcement.phys
+    assert (enforcement.cap_bound_by, enforcement.tier) == ("setting", "custom")
+    assert enforcement.polls == node.poll.state.polls > 0
+
+
+async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node = Node(tmp_path, {"cap": "90GiB", "margin": "0", "guard": "off"})
+    clock = Later()
+    monkeypatch.setattr(time, "monotonic", clock)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            clock.by += WARN_EVERY
+            node.poll.look()
+            node.poll.look()
+    node.poll.stop()
+    warnings = [line["warning"] for line in logs if line["event"] == "guard weakened"]
+    assert len(warnings) == 6
+    assert len(set(warnings)) == 2
+    assert set(node.poll.enforcement().warnings) == set(warnings)
+
+
+async def test_a_look_that_fails_does_not_end_the_polling(tmp_path: Path):
+    node = Node(tmp_path, {"cap": "90GiB"})
+    broken = node.machine.spare
+    looked = asyncio.Event()
+
+    def fail() -> None:
+        raise OSError("the sensor broke")
+
+    node.machine.spare = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(OSError, match="the sensor broke"):
+        node.poll.start()
+
+    def heal() -> object:
+        looked.set()
+        return broken()
+
+    node.machine.spare = heal  # type: ignore[method-assign, assignment]
+    await asyncio.wait_for(looked.wait(), 30)
+    node.poll.stop()

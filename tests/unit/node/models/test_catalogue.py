@@ -1,0 +1,753 @@
+"""Models are found where they lie, described without loading, and what is broken says why."""
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from node.models.catalogue import (
+    DEPTH,
+    EMBEDDED,
+    Library,
+    describe,
+    forecast,
+    foresee,
+    hub_folder,
+    read_header,
+    roots,
+    snapshots,
+    unknown,
+)
+from node.settings import ModelSettings
+from tests import models
+from wire.capacity.arithmetic import prefill_transient
+from wire.report import Kv, Transient
+from wire.units import GIB
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def safetensors(*extents: tuple[str, int]) -> bytes:
+    """Return a file of tensors, each given by its type and its bytes, which count up."""
+    at, header = 0, dict[str, Any](__metadata__={"format": "mlx"})
+    for number, (dtype, size) in enumerate(extents):
+        header[f"w{number}"] = {"dtype": dtype, "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + bytes(number // 64 % 251 for number in range(at))
+
+
+def tensors(size: int = 64, dtype: str = "F32", **metadata: str) -> bytes:
+    header = json.dumps(
+        {"__metadata__": metadata, "w": {"dtype": dtype, "shape": [size // 4], "data_offsets": [0, size]}}
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + b"\0" * size
+
+
+def model(folder: Path, config: dict[str, Any] = LLAMA, weights: bytes | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(tensors() if weights is None else weights)
+    return folder
+
+
+def library(*folders: Path, **environment: str) -> Library:
+    settings = ModelSettings(folders=tuple(map(str, folders)), hub=bool(environment))
+    made = Library(settings, environment)
+    made.scan()
+    return made
+
+
+def test_models_are_named_by_where_they_lie(tmp_path: Path):
+    model(tmp_path / "publisher" / "one-4bit")
+    model(tmp_path / "two")
+    model(tmp_path.joinpath(*"deeper") / "lost")
+    assert set(library(tmp_path).known()) == {"publisher/one-4bit", "two"}
+    assert DEPTH == 3
+    assert set(library(tmp_path / "two").known()) == {"two"}, "a configured folder may be a model itself"
+
+
+def test_the_first_of_two_with_one_name_is_served(tmp_path: Path):
+    first = model(tmp_path / "a" / "m")
+    model(tmp_path / "b" / "m", {**LLAMA, "hidden_size": 128})
+    found = library(tmp_path / "a", tmp_path / "b").find("m")
+    assert found is not None
+    assert found.folder == first
+
+
+def test_a_diffusers_package_and_its_parts_are_never_text(tmp_path: Path):
+    model(tmp_path / "wan" / "text_encoder")
+    (tmp_path / "wan" / "model_index.json").write_text("{}")
+    assert list(roots(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["BertModel"], "model_type": "bert"},
+        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+        {"hidden_size": 3},
+    ],
+)
+def test_what_writes_no_text_is_left_out(tmp_path: Path, config: dict[str, Any]):
+    assert describe("m", model(tmp_path / "m", config)) is None
+
+
+def test_a_model_that_sees_and_writes_is_text(tmp_path: Path):
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA}
+    found = describe("m", model(tmp_path / "m", config))
+    assert found is not None
+    assert (found.context, found.kv.per_token) == (2048, 2 * 2 * 16 * 2 * 4)
+
+
+def test_a_model_is_described(tmp_path: Path):
+    found = describe("m", model(tmp_path / "m", weights=tensors(4096)))
+    assert found is not None
+    assert (found.weights, found.context, found.cause) == (4096, 2048, "")
+    assert found.kv == Kv(2 * 2 * 16 * 2 * 4, 256)
+
+
+def test_the_fingerprint_is_of_config_tokenizer_template_and_tensor_headers(tmp_path: Path):
+    def fingerprint(name: str, **change: Any) -> str:
+        folder = model(tmp_path / name, change.get("config", LLAMA), change.get("weights"))
+        for file in ("tokenizer.json", "chat_template.jinja"):
+            (folder / file).write_text(change.get(file, "same"))
+        found = describe(name, folder)
+        assert found is not None
+        return found.fingerprint
+
+    plain = fingerprint("a")
+    assert plain == fingerprint("b")
+    others = [
+        fingerprint("c", config={**LLAMA, "rope_theta": 1.0}), fingerprint("d", **{"tokenizer.json": "other"}),
+        fingerprint("e", **{"chat_template.jinja": "other"}), fingerprint("f", weights=tensors(128)),
+    ]  # fmt: skip
+    assert len({plain, *others}) == 5
+
+
+def flip(file: Path, begin: int, end: int | None = None) -> None:
+    """Flip the sign of float32 weights of a file, counted in bytes from the end of its header."""
+    raw = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for place in range(start + begin, len(raw) if end is None else start + end, 4):
+        raw[place + 3] ^= 0x80
+    file.write_bytes(raw)
+
+
+def fingerprint_of(folder: Path) -> str:
+    found = describe("m", folder)
+    assert found is not None
+    assert not found.cause
+    return found.fingerprint
+
+
+def trained(folder: Path) -> Path:
+    shutil.copytree(models.path("qwen3"), folder, copy_function=shutil.copyfile)
+    return folder
+
+
+def test_weights_of_other_signs_are_another_model(tmp_path: Path):
+    first, second = trained(tmp_path / "a"), trained(tmp_path / "b")
+    assert fingerprint_of(first) == fingerprint_of(second)
+    flip(second / "model.safetensors", 0)
+    assert fingerprint_of(first) != fingerprint_of(second)
+
+
+@pytest.mark.parametrize("place", [0, 5 * 4096, 10 * 4096 - 4])
+@pytest.mark.parametrize("tensor", ["first", "second"])
+def test_the_begin_middle_and_tail_of_each_tensor_count(tmp_path: Path, place: int, tensor: str):
+    size = 10 * 4096
+    header = json.dumps({
+        name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [at, at + size]}
+        for name, at in (("first", 0), ("second", size))
+    }).encode()  # fmt: skip
+    raw = struct.pack("<Q", len(header)) + header + b"\0" * (2 * size)
+    plain, changed = model(tmp_path / "a", weights=raw), model(tmp_path / "b", weights=raw)
+    assert fingerprint_of(plain) == fingerprint_of(changed)
+    begin = place + (size if tensor == "second" else 0)
+    flip(changed / "model.safetensors", begin, begin + 4)
+    assert fingerprint_of(plain) != fingerprint_of(changed)
+
+
+@pytest.mark.parametrize("file", [
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "1_Pooling/config.json",
+    "modules.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
+])  # fmt: skip
+def test_every_file_that_changes_prompts_or_answers_counts_and_is_seen_by_a_scan(tmp_path: Path, file: str):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    seen = [made.known()["m"].fingerprint]
+    (folder / file).parent.mkdir(exist_ok=True)
+    for text in ("{}", "{} "):
+        (folder / file).write_text(text)
+        made.scan()
+        seen.append(made.known()["m"].fingerprint)
+    assert len(set(seen)) == 3
+
+
+def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
+    folder = model(tmp_path / "m", weights=tensors(4096))
+    made = library(tmp_path)
+    before = made.known()["m"].fingerprint
+    other = tmp_path / "other"
+    shutil.copyfile(folder / "model.safetensors", other)
+    flip(other, 0)
+    same = (folder / "model.safetensors").stat()
+    os.utime(other, ns=(same.st_atime_ns, same.st_mtime_ns))
+    other.replace(folder / "model.safetensors")
+    made.scan()
+    assert made.known()["m"].fingerprint != before, "the same size and time, another file"
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (tensors(4096)[:-1], "cut off: it has"),
+        (tensors()[:20], "cut off in its header"),
+        (b"", "no safetensors file"),
+        (b"\xff" * 64, "no safetensors file"),
+        (struct.pack("<Q", 4) + b"{no}", "Expecting"),
+    ],
+)
+def test_broken_weights_say_what_is_wrong(tmp_path: Path, weights: bytes, words: str):
+    found = describe("m", model(tmp_path / "m", weights=weights))
+    assert found is not None
+    assert words in found.cause
+    assert "model.safetensors" in found.cause
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from([*LLAMA, "layer_types", "text_config", "sliding_window", "model_file", "head_dim"])
+
+
+@given(st.dictionaries(KEYS, JSON, max_size=5), st.dictionaries(st.sampled_from(["w", "__metadata__"]), JSON))
+def test_no_strangers_files_raise(config: dict[str, Any], header: dict[str, Any]):
+    raw = json.dumps(header).encode()
+    with tempfile.TemporaryDirectory() as name:
+        weights = struct.pack("<Q", len(raw)) + raw
+        model(Path(name) / "m", {"model_type": "llama", **config}, weights)
+        assert set(library(Path(name)).known()) <= {"m", EMBEDDED.name}
+
+
+def test_a_download_that_is_not_whole_names_what_is_missing(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}})
+    )
+    found = describe("m", folder)
+    assert found is not None
+    assert "model-2.safetensors" in found.cause
+
+
+def test_code_of_its_own_is_refused(tmp_path: Path):
+    found = describe("m", model(tmp_path / "m", {**LLAMA, "model_file": "evil.py"}))
+    assert found is not None
+    assert "never run" in found.cause
+    assert "evil.py" in found.cause
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_a_config_that_is_none_says_so(tmp_path: Path, text: str):
+    folder = model(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    found = describe("m", folder)
+    assert found is not None
+    assert "config.json" in found.cause
+
+
+def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
+    entry = tmp_path / "hub" / "models--org--name-4bit"
+    for revision, hidden in (("aaa", 64), ("bbb", 128)):
+        model(entry / "snapshots" / revision, {**LLAMA, "hidden_size": hidden})
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("bbb")
+    (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
+    assert list(snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
+    assert set(library(HF_HOME=str(tmp_path)).known()) == {"org/name-4bit"}
+    unused = Library(ModelSettings(hub=False), {"HF_HOME": str(tmp_path)})
+    unused.scan()
+    assert set(unused.known()) == {EMBEDDED.name}
+    assert hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
+
+
+def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
+    assert set(library(tmp_path).known()) == {EMBEDDED.name}
+    model(tmp_path / "m")
+    assert set(library(tmp_path).known()) == {"m"}
+
+
+def test_a_folder_in_gguf_is_listed_with_the_reason_and_the_way_out(tmp_path: Path):
+    """LM Studio keeps publisher/repository/file.gguf; the hub's cache has repositories without a config.json."""
+    (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF").mkdir(parents=True)
+    (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF" / "Qwen3-8B-Q4_K_M.gguf").write_bytes(b"GGUF")
+    snapshot = tmp_path / "hub" / "models--unsloth--gemma-GGUF" / "snapshots" / "aaa"
+    snapshot.mkdir(parents=True)
+    (snapshot / "gemma-Q4.gguf").write_bytes(b"GGUF")
+    known = library(tmp_path, HF_HUB_CACHE=str(tmp_path / "hub")).known()
+    broken = {name: one.cause for name, one in known.items() if one.cause}
+    assert set(broken) == {"lmstudio-community/Qwen3-8B-GGUF", "unsloth/gemma-GGUF"}
+    assert all("in GGUF" in cause and "mlx-community" in cause for cause in broken.values())
+    assert set(known) - set(broken) == {EMBEDDED.name}, "there is a model to try the pool with"
+    model(tmp_path / "m")
+    assert set(library(tmp_path).known()) == {"lmstudio-community/Qwen3-8B-GGUF", "m"}
+
+
+def test_a_model_below_a_folder_with_gguf_files_is_found(tmp_path: Path):
+    (tmp_path / "old.gguf").write_bytes(b"GGUF")
+    model(tmp_path / "m")
+    assert {name for name, one in library(tmp_path).known().items() if not one.cause} == {"m"}
+
+
+def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = library(tmp_path)
+    model(tmp_path / "new")
+    assert made.find("new") is None
+    assert made.look("new") is None, "two scans within FRESH seconds would be asked for by every wrong name"
+    monkeypatch.setattr("node.models.catalogue.FRESH", 0.0)
+    found = made.look("new")
+    assert found is not None
+    assert not found.cause
+
+
+def test_a_changed_file_is_described_anew_and_an_unchanged_one_is_not(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    before = made.find("m")
+    made.scan()
+    assert made.find("m") is before
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    made.scan()
+    after = made.find("m")
+    assert after is not None
+    assert after.context == 4096
+
+
+def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
+    assert set(library(tmp_path / "missing").known()) == {EMBEDDED.name}
+    loop = tmp_path / "loop"
+    loop.mkdir()
+    os.symlink(loop, loop / "again")
+    assert list(roots(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "kv"),
+    [
+        (
+            {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512},
+            Kv(128, 256, 0, 512, 384),
+        ),
+        ({"layer_types": ["conv", "full_attention"] * 2}, Kv(256, 256, 2 * 64 * 16)),
+        ({"sliding_window": 512, "sliding_window_pattern": 2}, Kv(256, 256, 0, 512, 256)),
+        ({"full_attention_interval": 4}, Kv(128, 256, 3 * 64 * 16)),
+        ({"head_dim": 32, "torch_dtype": "float32"}, Kv(4 * 2 * 2 * 32 * 4, 256)),
+        ({"num_key_value_heads": None}, Kv(4 * 2 * 4 * 16 * 2, 256)),
+    ],
+)
+def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: Kv):
+    assert foresee({**LLAMA, **config}, 2) == kv
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": LLAMA},
+        {"language_config": LLAMA},
+        {"llm_config": LLAMA, "num_hidden_layers": 99, "vision_config": {"num_hidden_layers": 27}},
+        {"n_layer": 4, "n_head": 4, "n_embd": 128, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128},
+    ],
+)
+def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
+    whole = {**LLAMA, "num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
+    inner = {key: whole if value is LLAMA else value for key, value in config.items()}
+    assert foresee(inner, 2) == foresee(whole, 2)
+    assert unknown(inner) == ()
+
+
+def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
+    """110,000 tokens in chunks of 2,048, 10 of 40 layers with attention, 16 heads over 2, heads of 256: 15.557 GiB."""
+    config = {
+        "num_hidden_layers": 40, "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    kv, forward = foresee(config, 2), forecast(config, 2)
+    written = kv.per_token * 110_000
+    scores = prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
+    assert round((written + scores) / GIB, 3) == 15.557
+
+
+def test_quantized_keys_are_foreseen_at_the_size_of_the_base_type():
+    assert foresee({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == foresee(LLAMA, 2)
+
+
+def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Path):
+    folder = tmp_path / "odd"
+    shutil.copytree(EMBEDDED, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd", "architectures": ["OddForCausalLM"]}))
+    library = Library(ModelSettings(folders=(str(tmp_path),), hub=False))
+    with capture_logs() as logs:
+        library.scan()
+        library.scan()
+    (line,) = [one for one in logs if one["event"] == "dimensions unknown"]
+    assert line["model"] == "odd"
+    assert "num_hidden_layers" in line["missing"]
+    found = library.find("odd")
+    assert found is not None
+    assert (found.kv.per_token, prefill_transient(found.forward, 256, 10_000)) == (0, 0)
+
+
+# what a node that runs another version must read in the same way
+
+
+def test_the_fingerprint_of_a_folder_is_the_same_in_every_version(tmp_path: Path):
+    """Nodes of two versions compare fingerprints: whoever changes this makes one model into two."""
+    sizes = (("BF16", 5000), ("BF16", 3 * 4096), ("BF16", 3 * 4096 + 64), ("F32", 40000))
+    folder = model(tmp_path / "m", weights=safetensors(*sizes))
+    (folder / "vocab.txt").write_text("a b c")
+    assert fingerprint_of(folder) == "d1fd4c3cee1d95afa16e88f93dc560e0"
+    (folder / "vocab.txt").rename(folder / "vocab.json")
+    assert fingerprint_of(folder) == "2016f7a24660d2d3d6ec1e21d7b63619"
+
+
+# the disk changes while models are loaded
+
+
+def test_a_loaded_model_keeps_its_description_until_it_is_released(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    before = made.known()["m"]
+    made.hold(before)
+    assert made.replacement(before) is None
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    made.scan()
+    assert (made.find("m"), made.known()["m"]) == (before, before)
+    after = made.replacement(before)
+    assert after is not None
+    assert (after.context, before.context) == (4096, 2048)
+    other = model(tmp_path / "other")
+    made.scan()
+    made.hold(made.known()["other"])
+    made.release("m")
+    assert made.find("m") == after
+    shutil.rmtree(other)
+    made.scan()
+    assert "other" in made.known(), "another loaded model is still held"
+    (folder / "model.safetensors").unlink()
+    made.scan()
+    assert made.replacement(before) is None, "what cannot be loaded replaces nothing"
+    assert made.known()["m"].cause == "it has no model*.safetensors"
+    shutil.rmtree(folder)
+    made.scan()
+    assert made.replacement(before) is None
+
+
+def test_a_model_is_unchanged_only_as_long_as_the_disk_holds_the_same(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    found = made.known()["m"]
+    assert made.unchanged(found)
+    assert made.known()["m"] is found
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    assert not made.unchanged(found)
+    assert made.known()["m"].context == 4096
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["BertModel"]}))
+    assert not made.unchanged(found)
+    shutil.rmtree(folder)
+    assert not made.unchanged(found)
+    assert made.known()["m"].context == 4096, "the next scan finds that it is gone"
+
+
+def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = library(tmp_path)
+    model(tmp_path / "m")
+    assert not made.refresh()
+    assert set(made.known()) == {EMBEDDED.name}
+    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    assert made.refresh()
+    assert set(made.known()) == {"m"}
+    assert not made.refresh()
+
+
+def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
+    model(tmp_path / "m")
+    made = Library(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    assert made.known() == {}
+    assert made.refresh()
+    assert set(made.known()) == {"m"}
+    unscanned = Library(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    assert unscanned.look("m") == made.find("m")
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path: Path):
+    (tmp_path / "unreadable" / "config.json").mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "F32", "data_offsets": [0]}}).encode()
+    model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
+    known = library(tmp_path).known()
+    assert known["unreadable"].cause == "its files cannot be read: Is a directory"
+    assert known["senseless"].cause == "its files make no sense: IndexError: list index out of range"
+    assert EMBEDDED.name in known, "nothing else can be served"
+
+
+# where models lie
+
+
+def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    hub = Path("/somewhere/.cache/huggingface/hub")
+    for environment, folder in (
+        ({}, hub), ({"XDG_CACHE_HOME": "/c"}, Path("/c/huggingface/hub")), ({"XDG_CACHE_HOME": ""}, hub),
+        ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")),
+        ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
+    ):  # fmt: skip
+        assert hub_folder(environment) == folder
+
+
+def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_for_others(tmp_path: Path):
+    for name in (".trash/m", "models--org--name/m", "a/b/c", "a/b/.gone"):
+        model(tmp_path / name)
+    (tmp_path / "a" / "README.md").write_text("no folder")
+    model(tmp_path / "a" / "b" / "c" / "inner")
+    model(tmp_path / "e" / "f" / "g" / "deeper")
+    (tmp_path / "wan").mkdir()
+    (tmp_path / "wan" / "model_index.json").write_text("{}")
+    (tmp_path / "wan2").mkdir()
+    (tmp_path / "wan2" / "x.GGUF").write_bytes(b"")
+    assert list(roots(tmp_path)) == [("wan2", tmp_path / "wan2"), ("a/b/c", tmp_path / "a" / "b" / "c")]
+    assert list(roots(tmp_path, "model_index.json")) == [("wan", tmp_path / "wan")]
+
+
+def test_a_scan_ends_after_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in "abcd":
+        model(tmp_path / name)
+    monkeypatch.setattr("node.models.catalogue.MOST_FOLDERS", 3)
+    assert [name for name, _ in roots(tmp_path)] == ["a", "b"], "the first is the folder of all"
+
+
+def test_downloads_without_a_revision_of_main_are_found_and_packages_apart(tmp_path: Path):
+    named, other, package, gguf = (
+        tmp_path / f"models--o--{name}" for name in ("named--4bit", "other", "wan", "z-gguf")
+    )
+    for folder in (named, other):
+        for revision in ("b", "c"):
+            model(folder / "snapshots" / revision)
+        (folder / "snapshots" / "a").mkdir()
+    (named / "refs").mkdir()
+    (named / "refs" / "main").write_text("c\n")
+    for revision in ("a", "b"):
+        model(package / "snapshots" / revision)
+        (package / "snapshots" / revision / "model_index.json").write_text("{}")
+    (package / "refs").mkdir()
+    (package / "refs" / "main").write_text("gone")
+    for revision in ("a", "b"):
+        (gguf / "snapshots" / revision).mkdir(parents=True)
+    (gguf / "snapshots" / "b" / "z.gguf").write_bytes(b"")
+    for name in ("models", "models--", "spaces--o--x"):
+        model(tmp_path / name / "snapshots" / "a")
+    assert list(snapshots(tmp_path)) == [
+        ("o/named/4bit", named / "snapshots" / "c"), ("o/other", other / "snapshots" / "b"),
+        ("o/z-gguf", gguf / "snapshots" / "b"),
+    ]  # fmt: skip
+    assert list(snapshots(tmp_path, "model_index.json")) == [("o/wan", package / "snapshots" / "a")]
+
+
+# weights
+
+
+def test_the_weights_of_all_files_are_added_and_one_that_misses_is_named(tmp_path: Path):
+    folder = model(tmp_path / "m", {**LLAMA, "torch_dtype": None}, safetensors(("U32", 64), ("F8_E4M3", 32)))
+    (folder / "model-2.safetensors").write_bytes(safetensors(("F32", 128), ("BF16", 2), ("F8_E5M2", 8)))
+    found = describe("m", folder)
+    assert found is not None
+    assert (found.stored, found.weights, found.kv.per_token) == (234, 274, 2 * 2 * 16 * 4 * 4)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{part}": f"model-{part}.safetensors" for part in (4, 3, 2)}})
+    )
+    found = describe("m", folder)
+    assert found is not None
+    assert found.cause == "2 of its weight files are missing, model-3.safetensors for one: download it again"
+    for file in folder.glob("model*"):
+        file.unlink()
+    found = describe("m", folder)
+    assert found is not None
+    assert (found.cause, found.stored) == ("it has no model*.safetensors", 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "grows"),
+    [
+        ({}, True),
+        ({"quantization_config": {"quant_method": "fp8"}}, True),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, False),
+        ({"text_config": {**LLAMA, "quantization_config": {"quant_method": "mxfp8"}}}, False),
+        ({"quantization_config": {"scale_fmt": "ue8m0", "weight_block_size": [32, 32]}}, False),
+        ({"quantization_config": {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}}, True),
+        ({"quantization_config": {"weight_block_size": [32, 32]}}, True),
+        ({"quantization_config": "fp8"}, True),
+        ({"quantization": {"bits": 4}}, False),
+    ],
+)
+def test_weights_in_fp8_grow_to_two_bytes_unless_they_stay_packed(tmp_path: Path, config: dict[str, Any], grows: bool):
+    found = describe("m", model(tmp_path / "m", {**LLAMA, **config}, safetensors(("F8_E4M3", 100), ("F32", 8))))
+    assert found is not None
+    assert (found.stored, found.weights) == (108, 208 if grows else 108)
+
+
+def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    whole = safetensors(("F32", 64))
+    file.write_bytes(whole)
+    assert read_header(file) == (whole[8:-64], 64)
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert read_header(file) == (b"{}", 0)
+    for content, words in (
+        (whole[:-1], f"it is cut off: it has {len(whole) - 1} bytes of {len(whole)}, download it again"),
+        (whole[:20], "it is cut off in its header, at 20 bytes"),
+        (struct.pack("<Q", 1) + b"{}", "it is no safetensors file, its header claims 1 bytes"),
+        (struct.pack("<Q", 104857601), "it is no safetensors file, its header claims 104857601 bytes"),
+        (struct.pack("<Q", 104857600), "it is cut off in its header, at 8 bytes"),
+        (struct.pack("<Q", 2) + b"[]", "it is no object"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "it is nested too deeply"),
+    ):  # fmt: skip
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{words}$".replace("[", r"\[")):
+            read_header(file)
+
+
+# what is foreseen, in bytes
+
+MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "kv"),
+    [
+        ({**MLA, "model_type": "deepseek_v3", "index_head_dim": 8}, Kv(4 * (32 + 16) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v32", "index_head_dim": 8}, Kv(4 * (32 + 16 + 2 * 8) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v2"}, Kv(4 * 4 * (24 + 16 + 20) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v2", "v_head_dim": None}, Kv(4 * 4 * (24 + 16 + 24) * 2, 256)),
+        ({"kv_lora_rank": 32}, Kv(4 * 2 * 2 * 16 * 2, 256)),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 24}, Kv(4 * 2 * 2 * 16 * 2, 256)),
+        ({"num_key_value_heads": None, "num_attention_heads": None}, Kv(4 * 2 * 64 * 2, 256)),
+        ({"layer_types": ["conv"] * 3 + ["full_attention"], "conv_L_cache": 4}, Kv(128, 256, 3 * 3 * 64 * 2)),
+        (
+            {"layer_types": ["linear_attention"] * 3 + ["full_attention"], **DELTA},
+            Kv(128, 256, 3 * (4 * (2 * 2 * 8 + 4 * 16) * 2 + 4 * 16 * 8 * 4)),
+        ),
+        (
+            {"layer_types": ["mamba"] * 3 + ["full_attention"], **DELTA, "linear_key_head_dim": 0},
+            Kv(128, 256, 3 * 64 * 4 * 4),
+        ),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, Kv(256, 256)),
+        ({"layer_types": "full_attention"}, Kv(512, 256)),
+        ({"sliding_window": 512}, Kv(512, 256)),
+        ({"sliding_window_pattern": 2}, Kv(512, 256)),
+        ({"sliding_window": 512, "sliding_window_pattern": 3}, Kv(128, 256, 0, 512, 384)),
+        ({"full_attention_interval": 3}, Kv(128, 256, 3 * 64 * 16)),
+        ({"num_hidden_layers": True}, Kv(0, 256)),
+        ({"num_hidden_layers": -4}, Kv(0, 256)),
+        ({"torch_dtype": None, "dtype": "float32"}, Kv(4 * 2 * 2 * 16 * 4, 256)),
+        ({"torch_dtype": "int4"}, Kv(4 * 2 * 2 * 16 * 3, 256)),
+        ({"text_config": {"num_hidden_layers": 2, "n_embd": 8}, "vision_config": {"n_layer": 9}}, Kv(256, 256)),
+        ({"text_config": {"hidden_size": 128}}, Kv(512, 256)),
+        ({"text_config": {"n_layer": 2, "num_hidden_layers": 3}}, Kv(384, 256)),
+    ],
+)
+def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: Kv):
+    assert foresee({**LLAMA, **config}, 3) == kv
+
+
+@pytest.mark.parametrize(
+    ("platform", "config", "transient"),
+    [
+        (
+            "linux",
+            {"intermediate_size": 100, "vocab_size": 1000},
+            Transient(token=4.0 * 228, pair=16.0, seen=128.0, logits=4000.0, step_row=4.0 * 228 + 4000, step_seen=16.0),
+        ),
+        (
+            "darwin",
+            {"num_key_value_heads": None},
+            Transient(token=4.0 * 128, pair=16.0, seen=256.0, step_row=4.0 * 128, step_seen=16.0),
+        ),
+        (
+            "darwin",
+            {"head_dim": 64, "layer_types": ["sliding_attention"] * 2, "sliding_window": 512},
+            Transient(token=4.0 * 320, pair=0.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0, window=512),
+        ),
+        (
+            "linux",
+            {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512},
+            Transient(token=4.0 * 320, pair=16.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0),
+        ),
+        (
+            "linux",
+            {"layer_types": ["mamba"], "sliding_window": 512},
+            Transient(token=4.0 * 128, pair=16.0, seen=128.0, step_row=4.0 * 128, step_seen=16.0),
+        ),
+    ],
+)
+def test_a_forward_is_foreseen_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, platform: str, config: dict[str, Any], transient: Transient
+):
+    monkeypatch.setattr("sys.platform", platform)
+    assert forecast({**LLAMA, **config}, 2) == transient
+
+
+def test_the_dimensions_that_miss_are_named_in_order():
+    assert unknown(LLAMA) == unknown({"text_config": {"n_layer": 2, "n_head": 4, "n_embd": 64}}) == ()
+    assert unknown({"head_dim": 64, "num_attention_heads": 0}) == ("num_hidden_layers", "num_attention_heads")
+    assert unknown({}) == ("num_hidden_layers", "num_attention_heads", "head_dim or hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 0, "max_seq_len": 5, "max_sequence_length": 6}, 5),
+        ({"max_position_embeddings": True, "max_sequence_length": 6, "seq_length": 7}, 6),
+        ({"max_position_embeddings": "8", "seq_length": 7, "n_positions": 1}, 7),
+        ({"max_position_embeddings": None, "n_positions": 1}, 1),
+        ({"max_position_embeddings": -1}, 4096),
+    ],
+)
+def test_the_context_is_the_first_number_that_the_config_gives(tmp_path: Path, config: dict[str, Any], context: int):
+    found = describe("m", model(tmp_path / "m", {**LLAMA, **config}))
+    assert found is not None
+    assert found.context == context
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"architectures": None}, True),
+        ({"architectures": []}, True),
+        ({"architectures": ["GPT2LMHeadModel"]}, True),
+        ({"architectures": ["Other", "LlamaForCausalLM"]}, True),
+        ({"architectures": ["XForConditionalGeneration"]}, False),
+        ({"architectures": ["Other", "XForConditionalGeneration"], "text_config": LLAMA}, True),
+        ({"architectures": ["Other"], "text_config": LLAMA}, False),
+        ({"model_type": None}, False),
+    ],
+)
+def test_a_config_is_of_text_by_its_architectures(tmp_path: Path, config: dict[str, Any], text: bool):
+    assert (describe("m", model(tmp_path / "m", {**LLAMA, **config})) is not None) is text

@@ -1,0 +1,296 @@
+"""The sharer with its file, its clock and its readings, and a node that notes what is asked of it."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from host.pause_file import Pause, PauseFile
+from host.power import Power
+from host.settings_loader import SettingsError
+from node.settings import AgentSettings, resolve
+from node.sharing.controller import Sharer
+from node.sharing.policy import Act, Holds, Standing
+from wire.frames import Pause as Order
+
+
+@dataclass
+class Mac:
+    """What the sharer drives."""
+
+    holding: Holds = field(default_factory=Holds)
+    acts: list[Act] = field(default_factory=list)
+    told: int = 0
+
+    def holds(self) -> Holds:
+        return self.holding
+
+    def act(self, act: Act, standing: Standing) -> None:
+        self.acts.append(act)
+
+    def sharing_changed(self) -> None:
+        self.told += 1
+
+
+@dataclass
+class Scene:
+    """A sharer whose clock and readings a test sets."""
+
+    folder: Path
+    settings: dict[str, object] = field(default_factory=dict)
+    now: float = 1_000_000.0
+    power: Power = field(default_factory=Power)
+
+    def sharer(self) -> Sharer:
+        made = Sharer(msgspec.convert(self.settings, AgentSettings), self.folder, read=lambda: self.power,
+                      wall=lambda: self.now)  # fmt: skip
+        made.holder = self.mac = Mac()
+        return made
+
+
+async def started(sharer: Sharer) -> Sharer:
+    """Start it without its loop: a test looks by itself."""
+    await sharer.start()
+    await sharer.stop()
+    return sharer
+
+
+async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = await started(scene.sharer())
+    assert sharer.standing.shared
+    sharer.obey(Order(3600.0, "ann"))
+    assert sharer.told().paused
+    assert sharer.retry_after() == 3600.0
+    assert (tmp_path / "pause.json").stat().st_mode & 0o777 == 0o600
+    assert (scene.mac.told, scene.mac.acts) == (1, [Act.REST])
+    again = await started(scene.sharer())
+    assert again.told().why == "paused by ann"
+    assert again.told().until == scene.now + 3600
+    scene.now += 3600
+    again.look()
+    assert again.standing.shared
+    assert not (await started(scene.sharer())).told().paused
+
+
+async def test_what_a_person_writes_or_removes_here_is_seen(tmp_path: Path) -> None:
+    scene, file = Scene(tmp_path), PauseFile(tmp_path)
+    sharer = await started(scene.sharer())
+    file.write(Pause(None))
+    sharer.look()
+    assert sharer.told().by_hand
+    assert sharer.told().until is None
+    assert sharer.retry_after() is None
+    file.write(Pause(scene.now + 60))
+    sharer.look()
+    assert sharer.told().until == scene.now + 60
+    assert file.remove()
+    assert not file.remove()
+    sharer.look()
+    assert sharer.standing.shared
+    assert scene.mac.told == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"until": "soon"}', b'{"until": 1, "more": 2}', b"\xff\x00"])
+async def test_a_damaged_pause_still_is_one(tmp_path: Path, content: bytes) -> None:
+    scene, file = Scene(tmp_path), PauseFile(tmp_path)
+    file.write(Pause(None))
+    file.path.write_bytes(content)
+    sharer = await started(scene.sharer())
+    assert sharer.told().paused
+    assert "cluster resume" in sharer.told().why
+    sharer.obey(Order(0.0))
+    assert sharer.standing.shared
+
+
+async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = scene.sharer()
+    paused = asyncio.Event()
+    scene.mac.sharing_changed = paused.set
+    await sharer.start()
+    PauseFile(tmp_path).write(Pause(None))
+    await asyncio.wait_for(paused.wait(), 30)
+    await sharer.stop()
+
+
+async def test_work_that_ends_is_looked_at_at_once_and_stopping_ends_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.sharing.controller.LOOK_SECONDS", 3600.0)
+    scene = Scene(tmp_path)
+    sharer = scene.sharer()
+    await sharer.stop()
+    await sharer.start()
+    await asyncio.sleep(0)
+    for _ in range(2):
+        changed = asyncio.Event()
+        scene.mac.sharing_changed = changed.set
+        if not PauseFile(tmp_path).remove():
+            PauseFile(tmp_path).write(Pause(None))
+        sharer.wake()
+        await asyncio.wait_for(changed.wait(), 30)
+    await sharer.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize(("every", "reads"), [(100.0, False), (0.0, True)])
+async def test_power_is_read_again_only_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: float, *, reads: bool
+) -> None:
+    monkeypatch.setattr("node.sharing.controller.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("node.sharing.controller.READ_SECONDS", every)
+    scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
+    sharer, looks = scene.sharer(), asyncio.Semaphore(0)
+    scene.mac.holds = lambda: looks.release() or Holds()
+    await sharer.start()
+    scene.power = Power(plugged=False)
+    async with asyncio.timeout(30):
+        for _ in range(5):
+            await looks.acquire()
+    await sharer.stop()
+    assert sharer.standing.shared is not reads
+
+
+async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
+    assert (await started(scene.sharer())).standing.shared
+    scene.power = Power(plugged=False)
+    assert not (await started(scene.sharer())).standing.shared
+    scene.settings = {"share": "idle", "share_idle": 60.0}
+    scene.power = Power(idle_s=59.0)
+    assert not (await started(scene.sharer())).standing.shared
+    scene.power = Power(idle_s=61.0)
+    assert (await started(scene.sharer())).standing.shared
+
+
+async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_battery": 50}, power=Power(plugged=False, battery=49.0))
+    sharer = scene.sharer()
+    await sharer.start()
+    assert "its battery is at 49 %" in sharer.told().why
+    for charge, shared in ((52.0, False), (55.0, True), (51.0, True), (49.0, False)):
+        scene.power = Power(plugged=False, battery=charge)
+        await sharer.read_power()
+        sharer.look()
+        assert sharer.standing.shared is shared
+    await sharer.stop()
+
+
+async def test_a_battery_is_not_low_before_it_was_below_its_line(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_battery": 50}, power=Power(plugged=False, battery=52.0))
+    assert (await started(scene.sharer())).standing.shared
+
+
+async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_grace": 0.05})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Holds(requests=1)
+    await asyncio.sleep(0.1)
+    sharer.obey(Order(None))
+    assert scene.mac.acts == []
+    await asyncio.sleep(0.1)
+    sharer.look()
+    assert scene.mac.acts == [Act.END_REQUESTS]
+
+
+async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_grace": 0.0, "share_video_grace": 1e4})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Holds(requests=1, lending=True)
+    sharer.look()
+    assert scene.mac.acts == []
+    sharer.obey(Order(None))
+    assert scene.mac.acts == [Act.END_REQUESTS]
+
+
+@pytest.mark.parametrize(
+    ("flat", "key"),
+    [({"node.share": "sometimes"}, "node.share"), ({"node.share": "hours"}, "node.share_hours"),
+     ({"node.share": "hours", "node.share_hours": "22-7"}, "node.share_hours"),
+     ({"node.share_idle": 0}, "node.share_idle"),
+     ({"node.share_battery": 101}, "node.share_battery.*100"), ({"node.share_battery": -1}, "node.share_battery.*0"),
+     ({"node.share_battery": "half"}, "node.share_battery"),
+     ({"node.share": "plugged-in", "node.share_battery": 40}, "node.share_battery: 40 % means nothing")],
+)  # fmt: skip
+def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
+    with pytest.raises(SettingsError, match=key):
+        resolve([("test", flat)])
+
+
+def local(hour: int, minute: int = 0) -> float:
+    """Return a moment of this machine's own day in Unix seconds."""
+    return time.mktime((2026, 6, 15, hour, minute, 0, 0, 0, -1))
+
+
+async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_next_begin(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share": "hours", "share_hours": "22:00-07:00"}, now=local(21, 59))
+    sharer = await started(scene.sharer())
+    told = sharer.told()
+    assert (told.when, told.paused, told.by_hand, told.until) == ("hours", True, False, local(22))
+    assert told.why == "it shares from 22:00-07:00 only"
+    assert sharer.retry_after() == 60.0
+    scene.now += 30.0
+    sharer.look()
+    assert sharer.retry_after() == 30.0
+    for hour, minute, shared in ((22, 0, True), (23, 59, True), (6, 59, True), (7, 0, False), (12, 0, False)):
+        scene.now = local(hour, minute)
+        sharer.look()
+        assert sharer.standing.shared is shared, (hour, minute)
+    assert scene.mac.told == 3, "at the start, and at each change"
+
+
+async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share": "idle", "share_idle": 120.0}, power=Power(idle_s=119.0))
+    assert (await started(scene.sharer())).told().why == "somebody uses it; it shares after 2 min of rest"
+    scene.settings = {"share": "plugged-in"}
+    scene.power = Power(plugged=False)
+    why = "it runs on battery, and shares only while it is plugged in"
+    assert (await started(scene.sharer())).told().why == why
+    assert (await started(Scene(tmp_path).sharer())).told().when == "always"
+
+
+async def test_requests_and_videos_have_each_their_own_grace(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"share_grace": 1e4, "share_video_grace": 0.0})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Holds(requests=1, lending=True)
+    sharer.obey(Order(None))
+    assert scene.mac.acts == [Act.END_LEASE]
+
+
+async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> None:
+    read = list[int]()
+    rules: tuple[tuple[dict[str, object], int], ...] = (
+        ({}, 0), ({"share": "idle"}, 1), ({"share": "plugged-in"}, 1), ({"share_battery": 40}, 1),
+    )  # fmt: skip
+    for settings, times in rules:
+        scene = Scene(tmp_path, settings)
+        sharer = Sharer(msgspec.convert(settings, AgentSettings), scene.folder, wall=lambda: 1.0,
+                        read=lambda: read.append(1) or Power(plugged=True, idle_s=1e6))  # fmt: skip
+        await started(sharer)
+        assert (len(read), sharer.standing.shared) == (times, True)
+        read.clear()
+
+
+async def test_a_pause_that_ends_in_a_moment_is_retried_after_a_second_at_least(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = await started(scene.sharer())
+    sharer.obey(Order(0.2, "ann"))
+    assert sharer.retry_after() == 1.0
+    assert sharer.told().by_hand
+
+
+async def test_resuming_wakes_what_rests_and_a_long_name_is_cut(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    sharer = await started(scene.sharer())
+    sharer.obey(Order(None, "x" * 500))
+    assert sharer.told().why == f"paused by {'x' * 100}"
+    scene.mac.holding = Holds(resting=True)
+    scene.mac.acts.clear()
+    sharer.obey(Order(0.0))
+    assert scene.mac.acts == [Act.WAKE]
+    assert sharer.told().why == ""
+    assert PauseFile(tmp_path).stamp() is None

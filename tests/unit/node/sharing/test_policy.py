@@ -1,0 +1,239 @@
+"""When a Mac takes work: the rule, the pause before it, and what follows when it does not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.sharing.policy import (
+    DAY,
+    SHARED,
+    Act,
+    Facts,
+    Grace,
+    Holds,
+    Hours,
+    Pause,
+    Rule,
+    Standing,
+    When,
+    due,
+    in_force,
+    read_hours,
+    regained,
+    standing,
+    too_low,
+)
+
+NIGHT = read_hours("22:00-07:00")
+TIMES = st.integers(0, DAY - 1)
+SPANS = st.tuples(TIMES, TIMES).filter(lambda span: span[0] != span[1])
+HOURS = st.lists(SPANS, min_size=1, max_size=3).map(lambda spans: Hours(tuple(spans)))
+FACTS = st.builds(
+    Facts,
+    pause=st.none() | st.builds(Pause, st.none() | st.floats(0, 2e9), st.sampled_from(["", "ann"])),
+    plugged=st.none() | st.booleans(),
+    idle=st.none() | st.floats(0, 1e6),
+    second=TIMES,
+    battery=st.none() | st.floats(0, 100),
+    low=st.booleans(),
+)
+RULES = st.builds(Rule, st.sampled_from(When), st.none() | HOURS, st.floats(1, 86400), st.integers(0, 100))
+
+
+@pytest.mark.parametrize(
+    ("clock", "shared"),
+    [("21:59", False), ("22:00", True), ("23:59", True), ("00:00", True), ("06:59", True), ("07:00", False)],
+)  # fmt: skip
+def test_a_span_over_midnight(clock: str, shared: bool) -> None:
+    hours, minutes = clock.split(":")
+    second = int(hours) * 3600 + int(minutes) * 60
+    assert NIGHT.inside(second) is shared
+    found = standing(Rule(When.HOURS, NIGHT), Facts(second=second), 1_000_000.0)
+    assert found.shared is shared
+    if not shared:
+        assert found.until == 1_000_000.0 + (22 * 3600 - second)
+        assert "22:00-07:00" in found.why
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "22-7",
+        "22:00",
+        "22:00-22:00",
+        "00:00-24:00",
+        "24:00-00:00",
+        "22:00-24:01",
+        "25:00-07:00",
+        "22:60-07:00",
+        "22:00-07:00;",
+        "-",
+    ],
+)
+def test_what_is_no_span_is_refused_with_words(text: str) -> None:
+    with pytest.raises(ValueError, match=r"hours|span|length|time"):
+        read_hours(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "spans"),
+    [("22:00-07:00", ((79200, 25200),)), ("9:05-24:00", ((32700, 0),)), ("24:00-07:00", ((0, 25200),)),
+     (" 08:00-12:00 ,, 13:30-17:59", ((28800, 43200), (48600, 64740)))],
+)  # fmt: skip
+def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[int, int], ...]) -> None:
+    assert read_hours(text) == Hours(spans)
+
+
+def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
+    hours = read_hours("09:00-17:00")
+    seconds = (0, 32399, 32400, 61199, 61200, DAY - 1)
+    assert [hours.inside(second) for second in seconds] == [False, False, True, True, False, False]
+    assert [hours.opens_in(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
+
+
+@given(HOURS)
+def test_hours_are_read_as_they_are_written(hours: Hours) -> None:
+    minutes = Hours(tuple((begin // 60 * 60, end // 60 * 60) for begin, end in hours.spans))
+    if all(begin != end for begin, end in minutes.spans):
+        assert read_hours(str(minutes)) == minutes
+
+
+@given(HOURS, TIMES)
+def test_the_wait_ends_where_a_span_begins(hours: Hours, second: int) -> None:
+    wait = hours.opens_in(second)
+    assert 0 <= wait < DAY
+    assert hours.inside((second + wait) % DAY)
+    assert (wait == 0) is hours.inside(second)
+    assert not any(hours.inside((second + step) % DAY) for step in range(0, int(wait), 997))
+
+
+@given(RULES, FACTS, st.floats(0, 2e9))
+def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(rule: Rule, facts: Facts, now: float) -> None:
+    found = standing(rule, facts, now)
+    assert found.shared is not bool(found.why)
+    if in_force(facts.pause, now) is not None:
+        assert not found.shared
+        assert found.by_hand
+    if found.until is not None:
+        assert found.until >= now - 0.5
+    if found == SHARED and rule.when is When.PLUGGED_IN:
+        assert facts.plugged
+    if found == SHARED and rule.when is When.IDLE:
+        assert facts.idle is not None
+        assert facts.idle >= rule.idle
+    if found == SHARED and rule.battery and not facts.plugged:
+        assert facts.battery is not None
+        assert facts.battery >= rule.battery
+
+
+def test_a_pause_ends_by_itself_and_then_the_rule_holds() -> None:
+    facts = Facts(Pause(100.0, "ann"), plugged=False)
+    assert standing(Rule(), facts, 99.9).until == 100.0
+    assert standing(Rule(), facts, 100.0) == SHARED
+    after = standing(Rule(When.PLUGGED_IN), facts, 100.0)
+    assert not after.shared
+    assert not after.by_hand
+
+
+@pytest.mark.parametrize("when", [When.PLUGGED_IN, When.IDLE])
+def test_what_cannot_be_read_is_no_yes(when: When) -> None:
+    found = standing(Rule(when), Facts(), 0.0)
+    assert not found.shared
+    assert "cannot be read" in found.why
+    assert f'node.share = "{when}"' in found.why
+
+
+BATTERY = Standing(False, "it runs on battery, and shares only while it is plugged in")
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts", "found"),
+    [(Rule(When.PLUGGED_IN), Facts(plugged=True), SHARED),
+     (Rule(When.PLUGGED_IN), Facts(plugged=False), BATTERY),
+     (Rule(When.IDLE, idle=60), Facts(idle=60), SHARED),
+     (Rule(When.IDLE, idle=60), Facts(idle=59), Standing(False, "somebody uses it; it shares after 1 min of rest")),
+     (Rule(When.IDLE, idle=59), Facts(idle=0), Standing(False, "somebody uses it; it shares after 59 s of rest")),
+     (Rule(When.IDLE, idle=90), Facts(idle=0), Standing(False, "somebody uses it; it shares after 1.5 min of rest"))],
+)  # fmt: skip
+def test_the_rule_says_yes_or_why_not(rule: Rule, facts: Facts, found: Standing) -> None:
+    assert standing(rule, facts, 0.0) == found
+
+
+@pytest.mark.parametrize(
+    ("battery", "facts", "low"),
+    [(0, Facts(plugged=False, battery=3, low=True), False), (50, Facts(plugged=False, battery=None), False),
+     (50, Facts(plugged=True, battery=3), False), (50, Facts(plugged=False, battery=3), True)],
+)  # fmt: skip
+def test_a_charge_is_too_low_only_off_the_mains_where_it_is_read_and_matters(
+    battery: int, facts: Facts, low: bool
+) -> None:
+    assert too_low(Rule(battery=battery), facts) is low
+
+
+def charged(charges: list[float], least: int = 50, plugged: bool | None = False) -> list[bool]:
+    """Say at each charge whether it shares, one look after the other."""
+    rule, low, found = Rule(battery=least), False, list[bool]()
+    for charge in charges:
+        facts = Facts(plugged=plugged, battery=charge, low=low)
+        low = too_low(rule, facts)
+        found.append(standing(rule, facts, 0.0).shared)
+    return found
+
+
+def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None:
+    assert charged([80, 50, 49, 50, 54, 55, 50, 49]) == [True, True, False, False, False, True, True, False]
+    assert charged([99, 98, 99, 100], least=99) == [True, False, False, True]
+    assert charged([3, 2, 1], plugged=True) == [True] * 3
+    assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
+    assert charged([3, 2], least=0) == [True] * 2
+    why = standing(Rule(battery=50), Facts(plugged=False, battery=41.6), 0.0).why
+    assert why == "its battery is at 42 %, and node.share_battery = 50; it shares again from 55 % on, or plugged in"
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
+def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(charges: list[float], least: int) -> None:
+    below = [min(charge, regained(least) - 0.5) for charge in charges]
+    found = charged(below, least)
+    assert found == sorted(found, reverse=True)
+
+
+def test_the_battery_only_narrows_what_the_rule_says() -> None:
+    weak, full = Facts(plugged=False, battery=10, idle=700), Facts(plugged=False, battery=90, idle=700)
+    assert not standing(Rule(When.IDLE, battery=50), weak, 0.0).shared
+    assert standing(Rule(When.IDLE, battery=50), full, 0.0).shared
+    assert "somebody uses it" in standing(Rule(When.IDLE, idle=900, battery=50), full, 0.0).why
+    assert not standing(Rule(When.PLUGGED_IN, battery=50), full, 0.0).shared
+
+
+def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_yes() -> None:
+    assert standing(Rule(battery=50), Facts(plugged=True), 0.0) == SHARED
+    for plugged in (None, False):
+        found = standing(Rule(battery=50), Facts(plugged=plugged), 0.0)
+        assert not found.shared
+        assert "cannot be read here, which node.share_battery = 50 needs" in found.why
+
+
+def test_what_is_done_once_nothing_is_taken() -> None:
+    grace = Grace(30.0, 300.0)
+    busy = Holds(requests=2, lending=True)
+    assert due(False, busy, 29.9, grace) == ()
+    assert due(False, busy, 30.0, grace) == (Act.END_REQUESTS,)
+    assert due(False, busy, 300.0, grace) == (Act.END_REQUESTS, Act.END_LEASE)
+    assert due(False, Holds(lending=True), 0.0, grace) == (Act.REST,)
+    assert due(False, Holds(resting=True), 1e9, grace) == ()
+    assert due(True, Holds(requests=2, lending=True), 1e9, grace) == ()
+    assert due(True, Holds(resting=True), 0.0, grace) == (Act.WAKE,)
+
+
+@given(st.booleans(), st.builds(Holds, st.integers(0, 5), st.booleans(), st.booleans()), st.floats(0, 1e6),
+       st.builds(Grace, st.floats(0, 1e4), st.floats(0, 1e4)))  # fmt: skip
+def test_nobody_is_ended_early_and_a_full_engine_is_never_put_to_rest(
+    shared: bool, holds: Holds, waited: float, grace: Grace
+) -> None:
+    acts = due(shared, holds, waited, grace)
+    assert Act.END_REQUESTS not in acts or (not shared and waited >= grace.requests)
+    assert Act.END_LEASE not in acts or (not shared and waited >= grace.video)
+    assert Act.REST not in acts or (not shared and not holds.requests)
+    assert Act.WAKE not in acts or shared

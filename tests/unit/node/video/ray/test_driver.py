@@ -1,0 +1,134 @@
+"""The driver's process; it drives a real Ray in tests/e2e/test_video_ray.py."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from node.video.ray import driver
+from node.video.ray.driver_link import (
+    Connect,
+    Create,
+    Created,
+    DriverMessage,
+    FromDriver,
+    Kill,
+    MessageReader,
+    NotCreated,
+    encode,
+)
+from tests.support.processes import ROOT, environment
+
+RAY = """
+import sys, threading, types
+ray = sys.modules["ray"] = types.ModuleType("ray")
+ray.init = lambda **how: (print("connecting", flush=True), threading.Event().wait())
+from node.video import driver
+driver.main()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RAY, str(theirs.fileno())], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+        )  # fmt: skip
+    with ours, process:
+        try:
+            ours.sendall(encode(Connect("127.0.0.1:1")))
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"connecting\n"
+            ours.close()
+            assert process.wait(20) == driver.CLOSED
+        finally:
+            process.kill()
+
+
+class Sent:
+    """What a driver sends, in the place of its socket."""
+
+    def __init__(self) -> None:
+        self.messages: list[DriverMessage] = []
+        self._reader = MessageReader(FromDriver)
+
+    def write(self, data: bytes) -> None:
+        self.messages += self._reader.feed(data)
+
+
+class Scene:
+    """A driver that reads what it is sent here, with another start and end of actors."""
+
+    def __init__(self, create: Callable[[Create], Coroutine[Any, Any, None]]) -> None:
+        self.sent: Any = Sent()
+        self.killed: list[str] = []
+        self.driver = driver.Driver(self.sent, create, self._kill)
+        self._stream = asyncio.StreamReader()
+        self._serving = asyncio.create_task(self.driver.serve(self._stream))
+
+    async def _kill(self, lease: str) -> None:
+        self.killed.append(lease)
+
+    def ask(self, *messages: Create | Kill) -> None:
+        for message in messages:
+            self._stream.feed_data(encode(message))
+
+    async def end(self) -> None:
+        self._stream.feed_eof()
+        await self._serving
+
+
+WANTED = Create("lease_1", 1, "/f", 1.0, 30.0)
+
+
+async def turned(wanted: Callable[[], object]) -> None:
+    """Let the loop turn until something holds."""
+    async with asyncio.timeout(10):
+        while not wanted():  # noqa: ASYNC110  what is sent sets no event
+            await asyncio.sleep(0)
+
+
+async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_says_why():
+    async def create(wanted: Create) -> None:
+        if wanted.lease == "lease_2":
+            raise ValueError("no")
+        if wanted.lease == "lease_3":
+            await asyncio.Event().wait()
+
+    scene = Scene(create)
+    scene.ask(WANTED, Create("lease_2", 1, "/f", 1.0, 30.0), Create("lease_3", 1, "/f", 1.0, 0.01))
+    await turned(lambda: len(scene.sent.messages) == 3)
+    await scene.end()
+    assert scene.sent.messages == [
+        Created("lease_1"), NotCreated("lease_2", "ValueError: no"),
+        NotCreated("lease_3", "Ray started no actor within 0 s"),
+    ]  # fmt: skip
+    assert scene.killed == ["lease_2", "lease_3"]
+
+
+async def test_a_start_ends_once_its_lease_has_ended():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def create(wanted: Create) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    scene = Scene(create)
+    scene.ask(WANTED)
+    async with asyncio.timeout(10):
+        await begun.wait()
+        assert scene.driver.creating == {"lease_1"}
+        scene.ask(Kill("lease_1"))
+        await ended.wait()
+    await turned(lambda: scene.killed)
+    await scene.end()
+    assert (scene.sent.messages, scene.driver.creating, scene.killed) == ([], set(), ["lease_1"])

@@ -1,0 +1,56 @@
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.video.ray.driver_link import (
+    LONGEST,
+    Connect,
+    Connected,
+    Create,
+    Created,
+    DriverLinkError,
+    FromDriver,
+    Kill,
+    MessageReader,
+    NotCreated,
+    ToDriver,
+    encode,
+)
+
+WORDS = st.one_of(
+    st.builds(Connect, st.text(max_size=20)),
+    st.builds(Create, st.text(max_size=20), st.integers(0, 9), st.text(max_size=20), st.floats(0, 100),
+              st.floats(0, 100)),
+    st.builds(Kill, st.text(max_size=20)),
+)  # fmt: skip
+
+
+@given(st.lists(WORDS, max_size=5), st.lists(st.integers(1, 30), max_size=20))
+def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: list[int]):
+    stream, reader, heard = b"".join(map(encode, words)), MessageReader(ToDriver), []
+    for cut in cuts:
+        heard += reader.feed(stream[:cut])
+        stream = stream[cut:]
+    assert heard + reader.feed(stream) == words
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (LONGEST + 1).to_bytes(4, "big"),
+        encode(Connected()),
+        b"\x00\x00\x00\x01\xc1",
+        len(pickle.dumps({"a": 1})).to_bytes(4, "big") + pickle.dumps({"a": 1}),
+    ],
+    ids=["too long", "not for a driver", "no msgpack", "a pickle"],
+)
+def test_what_is_no_word_of_ours_is_not_heard(data: bytes):
+    with pytest.raises(DriverLinkError):
+        MessageReader(ToDriver).feed(data)
+
+
+def test_what_a_driver_sends():
+    words = [Connected(), Created("lease_1"), NotCreated("lease_2", "why")]
+    assert MessageReader(FromDriver).feed(b"".join(map(encode, words))) == words

@@ -1,0 +1,130 @@
+"""This Mac's Ray as the agent keeps it; a real one runs in tests/e2e/test_video_ray.py."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from node.settings import WorkerSettings
+from node.video.ray import local_ray
+from node.video.ray.local_ray import LocalRay
+
+DOCS = Path(__file__).parents[5] / "docs" / "video.md"
+
+
+def test_the_ports_are_sixty_in_a_row_on_loopback_and_no_secret_is_a_word():
+    words = local_ray.command(6480, Path("/tmp/mp"), 96)
+    said = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+    ports = [int(value) for name, value in said.items() if name.endswith("port")]
+    assert min(ports) == WorkerSettings().ray_ports == 6480
+    assert max(ports) == 6480 + local_ray.PORTS - 1
+    assert len(set(ports)) == len(ports) == 9
+    assert json.loads(said["resources"]) == {"video_lease_gib": 96}
+    assert said["node-ip-address"] == "127.0.0.1"
+    assert "--head" in words
+    assert "token" not in " ".join(words)
+    assert f"{local_ray.PORTS} ports from `worker.ray_ports` (6480)" in DOCS.read_text()
+
+
+@pytest.fixture
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+    program = "import sys; print('Ray runtime started', flush=True); sys.stdin.read()"
+    monkeypatch.setattr(local_ray, "command", lambda *_: [sys.executable, "-c", program])
+
+    def no_driver(self: local_ray.DriverProcess, address: str, variables: Mapping[str, str]) -> None:
+        return
+
+    monkeypatch.setattr(local_ray.DriverProcess, "start", no_driver)
+    return LocalRay(WorkerSettings(ray_folder=str(tmp_path / "ray")), tmp_path / "files", tmp_path / "log", 1)
+
+
+async def changed(one: LocalRay, than: str | None) -> str:
+    """Wait until the node of this Ray is another one (None: any)."""
+    news = asyncio.Event()
+    one.changed = news.set
+    async with asyncio.timeout(20):
+        while one.node == than or (than is None and not one.node):
+            news.clear()
+            await news.wait()
+    return one.node
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: LocalRay):
+    one.offer(wanted=True)
+    await turns()
+    assert (one.pid, one.node, one.busy) == (None, "", False)
+    one.offer(wanted=False)
+    one.allow(on=True)
+    await turns()
+    assert (one.pid, one.node, one.busy) == (None, "", False)
+    one.offer(wanted=True)
+    first = await changed(one, None)
+    one.allow(on=False)
+    assert await changed(one, first) == ""
+    await one.stop()
+
+
+@pytest.mark.slow
+async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: LocalRay):
+    one.offer(wanted=True)
+    one.allow(on=True)
+    first = await changed(one, None)
+    one.lend(on=True)
+    one.allow(on=False)
+    await turns()
+    assert one.node == first, "its actor holds the worker"
+    one.lend(on=False)
+    assert await changed(one, first) == ""
+    one.allow(on=True)
+    second = await changed(one, "")
+    one.lend(on=True)
+    one.lend(on=False)
+    await turns()
+    assert one.node == second, "the end of a job alone replaces nothing"
+    await one.stop()
+
+
+@pytest.mark.slow
+async def test_a_token_of_its_own_is_in_a_file_of_its_owner_and_another_one_each_time(one: LocalRay, tmp_path: Path):
+    one.offer(wanted=True)
+    one.allow(on=True)
+    node = await changed(one, None)
+    token = tmp_path / "files" / "token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    first = token.read_text()
+    one.allow(on=False)
+    await changed(one, node)
+    one.allow(on=True)
+    await changed(one, "")
+    assert (len(first), first != token.read_text()) == (64, True)
+    await one.stop()
+
+
+async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_path: Path):
+    failed: list[tuple[str, str]] = []
+    driver = local_ray.DriverProcess(tmp_path, lambda lease, why: failed.append((lease, why)))
+    for lease in ("a", "b", "c"):
+        driver.create(local_ray.Create(lease, 1, "/f", 1.0, 9.0))
+    driver.kill("c")
+    sent: list[bytes] = []
+
+    class Writer:
+        def write(self, data: bytes) -> None:
+            sent.append(data)
+
+    writer: asyncio.StreamWriter = Writer()  # pyright: ignore[reportAssignmentType]
+    driver.receive(local_ray.Connected(), writer)
+    assert len(sent) == 2
+    driver.receive(local_ray.Created("a"), writer)
+    driver.receive(local_ray.NotCreated("b", "no room"), writer)
+    driver.receive(local_ray.NotCreated("c", "late"), writer)
+    assert (driver.pending, failed) == (set(), [("b", "no room")])

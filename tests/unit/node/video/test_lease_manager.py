@@ -1,0 +1,298 @@
+"""Leases from grant to end with a real engine process and no worker, or the stand-in of one: the numbers that are given
+back, what the coordinator is sent, and what the disk keeps."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from node.video.leases import Held, Ledger, Phase
+from node.video.worker.lease_files import CLAIM, GRANT, Grant, read_grant
+from tests.support.standin import standin
+from tests.support.studio import JOB, LEASE, Node
+from tests.unit.node.video.test_packages import package
+from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
+from wire.units import GIB
+
+Make = Callable[..., Awaitable[Node]]
+MODEL = "wan"
+
+
+def settings(folder: Path, **more: object) -> dict[str, Any]:
+    """Settings of a node with one video package, the stand-in's environment and a pretended Mac of 128 GiB."""
+    environments = folder / "environments"
+    return {
+        "engine.kind": "scripted", "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": False,
+        "models.folders": str(folder / "packages"), "worker.environments": str(environments),
+        "worker.start_timeout": 20, **{key.replace("__", "."): value for key, value in more.items()},
+    }  # fmt: skip
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    made: list[Node] = []
+    package(tmp_path / "packages" / MODEL)
+    standin(tmp_path)
+
+    async def start(*, attends: bool = False, **more: object) -> Node:
+        made.append(Node(tmp_path / "node", settings(tmp_path, **more), attends=attends, model=MODEL))
+        return await made[-1].start()
+
+    yield start
+    for one in made:
+        await one.stop()
+
+
+def kinds(node: Node, lease: str = "l-1") -> list[type]:
+    """List the frames about a lease in their order."""
+    return [type(frame) for frame in node.frames if getattr(frame, "lease", "") == lease]
+
+
+def place(node: Node, lease: str = "l-1.1") -> Path:
+    return node.folder / "node" / "video" / "leases" / lease
+
+
+async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back_once(make: Make):
+    node = await make()
+    before = node.ceiling
+    node.ask()
+    granted = await node.frame(LeaseGranted)
+    assert (granted.generation, granted.folder) == (1, str(place(node)))
+    assert node.ceiling == before - LEASE
+    assert node.lender.holding
+    (state,) = node.lender.states()
+    assert (state.lease, state.job, state.size, state.phase, state.progress) == (
+        "l-1", "video_l-1", LEASE, Phase.GRANTED, 0,
+    )  # fmt: skip
+    report = node.supervisor.report
+    assert report is not None
+    assert (report.memory.leases, report.memory.ceiling) == (LEASE, before - LEASE), "the engine judges by it already"
+    grant = read_grant(place(node))
+    assert isinstance(grant, Grant)
+    assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
+    told = node.supervisor.told
+    node.release("cancelled")
+    ended = await node.ended()
+    assert node.supervisor.told == told + 1, "the engine has its ceiling back before the end is told"
+    assert (ended.code, ended.message, ended.peak, ended.artifacts) == (
+        "cancelled", "the coordinator ended the lease", 0, (),
+    )  # fmt: skip
+    assert (node.ceiling, node.limiter.leases, node.limiter.worker) == (before, 0, None)
+    (state,) = node.lender.states()
+    assert (state.size, state.phase, state.progress) == (0, Phase.ENDED, 100)
+    assert not (place(node) / GRANT).exists(), "nobody may begin it any more"
+    node.release("acknowledged")
+    assert node.lender.states() == ()
+    assert not place(node).exists()
+    assert kinds(node) == [LeaseGranted, LeaseEnded]
+
+
+async def test_an_ask_that_comes_again_is_answered_again_and_granted_once(make: Make):
+    node = await make()
+    node.ask()
+    await node.frame(LeaseGranted)
+    node.ask()
+    assert kinds(node) == [LeaseGranted, LeaseGranted]
+    assert node.limiter.leases == LEASE
+    node.release("cancelled")
+    await node.ended()
+    node.ask()
+    node.release("cancelled")
+    node.lender.linked()
+    assert kinds(node)[2:] == [LeaseEnded] * 4, "an end is sent until it is acknowledged, on a new link too"
+    assert node.limiter.leases == 0
+
+
+async def test_a_second_lease_is_refused_while_one_is_held_and_granted_afterwards(make: Make):
+    node = await make()
+    node.ask()
+    await node.frame(LeaseGranted)
+    node.ask(lease="l-2")
+    refused = await node.frame(LeaseRefused, "l-2")
+    assert (refused.code, refused.retry_after, refused.need) == ("lease_held", 30.0, LEASE)
+    assert "video_l-1" in refused.message
+    assert node.limiter.leases == LEASE
+    node.release("cancelled")
+    await node.ended()
+    node.ask(size=GIB, lease="l-2")
+    await node.frame(LeaseGranted, "l-2")
+    assert node.limiter.leases == GIB
+
+
+async def test_a_release_of_an_unknown_lease_is_answered_and_an_acknowledgement_is_not(make: Make):
+    node = await make()
+    node.release("cancelled")
+    ended = await node.ended()
+    assert (ended.code, ended.generation) == ("worker_lost", 1)
+    node.release("acknowledged", "l-2")
+    assert kinds(node, "l-2") == []
+
+
+@pytest.mark.parametrize(
+    ("ask", "code", "words"),
+    [
+        ({"size": 90 * GIB}, "lease_too_large", "the cap of 90.0 GiB leaves"),
+        ({"size": 0}, "invalid_request", "0 bytes"),
+        ({"lease": "../l"}, "invalid_request", "1 to 96 letters"),
+        ({"model": "absent"}, "video_not_ready", "it is not here"),
+    ],
+)
+async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], code: str, words: str):
+    node = await make()
+    before = node.ceiling
+    node.ask(**ask)
+    refused = await node.answer(ask.get("lease", "l-1"))
+    assert isinstance(refused, LeaseRefused)
+    assert refused.code == code
+    assert words in refused.message
+    assert (node.ceiling, node.limiter.leases, node.lender.states()) == (before, 0, ())
+
+
+async def test_a_lease_that_does_not_fit_now_says_what_it_waits_for_and_restores_the_ceiling(make: Make):
+    node = await make(engine__scripted__weights="80GiB")
+    node.chat(1)
+    await node.until(lambda: node.supervisor.report and any(one.loaded for one in node.supervisor.report.models))
+    before = node.ceiling
+    node.ask(size=20 * GIB)
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("no_headroom", 5.0)
+    assert refused.headroom is not None
+    assert 0 < refused.headroom < 20 * GIB
+    assert "scripted-1 (in use)" in refused.waiting_for
+    assert (node.ceiling, node.limiter.leases) == (before, 0)
+
+
+async def test_a_node_that_is_paused_lends_nothing_new_and_keeps_what_it_lends(make: Make):
+    node = await make()
+    node.ask()
+    await node.frame(LeaseGranted)
+    node.lender.pause("its owner uses it")
+    assert node.limiter.leases == LEASE
+    node.ask(lease="l-2")
+    refused = await node.frame(LeaseRefused, "l-2")
+    assert (refused.code, refused.message) == ("node_paused", "this node takes nothing new: its owner uses it")
+    node.lender.end("its owner uses it")
+    ended = await node.ended()
+    assert (ended.code, ended.message) == ("node_paused", "its node takes no work now: its owner uses it")
+    node.lender.pause("")
+    node.ask(lease="l-3")
+    assert isinstance(await node.answer("l-3"), LeaseGranted)
+
+
+async def test_an_actor_that_cannot_start_ends_its_lease_and_no_other(make: Make):
+    node = await make()
+    node.ask()
+    await node.frame(LeaseGranted)
+    node.lender.not_started("l-9", "another one")
+    assert node.lender.holding
+    node.lender.not_started("l-1", "ray has no room")
+    ended = await node.ended()
+    assert (ended.code, ended.message) == ("start_failed", "ray has no room")
+    assert node.limiter.leases == 0
+
+
+async def test_a_lease_that_no_worker_takes_up_ends_at_its_start_timeout(make: Make):
+    node = await make(worker__start_timeout=1)
+    node.ask()
+    ended = await node.ended()
+    assert ended.code == "start_failed"
+    assert "nobody started a worker within 1 s" in ended.message
+    assert node.limiter.leases == 0
+
+
+async def test_a_node_that_stops_ends_its_lease_first_and_lends_nothing_more(make: Make):
+    node = await make()
+    node.ask()
+    await node.frame(LeaseGranted)
+    await node.lender.stop()
+    ended = await node.ended()
+    assert (ended.code, ended.message) == ("node_stopping", "this node is stopping")
+    node.ask(lease="l-2")
+    refused = await node.frame(LeaseRefused, "l-2")
+    assert refused.code == "node_stopping"
+    assert node.limiter.leases == 0
+
+
+async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_lends_again(make: Make, tmp_path: Path):
+    leases = tmp_path / "node" / "node" / "video" / "leases"
+    for name in ("l-1.1", "forgotten.1"):
+        (leases / name / "scratch").mkdir(parents=True)
+    (leases / "l-1.1" / GRANT).write_text("{}")
+    done = LeaseEnded("l-0", 4, "completed", peak=7)
+    ledger = Ledger().put(Held(lease="l-0", generation=4, job="video_l-0", model=MODEL, size=LEASE, ended=done))
+    held = Held(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE)
+    (leases / "leases.json").write_bytes(msgspec.json.encode(ledger.put(held)))
+    node = await make()
+    ended = await node.ended()
+    assert (ended.code, ended.message) == ("worker_lost", "the node was restarted while the job ran")
+    assert node.limiter.leases == 0
+    assert not (leases / "l-1.1" / GRANT).exists()
+    assert not (leases / "l-1.1" / "scratch").exists()
+    assert not (leases / "forgotten.1").exists(), "what nothing names is removed"
+    node.frames.clear()
+    node.lender.linked()
+    assert [frame for frame in node.frames if isinstance(frame, LeaseEnded)] == [done, ended]
+    node.ask(lease="l-0", generation=3)
+    refused = await node.frame(LeaseRefused, "l-0")
+    assert refused.code == "lease_superseded", "the newest generation of a job outlives the agent"
+    node.ask(lease="l-2")
+    assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(make: Make):
+    node = await make(attends=True)
+    before = node.ceiling
+    node.ask(job={**JOB, "prompt": "hold=denoising take=50000000"})
+    worker = await node.working()
+    await node.until(lambda: node.lender.states()[0].footprint > 50_000_000)
+    (state,) = node.lender.states()
+    assert (state.step, state.steps, state.phase) == (1, 4, Phase.DENOISING)
+    assert state.peak >= state.footprint
+    assert node.poll.system().worker >= 50_000_000
+    assert node.limiter.worker == worker
+    assert node.ceiling == before - LEASE
+    (node.folder.parent / "gates" / str(JOB["seed"])).touch()
+    ended = await node.ended()
+    assert ended.code == "completed"
+    assert ended.peak >= 50_000_000
+    (clip,) = ended.artifacts
+    file = node.lender.artifact(f"artifact:l-1/{clip.name}")
+    assert file is not None
+    assert (clip.name, clip.size) == ("video.mp4", file.stat().st_size)
+    assert node.lender.artifact("artifact:l-1/events.jsonl") is None, "only what was named is given out"
+    assert (node.ceiling, node.limiter.worker) == (before, None)
+    assert (place(node) / CLAIM).exists()
+    node.release("acknowledged")
+    assert node.lender.artifact(f"artifact:l-1/{clip.name}") is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "words"),
+    [("worker.job_timeout", "job_timeout", "it was not done after 1 s"),
+     ("worker.stall_timeout", "worker_stalled", "nothing was computed for 1 s")],
+)  # fmt: skip
+async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, code: str, words: str):
+    node = await make(attends=True, **{setting.replace(".", "__"): 1})
+    node.ask(job={**JOB, "prompt": "hold=denoising"})
+    ended = await node.ended()
+    assert (ended.code, ended.message) == (code, words)
+    assert node.limiter.leases == 0
+
+
+async def test_work_that_comes_in_while_the_ceiling_is_lowered_keeps_its_memory(make: Make):
+    """The engine reads the request before the lower ceiling, so only the second look at the memory can see it."""
+    node = await make(memory__cap="20GiB", engine__scripted__kv_per_token=1024**2)
+    before = node.ceiling
+    node.chat(1, tokens=10_000)
+    node.ask(size=14 * GIB)
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.message) == ("no_headroom", "work came in while the ceiling was lowered")
+    assert (refused.need, refused.retry_after, refused.waiting_for) == (14 * GIB, 5.0, "the work that came in")
+    assert refused.headroom is not None
+    assert 0 < refused.headroom < 14 * GIB
+    assert (node.ceiling, node.limiter.leases) == (before, 0)
+    assert node.supervisor.live == {1}

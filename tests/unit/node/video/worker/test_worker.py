@@ -1,0 +1,132 @@
+"""What of the worker needs no engine; the rest is driven with the real one in tests/e2e/test_video_node.py."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.video.worker import worker
+
+
+class Config:
+    """An engine's config class as old versions have it: fewer arguments than later ones take."""
+
+    def __init__(self, model_name: str, transformer_overrides: dict[str, object],
+                 text_encoder_overrides: dict[str, object], base_model: str) -> None:  # fmt: skip
+        self.model_name = model_name
+        self.known, self.text, self.base_model = transformer_overrides, text_encoder_overrides, base_model
+        self.priority, self.num_train_steps, self.max_sequence_length = 1, 1000, 512
+        self.transformer_overrides, self.text_encoder_overrides = transformer_overrides, text_encoder_overrides
+
+    @classmethod
+    def wan2_2_t2v_a14b(cls) -> "Config":
+        return cls("catalogue", {"num_layers": 40, "ffn_dim": 13824, "vae_config": {"base_dim": 96, "z_dim": 16}},
+                   {"d_model": 4096}, "a14b")  # fmt: skip
+
+    @classmethod
+    def wan2_2_ti2v_5b(cls) -> "Config":
+        return cls("catalogue", {"num_layers": 30, "ffn_dim": 14336, "vae_config": {"base_dim": 160, "z_dim": 48}},
+                   {"d_model": 4096}, "5b")  # fmt: skip
+
+
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def test_a_package_without_configs_is_as_the_catalogue_says(tmp_path: Path):
+    write(tmp_path / "model_index.json", {"transformer_2": ["diffusers", "X"], "boundary_ratio": 0.875})
+    found = worker.package_config(tmp_path, Config)
+    assert (found.base_model, found.known["num_layers"], found.known["boundary_ratio"]) == ("catalogue", 40, 0.875)
+    assert found.known["has_transformer_2"] is True
+    assert found.known["vae_config"] == {"base_dim": 96, "z_dim": 16}
+
+
+def test_what_a_package_says_of_itself_counts(tmp_path: Path):
+    write(tmp_path / "model_index.json", {"transformer_2": [None, None], "expand_timesteps": True})
+    write(tmp_path / "transformer" / "config.json", {"num_layers": 2, "_class_name": "X", "ffn_dim": 128})
+    write(tmp_path / "vae" / "config.json", {"base_dim": 8, "other": 1})
+    write(tmp_path / "text_encoder" / "config.json", {"d_model": 64, "vocab": 5})
+    found = worker.package_config(tmp_path, Config)
+    assert (found.known["num_layers"], found.known["ffn_dim"], found.known["has_transformer_2"]) == (2, 128, False)
+    assert found.known["expand_timesteps"] is True
+    assert found.known["vae_config"] == {"base_dim": 8, "z_dim": 48}
+    assert found.text == {"d_model": 64}
+
+
+def test_a_call_gets_what_it_takes():
+    def old(a: int, b: int = 2) -> tuple[int, int]:
+        return a, b
+
+    assert worker.fitting(old, a=1, c=3) == (1, 2)
+
+
+def test_failures_have_names():
+    class TensorHealthError(Exception):
+        pass
+
+    assert worker.code_of(TensorHealthError(), began=True) == "output_invalid"
+    assert worker.code_of(OSError(errno.ENOSPC, "full"), began=True) == "disk_full"
+    assert worker.code_of(FileNotFoundError(), began=False) == "model_invalid"
+    assert worker.code_of(ValueError(), began=False) == "generation_failed"
+    assert worker.code_of(RuntimeError(), began=True) == "generation_failed"
+
+
+class Metal:
+    """MLX as a Mac's: it refuses a wired limit above its own."""
+
+    def __init__(self, info: dict[str, int] | None = None) -> None:
+        self.set: dict[str, int] = {}
+        self._info = {"max_recommended_working_set_size": 20 * 2**30} if info is None else info
+
+    def device_info(self) -> dict[str, int]:
+        return self._info
+
+    def set_wired_limit(self, size: int) -> None:
+        assert size <= 20 * 2**30
+        self.set["wired"] = size
+
+    def set_memory_limit(self, size: int) -> None:
+        self.set["memory"] = size
+
+    def set_cache_limit(self, size: int) -> None:
+        self.set["cache"] = size
+
+
+def test_the_wired_limit_is_below_the_lease_and_below_metals():
+    metal = Metal()
+    assert worker.bound(metal, 16 * 2**30) == 14 * 2**30
+    assert metal.set == {"wired": 14 * 2**30, "memory": 16 * 2**30, "cache": 10**9}
+    assert worker.bound(metal, 36 * 2**30) == 20 * 2**30
+    unwired = Metal()
+    assert worker.bound(unwired, 16 * 2**30, wire=False) == 0
+    assert unwired.set == {"memory": 16 * 2**30, "cache": 10**9}, "memory.wire = off holds for the worker, too"
+
+
+class OlderMetal(Metal):
+    """MLX that cannot name its device."""
+
+    def device_info(self) -> dict[str, int]:
+        raise RuntimeError
+
+
+def test_a_small_lease_keeps_half_wired_and_an_eighth_cached():
+    metal = Metal()
+    assert worker.bound(metal, 2**30) == 2**29
+    assert metal.set == {"wired": 2**29, "memory": 2**30, "cache": 2**27}
+
+
+@pytest.mark.parametrize("metal", [Metal({}), OlderMetal()])
+def test_where_metal_names_no_limit_the_lease_alone_bounds(metal: Metal):
+    assert worker.bound(metal, 16 * 2**30) == metal.set["wired"] == 14 * 2**30
+
+
+def test_it_leaves_when_nobody_needs_it_and_runs_where_nothing_of_ours_is_installed():
+    command = [sys.executable, "-I", worker.__file__]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (worker.EXIT_NO_JOB, b"")
+    done = subprocess.run(command, input=b"no json\n", capture_output=True, check=False)
+    assert done.returncode == worker.EXIT_NO_JOB

@@ -1,0 +1,222 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.memory.sensor import born
+from node.video.leases import Held, Phase, Worker
+from node.video.worker import lease_files, worker_monitor
+from node.video.worker.watchdog_policy import CRASHED, LOST, Bounds
+from node.video.worker.worker_monitor import Job, Watch, kill, living, worker_environment
+from tests.support.readings import Later
+
+
+def hear(*events: object) -> Job:
+    job = Job()
+    for event in events:
+        job.hear(json.dumps(event).encode(), 1.0)
+    return job
+
+
+def progress(phase: str, step: int) -> dict[str, object]:
+    return {"event": "progress", "phase": phase, "step": step, "steps": 4}
+
+
+def test_a_job_goes_through_its_phases():
+    job = hear({"event": "start"}, {"event": "loading"})
+    assert job.phase is Phase.LOADING
+    job = hear(progress("denoise", 3))
+    assert (job.phase, job.step, job.steps) == (Phase.DENOISING, 3, 4)
+    assert hear(progress("denoise", 4), progress("decode", 4)).phase is Phase.DECODING
+
+
+def test_steps_that_a_worker_makes_up_are_within_its_own_count():
+    assert (hear(progress("denoise", 9)).step, hear(progress("denoise", -3)).step) == (4, 0)
+
+
+def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Later()
+    monkeypatch.setattr(time, "monotonic", clock)
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
+    one = Watch(held, tmp_path / "l", Bounds(2**40, 90, 50), 100, 0)
+    one.open(lease_files.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
+    assert attended is not None
+    clock.by += 99
+    assert one.look() is None
+    claim = lease_files.Claim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    lease_files.write_new(tmp_path / "l" / lease_files.CLAIM, msgspec.json.encode(claim))
+    assert one.look() is None
+    clock.by += 49
+    assert one.look() is None
+    assert 49 <= one.seconds < 50
+    clock.by += 2
+    end = one.look()
+    assert end is not None
+    assert end.code == "job_timeout"
+    process.kill()
+    process.wait()
+    one.close()
+    os.close(attended)
+
+
+def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():
+    events = [
+        {"event": "start"}, {"event": "loading"}, {"event": "loaded"}, progress("start", 0), progress("denoise", 1),
+        {"event": "beat", "blocks": 1}, {"event": "beat", "blocks": 2}, progress("denoise", 2), progress("decode", 2),
+        progress("save", 2),
+    ]  # fmt: skip
+    marks = [hear(*events[:count]).mark for count in range(len(events) + 1)]
+    assert len(set(marks)) == len(marks)
+    assert hear(*events).mark == hear(*events, {"event": "beat", "blocks": 2}, {"event": "?"}, "?").mark
+
+
+def test_the_first_end_counts_and_codes_are_ours():
+    done = hear({"event": "done", "made": {"width": 64}}, {"event": "exit", "code": 0})
+    assert done.end is not None
+    assert (done.end.code, done.made) == ("completed", {"width": 64})
+    failed = hear({"event": "failed", "code": "rm -rf", "message": "x" * 9000})
+    assert failed.end is not None
+    assert (failed.end.code, len(failed.end.message)) == ("generation_failed", 1000)
+    killed = hear({"event": "exit", "code": -9})
+    assert killed.end is not None
+    assert (killed.end.code, "SIGKILL" in killed.end.message) == ("worker_crashed", True)
+    unheard = hear({"event": "exit", "code": -9999})
+    assert unheard.end is not None
+    assert "signal 9999" in unheard.end.message
+
+
+@given(st.binary(max_size=300))
+def test_nothing_that_a_worker_writes_ends_the_watch(line: bytes):
+    Job().hear(line, 0.0)
+
+
+NAMES = st.sampled_from(["event", "phase", "step", "code", "made", "blocks"])
+KINDS = st.sampled_from(["progress", "done", "exit", "beat"])
+
+
+@given(st.dictionaries(NAMES, st.one_of(KINDS, st.integers(), st.none(), st.dictionaries(st.text(), st.text()))))
+def test_nor_does_any_event(event: dict[str, object]):
+    hear(event)
+
+
+def test_a_worker_is_told_what_is_named_and_nothing_else(tmp_path: Path):
+    inherited = {"PATH": "/bin", "OPENAI_API_KEY": "sk", "MACPOOL_X": "1", "HOME": "/nonexistent", "LANG": "C"}
+    told = worker_environment(inherited, tmp_path)
+    assert set(told) == {
+        "PATH", "LANG", "HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
+        "TOKENIZERS_PARALLELISM",
+    }  # fmt: skip
+    assert told["HOME"] == str(tmp_path)
+
+
+async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alone():
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", stubborn]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)  # noqa: ASYNC220  it is quick
+    assert process.stdout is not None
+    process.stdout.readline()
+    other = Worker(pid=process.pid, born="another boot:1")
+    assert living(other) == ()
+    await kill(other, 0.0)
+    assert process.poll() is None
+    await kill(Worker(pid=process.pid, born=born(process.pid)), 0.2)
+    assert process.wait(30) == -9
+
+
+# the folder between agent and attendant
+
+
+def watched(place: Path, process: "subprocess.Popen[bytes]") -> Watch:
+    """Watch a process as the worker of a lease; nobody attends to it."""
+    held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
+    made = Watch(held, place, Bounds(2**40, 100, 100), 100, 0)
+    made.open(lease_files.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    claim = lease_files.Claim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    lease_files.write_new(place / lease_files.CLAIM, msgspec.json.encode(claim))
+    assert made.look() is None
+    return made
+
+
+@pytest.mark.parametrize(("after", "code"), [("nothing", CRASHED), ("a word", CRASHED), ("its own end", LOST)])
+def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, code: str
+):
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait()
+    one = watched(tmp_path / "l", process)
+    attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
+    assert attended is not None
+    assert one.look() is None, "who started it has not said anything yet"
+    if after == "a word":
+        (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "exit", "code": -9}\n')
+    elif after == "its own end":
+        os.close(attended)
+    else:
+        monkeypatch.setattr(worker_monitor, "WORD", 0.0)
+    end = one.look()
+    assert end is not None
+    assert end.code == code
+    one.close()
+    if after != "its own end":
+        os.close(attended)
+
+
+def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_path: Path):
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    one = watched(tmp_path / "l", process)
+    (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "done", "made": {}}\n')
+    assert one.look() is None, "it leaves by itself"
+    process.kill()
+    process.wait()
+    end = one.look()
+    assert end is not None
+    assert end.code == "completed"
+    one.close()
+
+
+def test_a_lock_goes_with_its_holder(tmp_path: Path):
+    place = tmp_path / "guard"
+    assert not lease_files.locked(place)
+    held = lease_files.lock(place)
+    assert held is not None
+    assert lease_files.lock(place) is None
+    assert lease_files.locked(place)
+    os.close(held)
+    assert not lease_files.locked(place)
+    assert place.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_claim_is_made_once(tmp_path: Path):
+    lease_files.write_new(tmp_path / "claim.json", b"first")
+    with pytest.raises(FileExistsError):
+        lease_files.write_new(tmp_path / "claim.json", b"second")
+    assert (tmp_path / "claim.json").read_bytes() == b"first"
+    assert [one.name for one in tmp_path.iterdir()] == ["claim.json"]
+
+
+def test_a_grant_that_makes_no_sense_is_none(tmp_path: Path):
+    assert lease_files.read_grant(tmp_path) is None
+    (tmp_path / lease_files.GRANT).write_text('{"lease": 5}')
+    assert lease_files.read_grant(tmp_path) is None
+
+
+def test_lines_are_read_whole_and_those_that_are_too_long_are_left_out(tmp_path: Path):
+    file = tmp_path / "events"
+    tail = lease_files.Tail(file)
+    assert tail.lines() == []
+    file.write_bytes(b"one\ntw")
+    assert tail.lines() == [b"one"]
+    with file.open("ab") as more:
+        more.write(b"o\n" + b"x" * (lease_files.LONGEST_LINE + 1) + b"\nthree\n")
+    assert tail.lines() == [b"two", b"three"]

@@ -1,0 +1,78 @@
+"""Ollama's answers, value by value."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.ollama.response import error_of
+from router.dialects.shared.interface import Dialect
+from router.errors import Problem
+from tests.support.answers import CROWDED, CUT, FINISHED, SAID, streamed, whole
+from wire.frames import Finished, Timings
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+GENERATE: dict[str, Any] = {"prompt": "hi"}
+BOTH = pytest.mark.parametrize(("dialect", "body"), [(OllamaChat(), CHAT), (OllamaGenerate(), GENERATE)])
+END = {
+    "done": True, "done_reason": "stop", "total_duration": 3_750_000_000, "load_duration": 500_000_000,
+    "prompt_eval_count": 20, "prompt_eval_duration": 1_250_000_000, "eval_count": 9, "eval_duration": 2_000_000_000,
+}  # fmt: skip
+ABOUT = {"model": "tiny", "created_at": "2023-11-14T22:13:20Z"}
+CALLS = [{"id": "call_1", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}]
+
+
+def test_a_whole_chat_has_its_message_counts_and_nanoseconds():
+    assert whole(OllamaChat(), **CHAT, stream=False) == ABOUT | END | {
+        "message": {"role": "assistant", "content": "I look.", "thinking": "let me", "tool_calls": CALLS}
+    }
+
+
+def test_a_whole_generation_has_its_response_counts_and_nanoseconds():
+    assert whole(OllamaGenerate(), **GENERATE, stream=False) == ABOUT | END | {
+        "response": "I look.", "thinking": "let me", "tool_calls": CALLS,
+    }  # fmt: skip
+
+
+def test_a_stream_is_a_line_for_each_piece_and_one_for_the_end():
+    said = {"role": "assistant", "content": ""}
+    assert [json.loads(line) for line in streamed(OllamaChat(), *SAID, **CHAT).splitlines()] == [
+        ABOUT | {"message": said | {"thinking": "let me"}, "done": False},
+        ABOUT | {"message": said | {"content": "I look."}, "done": False},
+        ABOUT | {"message": said | {"tool_calls": CALLS}, "done": False},
+        ABOUT | END | {"message": said},
+    ]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("finished", "reason"),
+    [(FINISHED, "stop"), (CUT, "length"), (replace(FINISHED, reasons=("tool_calls",)), "stop"),
+     (replace(FINISHED, reasons=()), "stop")],
+)  # fmt: skip
+def test_only_the_limit_of_tokens_is_a_length(dialect: Dialect, body: dict, finished: Finished, reason: str):
+    assert whole(dialect, finished=finished, **body, stream=False)["done_reason"] == reason
+    assert json.loads(streamed(dialect, finished=finished, **body).splitlines()[-1])["done_reason"] == reason
+
+
+def test_times_that_are_none_are_zero():
+    odd = whole(OllamaChat(), finished=replace(FINISHED, timings=Timings(-1.0, math.inf, math.nan)), **CHAT)
+    assert [odd[f"{name}_duration"] for name in ("load", "prompt_eval", "eval", "total")] == [0, 0, 0, 0]
+
+
+@BOTH
+def test_a_stream_that_breaks_ends_with_the_error_and_its_numbers(dialect: Dialect, body: dict):
+    *_, last = streamed(dialect, *SAID[1:2], broken=CROWDED, **body).splitlines(keepends=True)
+    assert last.endswith("\n")
+    error = json.loads(last)
+    assert (error["error"], error["code"], error["param"], error["request_id"]) == (
+        "no room",
+        "no_headroom",
+        None,
+        "r1",
+    )
+    assert (error["memory"]["headroom"], error["memory"]["ceiling"], error["memory"]["bound_by"]) == (2, 8, "dynamic")
+    assert "memory" not in json.loads(error_of(Problem(500, "x", "y"), "r1"))

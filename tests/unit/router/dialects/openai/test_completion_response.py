@@ -1,0 +1,67 @@
+"""Answers of `/v1/completions`, value by value."""
+
+import json
+
+from msgspec.structs import replace
+
+from router.dialects.openai.completion import Completion
+from router.dispatch.request import Answer
+from router.errors import Problem
+from tests.support.answers import CREATED, CROWDED, FINISHED, Reading, asked, events
+from wire.frames import Channel, Delta, Logprob
+
+USAGE = {
+    "prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29, "prompt_tokens_details": {"cached_tokens": 12},
+    "completion_tokens_details": {"reasoning_tokens": 4},
+}  # fmt: skip
+ENDS = replace(FINISHED, reasons=("length", "stop"))
+TWO = Answer({(0, Channel.CONTENT): " one", (1, Channel.CONTENT): " two"}, {}, {})
+TOKENS = [Logprob(b" on", -0.5, ((b" on", -0.5), (b" tw", -1.5))), Logprob(b"e", -0.25, ((b"e", -0.25), (b"x", -2.0)))]
+
+
+def test_a_whole_completion_has_every_choice_and_the_exact_usage():
+    request, job = asked(Completion(), prompt="once", n=2, echo=True)
+    assert json.loads(request.whole(job, TWO, ENDS)) == {
+        "id": "cmpl-r1", "object": "text_completion", "created": CREATED, "model": "tiny", "usage": USAGE,
+        "choices": [
+            {"index": 0, "text": "once one", "logprobs": None, "finish_reason": "length"},
+            {"index": 1, "text": "once two", "logprobs": None, "finish_reason": "stop"},
+        ],
+    }  # fmt: skip
+
+
+def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
+    request, job = asked(Completion(), prompt="once", logprobs=1)
+    answer = Answer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})
+    (choice,) = json.loads(request.whole(job, answer, FINISHED))["choices"]
+    assert choice["logprobs"] == {
+        "tokens": [" on", "e"], "token_logprobs": [-0.5, -0.25], "top_logprobs": [{" on": -0.5}, {"e": -0.25}],
+        "text_offset": [0, 3],
+    }  # fmt: skip
+    chunks = request.chunks(Reading(job, job.demand))
+    raw = b"".join(chunks.deltas([Delta(7, 0, (1,), ((0, "x"),), (token,))]) for token in TOKENS).decode()
+    assert [data["choices"][0]["logprobs"]["text_offset"] for _, data in events(raw)] == [[0], [3]]
+
+
+def test_a_stream_says_usage_once_at_its_end_and_null_before():
+    request, job = asked(Completion(), prompt="once", n=2, stream=True, stream_options={"include_usage": True})
+    chunks = request.chunks(Reading(job, job.demand))
+    raw = chunks.opening() + chunks.deltas([Delta(7, 1, (1,), ((0, " two"),))]) + chunks.closing(ENDS)
+    assert raw.endswith(b"data: [DONE]\n\n")
+    text, first, second, last = [data for _, data in events(raw.decode())]
+    assert [one["usage"] for one in (text, first, second, last)] == [None, None, None, USAGE]
+    assert (text["choices"][0]["index"], text["choices"][0]["text"]) == (1, " two")
+    assert [one["choices"][0]["finish_reason"] for one in (first, second)] == ["length", "stop"]
+    assert last["choices"] == []
+    assert {(one["id"], one["created"], one["model"]) for one in (text, last)} == {("cmpl-r1", CREATED, "tiny")}
+
+
+def test_a_stream_that_breaks_has_no_done():
+    request, job = asked(Completion(), prompt="once", stream=True)
+    raw = request.chunks(Reading(job, job.demand)).failing(CROWDED).decode()
+    assert "[DONE]" not in raw
+    ((_, data),) = events(raw)
+    assert data["error"]["code"] == "no_headroom"
+    assert data["error"]["type"] == "server_error"
+    assert data["error"]["memory"]["headroom"] == 2
+    assert json.loads(Problem(429, "x", "y").body("r"))["error"]["type"] == "rate_limit_error"

@@ -1,0 +1,34 @@
+"""Signs of life of every dialect: no client takes one for an answer, and server-sent ones say what is waited for."""
+
+import json
+
+import pytest
+
+from router.dialects.anthropic.response import MessageChunks
+from router.dialects.ollama.response import Lines, Shape
+from router.dialects.openai.chat_response import ChatChunks
+from router.dialects.openai.completion_response import CompletionChunks
+from router.dialects.shared.interface import Chunks
+from tests.unit.router.dialects.openai.test_chat_response import a_job
+
+WHY = "waiting for a model swap on studio (one -> two)"
+SERVER_SENT: dict[str, Chunks] = {
+    "chat": ChatChunks(a_job()),
+    "completions": CompletionChunks(a_job(), [""]),
+    "messages": MessageChunks(a_job(), 0, False),
+}
+
+
+@pytest.mark.parametrize("chunks", SERVER_SENT.values(), ids=SERVER_SENT)
+def test_a_server_sent_sign_of_life_says_in_a_comment_what_is_waited_for(chunks: Chunks):
+    assert chunks.keepalive(WHY).startswith(f": {WHY}\n\n".encode())
+    assert WHY.encode() not in chunks.keepalive("")
+    for why in ("", WHY):
+        shown = [line for line in chunks.keepalive(why).splitlines() if line and not line.startswith(b":")]
+        assert shown in ([], [b"event: ping", b'data: {"type":"ping"}'])
+
+
+def test_lines_have_no_comments():
+    line = Lines(Shape(a_job(), chat=True)).keepalive(WHY)
+    assert json.loads(line)["message"]["content"] == ""
+    assert WHY.encode() not in line

@@ -1,0 +1,101 @@
+"""Models as each dialect lists them, value by value."""
+
+import hashlib
+import json
+
+from router.dialects.ollama import models as ollama_models
+from router.dialects.openai import models
+from router.errors import Problem
+from router.placement.cluster_view import ClusterView, view_of
+from tests.support.answers import CREATED
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.frames import Report
+from wire.identity import NodeId
+from wire.report import EngineState
+from wire.units import GIB
+
+LOADED = a_model("loaded", features=("tools", "logprobs", "sampling", "grammar"))
+ON_DISK = a_model("on-disk", loaded=False, weights=3 * GIB, context=8192, features=(), fingerprint="")
+BROKEN = a_model("broken", loaded=False, cause="no weights")
+
+
+def view() -> ClusterView:
+    """Give two nodes, of which the second has no model loaded."""
+    held = (("a", (LOADED, ON_DISK)), ("b", (ON_DISK, BROKEN)))
+    return ClusterView(tuple(
+        view_of(Report(0, a_memory(), EngineState("x", "ready"), known), node=NodeId(name), name=name, state="ready",
+                heard_at=1.0)
+        for name, known in held
+    ))  # fmt: skip
+
+
+def test_a_model_in_openai_s_shape_says_what_other_servers_say():
+    listed = json.loads(models.listing(view(), CREATED))
+    assert listed["object"] == "list"
+    loaded, on_disk = listed["data"]
+    assert loaded == {
+        "id": "loaded", "object": "model", "created": CREATED, "owned_by": "macpool", "type": "llm",
+        "context_length": 4096, "max_model_len": 4096, "max_context_length": 4096, "loaded_context_length": 4096,
+        "state": "loaded", "compatibility_type": "mlx", "size": GIB, "capabilities": ["tool_use"],
+        "supported_parameters": [
+            "max_tokens", "stop", "seed", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls",
+            "logprobs", "top_logprobs", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "logit_bias", "response_format", "structured_outputs",
+        ],
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "meta": {"n_ctx_train": 4096, "size": GIB},
+    }  # fmt: skip
+    assert (on_disk["id"], on_disk["state"], on_disk["loaded_context_length"]) == ("on-disk", "not-loaded", None)
+    assert (on_disk["size"], on_disk["max_context_length"], on_disk["capabilities"]) == (3 * GIB, 8192, [])
+    one = models.one(view(), "on-disk", CREATED)
+    assert isinstance(one, bytes)
+    assert json.loads(one) == on_disk
+
+
+def test_a_model_in_anthropic_s_shape():
+    found = json.loads(models.anthropic_listing(view(), CREATED))
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("loaded", "on-disk", False)
+    assert found["data"][0] == {
+        "type": "model", "id": "loaded", "display_name": "loaded", "created_at": "2023-11-14T22:13:20Z",
+        "lifecycle": "active", "max_input_tokens": 4096, "max_tokens": 4096,
+    }  # fmt: skip
+    assert json.loads(models.anthropic_listing(ClusterView(), CREATED)) == {
+        "data": [], "has_more": False, "first_id": None, "last_id": None,
+    }  # fmt: skip
+
+
+def test_a_model_that_no_node_can_load_is_not_listed_and_says_why():
+    for show in (models.one, models.anthropic_one):
+        problem = show(view(), "broken", CREATED)
+        assert isinstance(problem, Problem)
+        assert (problem.status, problem.code, problem.param) == (404, "model_not_found", "model")
+        assert problem.message == "no node can load the model 'broken': no weights"
+
+
+def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
+    details = {"parent_model": "", "format": "mlx", "family": "", "families": [], "parameter_size": "",
+               "quantization_level": ""}  # fmt: skip
+    loaded, on_disk = json.loads(ollama_models.tags(view(), CREATED))["models"]
+    row = {
+        "name": "loaded", "model": "loaded", "size": GIB, "digest": hashlib.sha256(b"tiny-1").hexdigest(),
+        "details": details,
+    }  # fmt: skip
+    assert loaded == row | {"modified_at": "2023-11-14T22:13:20Z"}
+    assert on_disk["digest"] == hashlib.sha256(b"on-disk").hexdigest(), "without a fingerprint that of its name"
+    (running,) = json.loads(ollama_models.running(view()))["models"]
+    assert running == row | {"size_vram": GIB, "expires_at": "0001-01-01T00:00:00Z", "context_length": 4096}
+
+
+def test_ollama_shows_what_a_model_can():
+    for body in (b'{"model": "loaded:latest"}', b'{"name": "loaded"}'):
+        shown = ollama_models.show(view(), body, CREATED)
+        assert isinstance(shown, bytes)
+        found = json.loads(shown)
+        assert found["capabilities"] == ["completion", "tools"]
+        assert found["model_info"] == {"general.architecture": "mlx", "mlx.context_length": 4096}
+    shown = ollama_models.show(view(), b'{"model": "on-disk"}', CREATED)
+    assert isinstance(shown, bytes)
+    assert json.loads(shown)["capabilities"] == ["completion"]
+    missing = ollama_models.show(view(), b'{"model": "nothing"}', CREATED)
+    assert isinstance(missing, Problem)
+    assert (missing.status, missing.code) == (404, "model_not_found")

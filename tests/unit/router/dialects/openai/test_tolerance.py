@@ -1,0 +1,220 @@
+"""What is not known in a body is ignored and named, or refused by the setting; what would change an answer never is."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from router.admission.request_limits import MOST_IGNORED
+from router.dialects.anthropic.api import Messages, count
+from router.dialects.ollama.api import OllamaChat
+from router.dialects.openai.chat import Chat
+from router.dialects.openai.chat_response import ChatChunks, tool_call
+from router.dialects.openai.completion import Completion
+from router.dialects.openai.responses import Responses
+from router.errors import Problem
+from wire.frames import Channel, Delta, ToolCall
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT = {"model": "m", "messages": HELLO}
+FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+FLAT = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+PATCH = {"name": "apply_patch", "description": "Change files.",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}  # fmt: skip
+BASE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat": (Chat, CHAT),
+    "completions": (Completion, {"model": "m", "prompt": "x"}),
+    "messages": (Messages, CHAT | {"max_tokens": 9}),
+    "responses": (Responses, {"model": "m", "input": "x"}),
+    "ollama": (OllamaChat, CHAT),
+}
+
+
+def parse(dialect: str, *, strict: bool = False, **fields: Any) -> Any:
+    route, base = BASE[dialect]
+    return route(strict=strict).parse(json.dumps(base | fields).encode(), "key")
+
+
+def good(dialect: str, **fields: Any) -> Any:
+    found = parse(dialect, **fields)
+    assert not isinstance(found, Problem), found
+    return found
+
+
+@pytest.mark.parametrize("dialect", BASE)
+def test_an_unknown_field_is_ignored_and_named_or_refused(dialect: str):
+    found = good(dialect, colour="red", top_n_sigma=1)
+    assert found.ignored == ("colour", "top_n_sigma")
+    assert found.jobs("key", "id", 0)[0].ignored == found.ignored
+    refused = parse(dialect, strict=True, colour="red")
+    assert isinstance(refused, Problem)
+    assert (refused.status, refused.param) == (400, "colour")
+
+
+@pytest.mark.parametrize("dialect", BASE)
+def test_a_typing_error_is_refused_because_it_would_change_the_answer(dialect: str):
+    refused = parse(dialect, strem=True)
+    assert isinstance(refused, Problem)
+    assert "did you mean stream?" in refused.message
+    assert isinstance(parse("chat", temprature=1), Problem)
+
+
+def test_unknown_parts_of_parts_are_named_by_their_place():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], "colour": 1},
+                {"role": "user", "content": "y", "shape": 1}]  # fmt: skip
+    found = good("chat", messages=messages, stream=True, stream_options={"include_usage": True, "chunk": 1},
+                 tools=[FUNCTION | {"x": 1}, {"type": "function", "function": {"name": "b", "cache": 1}}])  # fmt: skip
+    assert set(found.ignored) == {
+        "messages[].content[].cache_control", "messages[].colour", "messages[].shape", "stream_options.chunk",
+        "tools[].x", "tools[].function.cache",
+    }  # fmt: skip
+    assert "cache" not in found.tools, "a template prints tools whole"
+    assert [message.content for message in found.messages] == ["x", "y"]
+
+
+@pytest.mark.parametrize("fields", [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "kind": 1}}},
+    {"structured_outputs": {"regex": "a", "structural_tag": 1}},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+    {"messages": [{"role": "user", "content": "x", "images": ["x"]}]},
+    {"logit_bias": {"x": 1}}, {"functions": [{}]}, {"modalities": ["audio"]},
+])  # fmt: skip
+def test_what_changes_the_answer_is_refused(fields: dict[str, Any]):
+    found = parse("chat", **fields)
+    assert isinstance(found, Problem)
+    assert found.status == 400
+
+
+def test_a_wrong_value_is_refused_beside_an_unknown_field():
+    found = parse("chat", n="many", colour="red")
+    assert isinstance(found, Problem)
+    assert (found.status, found.param) == (400, "n")
+
+
+def test_a_field_of_another_dialect_is_ignored_unless_it_holds_the_question():
+    assert good("chat", text={"verbosity": "low"}).ignored == ("text",)
+    found = parse("chat", prompt="hello")
+    assert isinstance(found, Problem)
+    assert found.param == "prompt"
+
+
+def test_a_refusal_says_whether_the_server_or_the_model_cannot():
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    assert "is not offered by this server, with any model" in parse("chat", messages=image).message
+
+
+@pytest.mark.parametrize(("fields", "template", "ignored"), [
+    ({"enable_thinking": False}, {"enable_thinking": False}, ()),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, ()),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"enable_thinking": True}, ()),
+    ({"thinking": True, "think": False}, {"enable_thinking": True}, ()),
+    ({"thinking": "much"}, {}, ("thinking",)),
+    ({"reasoning": {"effort": "low", "exclude": True}}, {"reasoning_effort": "low"}, ("reasoning.exclude",)),
+    ({"reasoning": {"enabled": False, "max_tokens": 9}}, {"enable_thinking": False}, ("reasoning.max_tokens",)),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}, ()),
+    ({"reasoning": "x"}, {}, ("reasoning",)),
+    ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}, ()),
+])  # fmt: skip
+def test_thinking_is_steered_in_the_words_of_other_servers(
+    fields: dict[str, object], template: dict[str, object], ignored: tuple[str, ...]
+):
+    found = good("chat", **fields)
+    assert (json.loads(found.template or "{}"), found.ignored) == (template, ignored)
+
+
+def test_fields_that_steer_other_servers():
+    found = good("chat", session_id="s", chat_id="c", user="u", repeat_penalty=1.5, cache_prompt=True, keep_alive="5m",
+                 stop_token_ids=[1], skip_special_tokens=False, include_reasoning=True, provider={"order": []},
+                 usage={"include": True}, stream=True)  # fmt: skip
+    assert (found.session, found.params.repetition_penalty, found.include_usage) == ("s", 1.5, True)
+    assert found.ignored == ("cache_prompt", "keep_alive", "stop_token_ids", "include_reasoning", "provider")
+    assert good("chat", chat_id="c", user="u").session == "c"
+    assert not good("chat", usage={"include": True}).include_usage, "only a stream has a last chunk"
+    assert good("chat", store=False, metadata=None).ignored == (), "what asks for nothing is not named"
+
+
+def test_names_that_a_header_cannot_carry_are_not_repeated():
+    found = good("chat", **{"evil\r\nx-injected": 1, "ä" * 100: 1, "plain": 1})
+    assert found.ignored == ("(unprintable)", "plain")
+    many = good("chat", **{f"strange_{number}": 1 for number in range(MOST_IGNORED)})
+    assert len(many.ignored) == MOST_IGNORED
+    one_more: dict[str, Any] = {f"strange_{number}": 1 for number in range(MOST_IGNORED + 1)}
+    assert isinstance(parse("chat", **one_more), Problem)
+    long: dict[str, Any] = {"x" * 300: 1}
+    assert isinstance(parse("chat", **long), Problem)
+    deep = good("chat", stream=True, stream_options={f"strange_{number}": 1 for number in range(100)})
+    assert (len(deep.ignored), deep.ignored[-1]) == (MOST_IGNORED + 1, "and-68-more")
+
+
+def test_a_long_conversation_with_unknown_parts_is_read_in_linear_time():
+    messages = [{"role": "user", "content": "x", f"strange_{number % 500}": 1} for number in range(8_000)]
+    began = time.process_time()
+    assert len(good("chat", messages=messages).ignored) == MOST_IGNORED + 1
+    assert time.process_time() - began < 1.0
+
+
+# tools
+
+
+SERVERS = [{"type": kind} for kind in ("web_search", "local_shell", "mcp", "code_interpreter", "image_generation")]
+
+
+@pytest.mark.parametrize(("dialect", "tool"), [
+    ("chat", FUNCTION), ("responses", FLAT), ("ollama", FUNCTION),
+    ("messages", {"name": "look", "input_schema": {"type": "object", "properties": {}}}),
+])  # fmt: skip
+def test_tools_that_would_have_to_run_here_are_left_out_and_named(dialect: str, tool: dict[str, Any]):
+    found = good(dialect, tools=[SERVERS[0] | {"name": "search"}, tool, *SERVERS[1:]])
+    assert found.ignored[:2] == ("tools[0].type=web_search", "tools[2].type=local_shell")
+    assert [one["function"]["name"] for one in json.loads(found.tools)] == ["look"]
+    refused = parse(dialect, strict=True, tools=[tool, SERVERS[0]])
+    assert isinstance(refused, Problem)
+    assert (refused.code, refused.param) == ("unsupported_parameter", "tools[1].type")
+
+
+def test_a_count_leaves_out_the_same_tools():
+    counted = count(json.dumps(CHAT | {"tools": [{"type": "web_search_20250305", "name": "x"}]}).encode(), 0)
+    assert not isinstance(counted, Problem)
+    assert (counted.asked.tools, counted.ignored) == ("", ("tools[0].type=web_search_20250305",))
+
+
+def test_a_call_cannot_be_demanded_of_a_tool_that_was_left_out():
+    for choice in ("required", {"type": "web_search"}):
+        assert isinstance(parse("chat", tools=[SERVERS[0]], tool_choice=choice), Problem)
+        assert isinstance(parse("responses", tools=[SERVERS[0]], tool_choice=choice), Problem)
+
+
+def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back():
+    found = good("chat", tools=[FUNCTION, {"type": "custom", "custom": PATCH}],
+                 tool_choice={"type": "custom", "custom": {"name": "apply_patch"}},
+                 messages=[*HELLO, {"role": "assistant", "tool_calls": [
+                     {"id": "1", "type": "custom", "custom": {"name": "apply_patch", "input": "a\nb"}}]},
+                     {"role": "tool", "tool_call_id": "1", "content": "done"}])  # fmt: skip
+    offered = json.loads(found.tools)[1]["function"]
+    assert offered["parameters"]["required"] == ["input"]
+    assert "lark grammar:\nstart: /.+/" in offered["description"]
+    assert (found.params.grammar.calls, found.params.grammar.tool) == ("required", "apply_patch")
+    assert found.messages[1].tool_calls == (ToolCall("1", "apply_patch", '{"input":"a\\nb"}'),)
+    assert found.custom == {"apply_patch"}
+    call = json.dumps({"id": "2", "name": "apply_patch", "arguments": '{"input": "x"}'})
+    assert tool_call(call, found.custom) == {"id": "2", "type": "custom",
+                                             "custom": {"name": "apply_patch", "input": "x"}}  # fmt: skip
+    (job,) = found.jobs("key", "id", 0)
+    events = ChatChunks(job, found.custom).deltas([Delta(0, 0, (), ((Channel.TOOL_CALL, call),))])
+    assert b'"type":"custom","custom":{"name":"apply_patch","input":"x"}' in events
+    broken = json.dumps({"id": "2", "name": "apply_patch", "arguments": "no JSON"})
+    assert (tool_call(broken, found.custom) or {})["custom"] == {"name": "apply_patch", "input": "no JSON"}
+
+
+def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():
+    agents = {"type": "namespace", "name": "agents", "tools": [
+        FLAT | {"name": "spawn"}, FLAT, {"type": "custom", **PATCH}, {"type": "web_search"}]}  # fmt: skip
+    found = good("responses", tools=[FLAT, agents])
+    names = [one["function"]["name"] for one in json.loads(found.tools)]
+    assert names == ["look", "spawn", "agents__look", "apply_patch"]
+    assert found.ignored == ("tools[1].tools[3].type=web_search",)
+    crowd = {"type": "namespace", "name": "crowd", "tools": [FLAT | {"name": f"f{number}"} for number in range(100)]}
+    refused = parse("responses", tools=[crowd, crowd | {"name": "other"}])
+    assert isinstance(refused, Problem)
+    assert "200 tools are offered in all, at most 128" in refused.message

@@ -1,0 +1,263 @@
+"""The manual's tables of fields against what the official libraries know, and against what really happens."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from anthropic.types import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsNonStreaming, MessageCreateParamsStreaming
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params as older
+from openai.types.chat import completion_create_params as chats
+from openai.types.responses import response_create_params as responses
+from openai.types.video_create_params import VideoCreateParams
+
+from router.dialects.anthropic import api
+from router.dialects.anthropic.api import Messages
+from router.dialects.field_tables import TABLES
+from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.openai.chat import Chat
+from router.dialects.openai.completion import Completion
+from router.dialects.openai.responses import Responses
+from router.dialects.openai.responses_store import entry
+from router.dialects.openai.video_schema import VIDEO
+from router.dialects.shared.field_table import Parameters, Row
+from router.errors import Problem
+from wire.frames import Message
+
+
+class Clip(msgspec.Struct):
+    """What a video's body asks for."""
+
+    fields: dict[str, Any]
+
+
+def counted(body: bytes) -> object:
+    found = api.count(body, 0)
+    return found if isinstance(found, Problem) else found.asked
+
+
+KEPT = Responses()
+KEPT.kept.put("key", "resp_1", entry(b"{}", (Message("user", "before"),)))
+OPTIONS = "options of /api/chat and /api/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "look"}}
+BASE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "m", "messages": HELLO},
+    "/v1/completions": {"model": "m", "prompt": "x"},
+    "/v1/responses": {"model": "m", "input": "x"},
+    "/v1/messages": {"model": "m", "messages": HELLO, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"model": "m", "messages": HELLO},
+    "/api/chat": {"model": "m", "messages": HELLO},
+    "/api/generate": {"model": "m", "prompt": "x"},
+    "/v1/videos": {"model": "m", "prompt": "x"},
+    OPTIONS: {},
+}
+PARSE: dict[str, Callable[[bytes], object]] = {
+    "/v1/chat/completions": lambda body: Chat().parse(body, "key"),
+    "/v1/completions": lambda body: Completion().parse(body, "key"),
+    "/v1/responses": lambda body: KEPT.parse(body, "key"),
+    "/v1/messages": lambda body: Messages().parse(body, "key"),
+    "/v1/messages/count_tokens": counted,
+    "/api/chat": lambda body: OllamaChat().parse(body, "key"),
+    "/api/generate": lambda body: OllamaGenerate().parse(body, "key"),
+    "/v1/videos": lambda body: found if isinstance(found := VIDEO.read(body), Problem) else Clip(found[0].model_dump()),
+    OPTIONS: lambda body: OllamaChat().parse(
+        json.dumps({"model": "m", "messages": HELLO, "options": json.loads(body)}).encode(), "key"
+    ),
+}
+SDK: dict[str, set[str]] = {
+    "/v1/chat/completions": {
+        *chats.CompletionCreateParamsNonStreaming.__annotations__,
+        *chats.CompletionCreateParamsStreaming.__annotations__,
+    },
+    "/v1/completions": {
+        *older.CompletionCreateParamsNonStreaming.__annotations__,
+        *older.CompletionCreateParamsStreaming.__annotations__,
+    },
+    "/v1/responses": {
+        *responses.ResponseCreateParamsNonStreaming.__annotations__,
+        *responses.ResponseCreateParamsStreaming.__annotations__,
+    },
+    "/v1/messages": {
+        *MessageCreateParamsNonStreaming.__annotations__,
+        *MessageCreateParamsStreaming.__annotations__,
+        "temperature", "top_k", "top_p",
+    },
+    "/v1/messages/count_tokens": set(MessageCountTokensParams.__annotations__),
+    "/api/chat": {"model", "messages", "tools", "stream", "format", "options", "keep_alive", "think", "logprobs",
+                  "top_logprobs"},
+    "/api/generate": {"model", "prompt", "suffix", "images", "format", "options", "system", "template", "stream", "raw",
+                      "keep_alive", "context", "think", "logprobs", "top_logprobs", "width", "height", "steps"},
+    "/v1/videos": set(VideoCreateParams.__annotations__),
+    OPTIONS: {"numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
+              "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "seed", "num_predict", "top_k",
+              "top_p", "tfs_z", "typical_p", "repeat_last_n", "temperature", "repeat_penalty", "presence_penalty",
+              "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_newline", "stop"},
+}  # fmt: skip
+"""Ollama's library is typed by pydantic models with these fields; the others say theirs by themselves."""
+TOOLS = {"tools": [FUNCTION]}
+FLAT = {"tools": [FUNCTION["function"] | {"type": "function"}]}
+THEIRS = {"tools": [{"name": "look", "input_schema": {}}]}
+STREAM = {"stream": True}
+WITH: dict[str, dict[str, Any]] = {
+    "model": {"model": "other"}, "messages": {"messages": [*HELLO, *HELLO]}, "prompt": {"prompt": "y"},
+    "input": {"input": "y"}, "stream": STREAM, "max_tokens": {"max_tokens": 5}, "n": {"n": 2}, "seed": {"seed": 1},
+    "max_completion_tokens": {"max_completion_tokens": 5}, "max_output_tokens": {"max_output_tokens": 5},
+    "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.5},
+    "stop": {"stop": ["x"]}, "stop_sequences": {"stop_sequences": ["x"]}, "logit_bias": {"logit_bias": {"5": 1}},
+    "presence_penalty": {"presence_penalty": 1}, "frequency_penalty": {"frequency_penalty": 1},
+    "repetition_penalty": {"repetition_penalty": 2}, "repeat_penalty": {"repeat_penalty": 2},
+    "num_predict": {"num_predict": 5}, "stream_options": STREAM | {"stream_options": {"include_usage": True}},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 2}, "echo": {"echo": True},
+    "instructions": {"instructions": "x"}, "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"regex": "a"}}, "guided_json": {"guided_json": {}},
+    "guided_regex": {"guided_regex": "a"}, "guided_choice": {"guided_choice": ["a"]}, "format": {"format": "json"},
+    "guided_grammar": {"guided_grammar": "start: A"},
+    "guided_whitespace_pattern": {"guided_json": {}, "guided_whitespace_pattern": "_"},
+    "user": {"user": "x"}, "prompt_cache_key": {"prompt_cache_key": "x"},
+    "parallel_tool_calls": {"parallel_tool_calls": False}, "reasoning_effort": {"reasoning_effort": "low"},
+    "chat_template_kwargs": {"chat_template_kwargs": {"task": "x"}}, "reasoning": {"reasoning": {"effort": "low"}},
+    "system": {"system": "x"}, "thinking": {"thinking": {"type": "disabled"}}, "think": {"think": True},
+    "output_config": {"output_config": {"effort": "low"}}, "options": {"options": {"seed": 5}}, "raw": {"raw": True},
+    "previous_response_id": {"previous_response_id": "resp_1"}, "store": {"store": False}, "metadata": {"metadata": {}},
+    "seconds": {"seconds": "5"}, "size": {"size": "640x368"}, "frames": {"frames": 49}, "fps": {"fps": 8},
+    "steps": {"steps": 9}, "guidance": {"guidance": 4}, "guidance_2": {"guidance_2": "4.5"},
+    "negative_prompt": {"negative_prompt": "blur"},
+    "text": {"text": {"format": {"type": "json_object"}}}, "session_id": {"session_id": "x"},
+    "chat_id": {"chat_id": "x"}, "usage": STREAM | {"usage": {"include": True}},
+    "enable_thinking": {"enable_thinking": False},
+}  # fmt: skip
+"""A value of a field that changes what is asked of a node, with what it needs beside it."""
+EVEN: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/chat/completions", "logprobs"): {"logprobs": True}, ("/v1/completions", "logprobs"): {"logprobs": 0},
+    ("/v1/chat/completions", "tools"): TOOLS, ("/api/chat", "tools"): TOOLS, ("/v1/responses", "tools"): FLAT,
+    ("/v1/messages", "tools"): THEIRS, ("/v1/messages/count_tokens", "tools"): THEIRS,
+    ("/api/chat", "stream"): {"stream": False}, ("/api/generate", "stream"): {"stream": False},
+    ("/v1/messages", "metadata"): {"metadata": {"user_id": "mine"}},
+}  # fmt: skip
+CHOICE: dict[str, tuple[dict[str, Any], object]] = {
+    "/v1/chat/completions": (TOOLS, "none"), "/v1/responses": (FLAT, "none"),
+    "/v1/messages": (THEIRS, {"type": "none"}),
+    "/v1/messages/count_tokens": (THEIRS, {"type": "none"}),
+}  # fmt: skip
+TOLD = {
+    ("/v1/chat/completions", "guided_decoding_backend"): {"guided_decoding_backend": "guidance"},
+    ("/v1/completions", "guided_decoding_backend"): {"guided_decoding_backend": "guidance"},
+    ("/v1/completions", "best_of"): {"best_of": 1}, ("/v1/responses", "include"): {"include": []},
+    ("/v1/responses", "stream_options"): STREAM | {"stream_options": {"include_obfuscation": False}},
+    ("/v1/responses", "metadata"): {"metadata": {"a": "b"}},
+}  # fmt: skip
+"""Honoured by taking the one value that they may have, or by giving it back with the answer."""
+PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "auto", "speed": "fast", "stream": 5}
+
+
+def rows(verdict: str) -> list[tuple[str, Row]]:
+    return [(route, row) for route, table in TABLES.items() for row in table.rows() if row.verdict == verdict]
+
+
+def ask(route: str, /, **fields: object) -> object:
+    return PARSE[route](json.dumps(BASE[route] | fields).encode())
+
+
+def essence(found: object) -> object:
+    """Give what a request asks of a node; every response has an outline of its own."""
+    assert not isinstance(found, Problem), found
+    names = [name for name in found.__struct_fields__ if name not in ("outline", "kept", "ignored")]  # pyright: ignore
+    kept = getattr(found, "kept", None) is not None
+    return [getattr(found, name) for name in names] + [kept]
+
+
+@pytest.mark.parametrize("route", TABLES)
+def test_every_field_that_a_library_knows_stands_in_its_table(route: str):
+    assert SDK[route] - TABLES[route].known == set()
+    assert set(BASE) == set(PARSE) == set(SDK) == set(TABLES)
+
+
+@pytest.mark.parametrize(("route", "row"), rows("refused"), ids=str)
+def test_what_is_refused_is_named(route: str, row: Row):
+    for probe in (PROBES.get(row.name, {"a": 1}), [1], "strange"):
+        found = ask(route, **{row.name: probe})
+        assert isinstance(found, Problem)
+        assert (found.status, found.code) == (400, "unsupported_parameter")
+        assert (found.param or "").removeprefix("options.") == row.name
+        assert row.name in found.message
+    assert row.note
+
+
+@pytest.mark.parametrize(("route", "row"), rows("refused"), ids=str)
+def test_a_value_that_asks_for_nothing_passes(route: str, row: Row):
+    for value in TABLES[route].neutral[row.name]:
+        assert essence(ask(route, **{row.name: value})) == essence(ask(route))
+
+
+@pytest.mark.parametrize(("route", "row"), rows("ignored"), ids=str)
+def test_what_is_ignored_changes_nothing_and_says_why(route: str, row: Row):
+    for probe in ("x", 5, {"a": [1]}):
+        assert essence(ask(route, **{row.name: probe})) == essence(ask(route))
+    assert row.note
+
+
+@pytest.mark.parametrize(("route", "row"), rows("honoured"), ids=str)
+def test_what_is_honoured_changes_what_a_node_is_asked(route: str, row: Row):
+    if (route, row.name) in TOLD:
+        essence(ask(route, **TOLD[route, row.name]))
+        return
+    if row.name == "tool_choice":
+        tools, choice = CHOICE[route]
+        assert essence(ask(route, **tools, tool_choice=choice)) != essence(ask(route, **tools))
+        return
+    fields = EVEN.get((route, row.name)) or WITH[row.name]
+    before = {name: value for name, value in fields.items() if name != row.name}
+    assert essence(ask(route, **fields)) != essence(ask(route, **before))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6)
+    | st.sampled_from(["user", "text", "function", "message", "tool", "auto", "none", "tool_result", "reasoning"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "role", "content", "text", "name", "input", "id", "function", "output", "call_id"])
+        | st.text(max_size=4), inner, max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def bodies(route: str) -> st.SearchStrategy[bytes]:
+    table: Parameters[Any] = TABLES[route]
+    fields = st.dictionaries(st.sampled_from(sorted(table.known)), JSON, max_size=4)
+    return fields.map(lambda found: json.dumps(BASE[route] | found).encode())
+
+
+@pytest.mark.parametrize("route", TABLES)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_body_makes_a_parser_raise(route: str, data: st.DataObject):
+    found = PARSE[route](data.draw(bodies(route)))
+    if isinstance(found, Problem):
+        assert 400 <= found.status < 500
+        assert found.message
+
+
+@pytest.mark.parametrize("route", [route for route in TABLES if route != OPTIONS])
+@settings(deadline=None)
+@given(raw=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_garbage_is_a_400(route: str, raw: bytes):
+    found = PARSE[route](raw)
+    assert isinstance(found, Problem)
+    assert found.status == 400
+
+
+@pytest.mark.parametrize("route", [route for route in TABLES if route != OPTIONS])
+@pytest.mark.parametrize("depth", [70, 5_000, 100_000])
+def test_deep_bodies_are_a_400(route: str, depth: int):
+    deep = b"[" * depth + b"]" * depth
+    for name in (b"messages", b"input", b"prompt", b"tools", b"metadata2"):
+        found = PARSE[route](b'{"model":"m","%s":%s}' % (name, deep))
+        assert isinstance(found, Problem)
+        assert found.status == 400

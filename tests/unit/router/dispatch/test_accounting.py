@@ -1,0 +1,349 @@
+"""What every end of a request leaves: counts, usage of its key, its story. Values, so that nothing counts twice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from msgspec.structs import replace
+
+from router.admission.rate_limits import KeyLimits, Quotas
+from router.admission.usage import Used
+from router.dispatch.accounting import QUOTING, UNSENT_TOKENS
+from router.dispatch.request import SLOW, Failure, Job, StreamTicket, Ticket
+from router.placement.place import Demand
+from router.placement.reservations import Unread
+from tests.support.loopback_cluster import a_memory
+from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn
+from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Message, Params, Refusal, Timings
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+from wire.units import MIB
+
+TIMINGS = Timings(0.5, 1.0, 2.0)
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A, B)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+def ask(cluster: Cluster, *, key: str = "k", stream: bool = True, **params: object) -> Ticket:
+    asked = Params(**params)  # pyright: ignore[reportArgumentType]
+    demand = Demand("tiny", 100, max_tokens=asked.max_tokens, choices=asked.n)
+    return cluster.dispatcher.submit(Job(demand, key, "r1", (Message("user", "hi"),), asked, 0, stream))
+
+
+def finish(cluster: Cluster, **changes: object) -> None:
+    end = replace(Finished(0, ("stop",), 25, 3, 10, TIMINGS, thought=2), **changes)
+    cluster.say(lambda number: replace(end, request=number))
+
+
+async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
+    ticket = ask(one)
+    assert isinstance(ticket, StreamTicket)
+    one.now += 2.0
+    one.say(lambda number: Admitted(number, 25, 10))
+    one.speak()
+    ticket.take()
+    one.now += 3.0
+    one.speak()
+    finish(one)
+    counters = one.dispatcher.counters
+    assert counters.requests == {"ok": 1}
+    assert (counters.attempts, counters.retries, counters.resumes, counters.moves) == (1, 0, 0, 0)
+    assert (counters.prompt_tokens, counters.cached_tokens, counters.completion_tokens) == (25, 10, 3)
+    assert (counters.first_tokens, counters.first_token_seconds) == (1, pytest.approx(2.0))
+    assert (counters.durations, counters.duration_seconds) == (1, pytest.approx(5.0))
+    assert counters.placements == {A: 1}
+    assert (counters.queue_entries, counters.queue_seconds, counters.refusals) == (0, 0.0, {})
+    node = counters.nodes[A]
+    assert (node.prompt_tokens, node.generated_tokens, node.first_tokens) == (25, 2, 1)
+    assert node.first_token_seconds == pytest.approx(2.0)
+    model = counters.models["tiny"]
+    assert (model.prompt_tokens, model.cached_tokens, model.completion_tokens) == (25, 10, 3)
+    assert (model.outcomes, sum(model.ttft.counts), sum(model.e2e.counts), sum(model.itl.counts)) == (
+        {"ok": 1},
+        1,
+        1,
+        1,
+    )
+    assert (model.itl.total, model.e2e.total) == (pytest.approx(3.0), pytest.approx(5.0))
+    assert counters.keys == {("k", "tiny"): 28}
+    assert one.dispatcher.usage.drain() == {("k", "tiny"): Used(1, 0, 25, 10, 3)}
+    assert one.dispatcher.usage.drain() == {}, "what was written to the database is not written again"
+    story = one.dispatcher.history.stories[-1]
+    assert (story.request_id, story.key, story.model, story.stream, story.outcome, story.message) == (
+        "r1", "k", "tiny", True, "ok", "",
+    )  # fmt: skip
+    assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens, story.timings) == (25, 10, 3, TIMINGS)
+    assert story.seconds == pytest.approx(5.0)
+    assert [(round(at, 3), what, where) for at, what, where in story.steps] == [
+        (0.0, "sent", "node-a"), (2.0, "first token", "node-a"),
+    ]  # fmt: skip
+
+
+async def test_of_several_tokens_in_one_step_each_is_counted_for_its_node(one: Cluster):
+    ask(one, n=2)
+    one.say(lambda number: Deltas((Delta(number, 0, (1, 2, 3), ((0, "a"),)), Delta(number, 1, (4,), ((0, "b"),)))))
+    assert one.dispatcher.counters.nodes[A].generated_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome", "failed"),
+    [
+        (lambda cluster, ticket: cluster.dispatcher.close(ticket), "cancelled", 1),
+        (
+            lambda cluster, ticket: cluster.say(lambda number: Failed(number, "engine_crashed", "x")),
+            "engine_crashed",
+            1,
+        ),
+        (lambda cluster, ticket: cluster.say(lambda number: Failed(number, "made_up", "x")), "failed", 1),
+        (lambda cluster, ticket: cluster.dispatcher.node_gone(A, "cable"), "node_lost", 1),
+        (lambda cluster, ticket: cluster.dispatcher.shutdown(), "shutting_down", 1),
+        (lambda cluster, ticket: cluster.refuse(Code.INVALID), "invalid_request", 1),
+        (lambda cluster, ticket: finish(cluster), "ok", 0),
+    ],
+)
+async def test_each_end_is_one_outcome(one: Cluster, end: Callable[[Cluster, Ticket], None], outcome: str, failed: int):
+    ticket = ask(one)
+    one.say(lambda number: Admitted(number, 25, 10))
+    end(one, ticket)
+    one.dispatcher.close(ticket)
+    one.dispatcher.close(ticket)
+    assert one.dispatcher.counters.requests == {outcome: 1}
+    assert one.dispatcher.counters.models["tiny"].outcomes == {outcome: 1}
+    used = one.dispatcher.usage.drain()["k", "tiny"]
+    assert (used.requests, used.failed) == (1, failed)
+    assert len(one.dispatcher.history.stories) == 1
+
+
+async def test_a_refusal_by_a_node_is_a_retry_and_no_failure(two: Cluster):
+    ask(two)
+    first, _ = two.last()
+    two.refuse()
+    second, _ = two.last()
+    finish(two)
+    counters = two.dispatcher.counters
+    assert {first, second} == {A, B}
+    assert (counters.attempts, counters.retries, counters.refusals) == (2, 1, {"no_headroom": 1})
+    assert (counters.requests, counters.placements) == ({"ok": 1}, {A: 1, B: 1})
+    assert two.dispatcher.breakers.opened == 0
+
+
+async def test_a_lost_node_and_the_resumed_answer_are_counted_once(two: Cluster):
+    ask(two)
+    two.say(lambda number: Admitted(number, 25))
+    two.speak()
+    gone, _ = two.last()
+    two.dispatcher.node_gone(gone, "cable")
+    counters = two.dispatcher.counters
+    assert (counters.nodes_lost, counters.resumes, counters.attempts, counters.retries) == (1, 1, 2, 1)
+    two.speak()
+    finish(two)
+    assert (counters.requests, counters.first_tokens) == ({"ok": 1}, 1)
+    assert two.dispatcher.usage.drain()["k", "tiny"] == Used(1, 0, 25, 10, 3)
+    assert [what for _, what, _ in two.dispatcher.history.stories[-1].steps][-1] == "resumed"
+
+
+async def test_a_move_off_a_node_that_drains_is_counted_once(two: Cluster):
+    ask(two)
+    two.speak()
+    node, request = two.last()
+    two.state[node] = "draining"
+    two.report()
+    await turn()
+    assert two.last()[0] != node
+    assert (two.dispatcher.counters.moves, two.dispatcher.counters.nodes_lost) == (1, 0)
+    assert (node, Cancel(request)) in two.sent
+    assert two.dispatcher.in_flight(node) == 0
+    finish(two)
+
+
+async def test_the_wait_in_the_queue_is_counted_from_its_own_beginning(one: Cluster):
+    full(one, A)
+    ask(one)
+    counters = one.dispatcher.counters
+    assert (counters.queue_entries, len(one.dispatcher.queue)) == (1, 1)
+    one.now += 4.0
+    roomy(one, A)
+    await turn()
+    assert len(one.dispatcher.queue) == 0
+    assert (counters.queue_seconds, sum(counters.queue_wait.counts)) == (pytest.approx(4.0, abs=0.1), 1)
+    one.now += 6.0
+    one.speak()
+    full(one, A)
+    one.dispatcher.receive(*_failed(one))
+    one.now += 3.0
+    roomy(one, A)
+    await turn()
+    assert (counters.queue_entries, sum(counters.queue_wait.counts)) == (2, 2)
+    assert counters.queue_seconds == pytest.approx(4.0 + 3.0, abs=0.2), "not from the arrival of the request"
+    finish(one)
+
+
+def _failed(cluster: Cluster) -> tuple[NodeId, Failed]:
+    node, request = cluster.last()
+    return node, Failed(request, "no_headroom", "no room to go on")
+
+
+async def test_a_reader_that_does_not_read_is_counted_and_its_node_told():
+    cluster = Cluster(A, slow_client_bytes=1 * MIB)
+    ticket = ask(cluster)
+    for _ in range(3):
+        cluster.speak("x" * (MIB // 2))
+    assert ticket.outcome == SLOW
+    assert (cluster.dispatcher.counters.slow_clients, cluster.dispatcher.counters.requests) == (1, {"slow_client": 1})
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Cluster):
+    ask(one, max_tokens=5, n=2)
+    one.say(lambda number: Admitted(number, 10**9, 10**9))
+    finish(one, prompt_tokens=10**9, cached_tokens=10**9, completion_tokens=10**9, thought=10**9)
+    used = one.dispatcher.usage.drain()["k", "tiny"]
+    most = 100 + 4096 + 32
+    assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (most, most, 10)
+    early = ask(one)
+    one.say(lambda number: Admitted(number, 30, 10**9))
+    one.dispatcher.close(early)
+    used = one.dispatcher.usage.drain()["k", "tiny"]
+    assert (used.prompt_tokens, used.cached_tokens) == (30, 30), "no more is cached than was read"
+    ask(one)
+    one.speak()
+    finish(one, completion_tokens=10**9)
+    assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == max(256, 1 + UNSENT_TOKENS)
+
+
+async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    ask(one, max_tokens=900)
+    finish(one)
+    (rate,) = one.dispatcher.quotas.rates("k", one.now)
+    assert (rate.what, rate.limit, rate.remaining) == ("tokens", 1000, 1000 - 28)
+
+
+async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: Cluster):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    ticket = ask(one, max_tokens=900)
+    one.speak()
+    one.speak()
+    assert ticket.wrote == 2
+    finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, thought=0)
+    (rate,) = one.dispatcher.quotas.rates("k", one.now)
+    assert rate.remaining == 1000 - 2
+
+
+async def test_keys_and_models_are_counted_apart(one: Cluster):
+    for key in ("k", "k", "other"):
+        ask(one, key=key)
+        finish(one)
+    assert one.dispatcher.counters.keys == {("k", "tiny"): 56, ("other", "tiny"): 28}
+    assert one.dispatcher.usage.drain() == {
+        ("k", "tiny"): Used(2, 0, 50, 20, 6), ("other", "tiny"): Used(1, 0, 25, 10, 3),
+    }  # fmt: skip
+
+
+async def test_a_model_that_no_node_has_makes_no_row(one: Cluster):
+    job = Job(Demand("made-up", 100), "k", "r1", (), Params(), 0, False)
+    ticket = one.dispatcher.submit(job)
+    assert isinstance(ticket.outcome, Refused)
+    assert set(one.dispatcher.usage.drain()) == {("k", "")}
+    assert "made-up" not in one.dispatcher.counters.models
+
+
+async def test_a_refusal_that_may_quote_the_request_is_kept_without_its_words(one: Cluster):
+    for code in QUOTING:
+        ask(one)
+        one.say(lambda number, code=code: Refusal(number, Refused(code, "secret words"), None))
+        story = one.dispatcher.history.stories[-1]
+        assert (story.outcome, story.message) == (code.value, QUOTING[code])
+    ask(one)
+    one.say(lambda number: Refusal(number, Refused(Code.NO_MODEL, "not here"), None))
+    assert one.dispatcher.history.stories[-1].message == "not here"
+
+
+async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_runs():
+    cluster = Cluster(A)
+    running = ask(cluster)
+    draining = asyncio.create_task(cluster.dispatcher.drain(30.0))
+    await turn()
+    late = ask(cluster)
+    assert isinstance(late.outcome, Failure)
+    assert late.outcome.code == "shutting_down"
+    assert running.outcome is None
+    assert cluster.dispatcher.servable() != ""
+    finish(cluster)
+    for ticket in (running, late):
+        cluster.dispatcher.close(ticket)
+    await asyncio.wait_for(draining, 30)
+    assert isinstance(running.outcome, Finished)
+    cluster.settled()
+
+
+async def test_a_memory_correction_lasts_until_the_node_reports_again(two: Cluster):
+    ask(two)
+    first, _ = two.last()
+    two.refuse(room=0)
+    finish(two)
+    assert two.dispatcher.preview(Demand("tiny", 100)).candidates
+    seen = {one.node: one.headroom for one in two.dispatcher.preview(Demand("tiny", 100)).candidates}
+    assert (seen[first], seen[A if first == B else B]) == (0, a_memory().headroom)
+    two.report()
+    seen = {one.node: one.headroom for one in two.dispatcher.preview(Demand("tiny", 100)).candidates}
+    assert set(seen.values()) == {a_memory().headroom}
+
+
+async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are_told(one: Cluster):
+    troubles: list[tuple[str, str]] = []
+    one.dispatcher.on_trouble = lambda ticket, code: troubles.append((ticket.job.request_id, code))
+    ticket = ask(one)
+    one.say(lambda number: Failed(number, "node_stopping", "its Mac is shut down"))
+    assert isinstance(ticket.outcome, Failure)
+    assert (ticket.outcome.code, len(one.generates())) == ("node_lost", 1)
+    ask(one)
+    one.dispatcher.node_gone(A, "cable")
+    assert troubles == [("r1", "node_stopping"), ("r1", "node_lost")]
+
+
+async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_token(one: Cluster):
+    demand = Demand("tiny", 100, prompt_tokens=500)
+    one.dispatcher.submit(Job(demand, "k", "r1", (Message("user", "hi"),), Params(), 0, True))
+    _, request = one.last()
+    account = one.dispatcher.ledger.account(A)
+    assert account.unread == {request: Unread(500, 0.5)}, "at 1,000 tokens per second"
+    assert (account.unread_tokens, account.rows) == (500, 1)
+    one.say(lambda number: Admitted(number, 500))
+    assert account.unread_tokens == 500, "a prompt that was admitted is not read yet"
+    one.speak()
+    assert (account.unread, account.unread_tokens, account.rows) == ({}, 0, 1)
+    finish(one)
+
+
+async def test_a_request_that_was_admitted_once_has_its_whole_time_in_the_queue_again():
+    cluster = Cluster(A, queue_seconds=30.0)
+    full(cluster, A)
+    ticket = ask(cluster)
+    first = ticket.deadline
+    assert first == pytest.approx(cluster.now + 30.0)
+    cluster.now += 20.0
+    roomy(cluster, A)
+    await turn()
+    cluster.say(lambda number: Admitted(number, 25))
+    full(cluster, A)
+    cluster.dispatcher.receive(*_failed(cluster))
+    assert ticket.deadline == pytest.approx(cluster.now + 30.0)
+    assert len(cluster.dispatcher.queue) == 1
+    cluster.dispatcher.shutdown()
+    cluster.settled()

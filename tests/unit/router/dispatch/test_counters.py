@@ -1,0 +1,175 @@
+"""What the router counts: histograms as Prometheus reads them, gaps of the same reader only, rows that are bounded."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MOST_MODELS, OTHER, Counters
+from wire.histogram import Buckets
+from wire.identity import NodeId
+
+A, B = NodeId("a"), NodeId("b")
+
+
+@given(st.lists(st.floats(0, 10), max_size=50))
+def test_each_value_falls_into_the_first_bucket_that_holds_it(values: list[float]):
+    buckets = Buckets((0.5, 1.0, 5.0))
+    for value in values:
+        buckets.observe(value)
+    for bound, upto in ((0.5, 1), (1.0, 2), (5.0, 3)):
+        assert sum(buckets.tally().counts[:upto]) == sum(value <= bound for value in values)
+    assert sum(buckets.counts) == len(values)
+
+
+def gaps(counters: Counters, model: str = "m") -> tuple[int, float]:
+    tally = counters.model(model).itl.tally()
+    return sum(tally.counts), round(tally.total, 6)
+
+
+def test_a_step_is_one_gap_for_all_streams_in_it():
+    counters = Counters()
+    counters.stepped(A, "m", 7, 1, 1.0)
+    counters.stepped(A, "m", 7, 3, 1.02)
+    assert gaps(counters) == (3, 0.06)
+
+
+def test_nobody_waited_between_two_requests():
+    counters = Counters()
+    counters.stepped(A, "m", 7, 1, 1.0)
+    counters.stepped(A, "m", 8, 1, 100.0)
+    assert gaps(counters) == (0, 0.0)
+
+
+def test_nodes_and_models_have_paces_of_their_own():
+    counters = Counters()
+    for at in (1.0, 1.1):
+        counters.stepped(A, "m", 1, 1, at)
+        counters.stepped(B, "m", 2, 1, at + 0.05)
+        counters.stepped(A, "n", 3, 1, at + 0.02)
+    assert gaps(counters) == (2, 0.2)
+    assert gaps(counters, "n") == (1, 0.1)
+
+
+def test_a_node_that_is_forgotten_leaves_nothing():
+    counters = Counters()
+    counters.placed(A)
+    counters.stepped(A, "m", 1, 1, 1.0)
+    counters.forget(A)
+    counters.stepped(A, "m", 1, 1, 9.0)
+    assert gaps(counters) == (0, 0.0)
+    assert counters.placements == {}
+
+
+def test_names_beyond_the_bound_are_one_row():
+    counters = Counters()
+    for number in range(MOST_MODELS + 100):
+        counters.first(NodeId("a"), f"m{number}", 1, 0.1)
+    assert len(counters.models) <= MOST_MODELS + 1
+    assert sum(counters.models[OTHER].ttft.counts) == 100
+    assert sum(sum(one.ttft.counts) for one in counters.models.values()) == MOST_MODELS + 100
+
+
+def test_model_returns_one_row_for_names_that_no_node_has():
+    counters = Counters()
+    other, tiny = counters.model(""), counters.model("tiny")
+    assert counters.models == {OTHER: other, "tiny": tiny}
+    assert counters.model("") is counters.model(OTHER) is other
+    assert counters.model("tiny") is tiny
+    for number in range(MOST_MODELS):
+        counters.model(f"m{number}")
+    assert counters.model("tiny") is tiny
+    assert counters.model("one more") is other
+
+
+def test_used_by_adds_to_known_pairs_when_the_table_is_full():
+    counters = Counters()
+    counters.model("tiny")
+    for number in range(MAX_KEY_MODELS):
+        counters.used_by(f"k{number}", "tiny", 1)
+    counters.used_by("k0", "tiny", 5)
+    counters.used_by("k0", "made up", 5)
+    assert len(counters.keys) == MAX_KEY_MODELS
+    assert counters.keys["k0", "tiny"] == 6
+
+
+def test_bounds_rise():
+    assert list(ITL_BOUNDS) == sorted(ITL_BOUNDS)
+
+
+def test_a_nodes_tokens_are_counted_and_end_with_its_membership():
+    counters, node = Counters(), NodeId("a")
+    counters.first(node, "tiny", 30, 0.5)
+    counters.node(node).generated_tokens += 4
+    found = counters.nodes[node]
+    assert (found.prompt_tokens, found.generated_tokens) == (30, 4)
+    assert (found.first_tokens, found.first_token_seconds) == (1, 0.5)
+    counters.forget(node)
+    assert counters.nodes == {}
+
+
+def test_an_end_is_counted_for_its_model_and_for_all_with_its_time():
+    counters = Counters()
+    counters.ended("ok", "m", 3.0)
+    counters.ended("ok", "m", 5.0)
+    counters.ended("no_headroom", "n", 0.5)
+    counters.ended("made up", "m", 1.0)
+    assert counters.requests == {"ok": 2, "no_headroom": 1, "failed": 1}
+    assert (counters.durations, counters.duration_seconds) == (4, 9.5)
+    assert counters.models["m"].outcomes == {"ok": 2, "failed": 1}
+    assert counters.models["n"].outcomes == {"no_headroom": 1}
+    assert (sum(counters.models["m"].e2e.counts), counters.models["m"].e2e.total) == (3, 9.0)
+
+
+def test_usage_is_added_up_and_a_negative_count_of_a_node_takes_nothing_off():
+    model = Counters().model("m")
+    for prompt, cached, written in ((10, 4, 3), (20, 0, 5), (-50, -50, -50)):
+        model.used(prompt, cached, written)
+    assert (model.prompt_tokens, model.cached_tokens, model.completion_tokens) == (30, 4, 8)
+    counters = Counters()
+    counters.model("m")
+    for tokens in (5, 7, -100):
+        counters.used_by("k", "m", tokens)
+    counters.used_by("k", "unknown", 2)
+    assert counters.keys == {("k", "m"): 12, ("k", OTHER): 2}
+
+
+def test_first_tokens_waits_refusals_answers_and_swaps_are_counted_one_by_one():
+    counters = Counters()
+    for seconds in (0.25, 0.5):
+        counters.first(A, "m", 30, seconds)
+        counters.left_line(seconds)
+        counters.placed(A)
+        counters.refused("no_headroom")
+        counters.answered(200)
+        counters.swapped(done=True)
+    counters.answered(503)
+    counters.swapped(done=False)
+    node = counters.nodes[A]
+    assert (node.prompt_tokens, node.first_tokens, node.first_token_seconds) == (60, 2, 0.75)
+    assert (counters.first_tokens, counters.first_token_seconds) == (2, 0.75)
+    ttft = counters.models["m"].ttft
+    assert (sum(ttft.counts), ttft.total) == (2, 0.75)
+    assert (counters.queue_seconds, sum(counters.queue_wait.counts), counters.queue_wait.total) == (0.75, 2, 0.75)
+    assert (counters.placements, counters.refusals) == ({A: 2}, {"no_headroom": 2})
+    assert (counters.answers, counters.swaps) == ({200: 2, 503: 1}, {"done": 2, "dropped": 1})
+
+
+def test_a_node_that_is_forgotten_leaves_the_counts_of_others():
+    counters = Counters()
+    for node in (A, B):
+        counters.placed(node)
+        counters.first(node, "m", 3, 0.1)
+        for at in (1.0, 1.5):
+            counters.stepped(node, "m", 1, 1, at)
+    counters.forget(A)
+    counters.stepped(B, "m", 1, 1, 2.0)
+    assert (counters.placements, set(counters.nodes)) == ({B: 1}, {B})
+    assert gaps(counters) == (3, 1.5)
+
+
+def test_totals_of_keys_in_force_are_kept_when_another_is_revoked():
+    counters = Counters()
+    counters.model("m")
+    counters.used_by("a", "m", 1)
+    counters.used_by("b", "m", 2)
+    counters.forget_keys({"b"})
+    assert counters.keys == {("b", "m"): 2}

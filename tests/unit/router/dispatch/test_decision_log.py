@@ -1,0 +1,148 @@
+"""What became of requests, and decisions taken again."""
+
+from random import Random
+
+import pytest
+
+from router.dispatch.decision_log import DECISIONS_KEPT, ROWS_KEPT, STORIES_KEPT, Decision, History, read_line, replay
+from router.dispatch.request import MOST_STEPS, Failure, StreamTicket, Ticket
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import POLICIES, Demand, NoPlacement, Placement, place
+from router.placement.reservations import Ledger
+from tests.support.loopback_cluster import a_memory, a_model
+from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from wire.frames import Admitted
+from wire.identity import NodeId
+from wire.refusals import Code
+from wire.report import EngineState, Memory
+from wire.units import GIB
+
+ASK = Demand("tiny", 0, 1000)
+
+
+def a_node(name: str, memory: Memory, speed: float = 1000.0) -> NodeView:
+    return NodeView(NodeId(name), name, "ready", heard_at=0.0, memory=memory, engine=EngineState("mlx", "ready"),
+                    models={"tiny": a_model(prefill_speed=speed)})  # fmt: skip
+
+
+def decided(*nodes: NodeView, policy: str = "balanced", ask: Demand = ASK) -> Placement | NoPlacement:
+    return place(ClusterView(nodes), ask, Ledger(), now=0.0, draw=lambda: 0.5, policy=POLICIES[policy])
+
+
+def kept(*results: Placement | NoPlacement) -> list[Decision]:
+    history = History()
+    for number, result in enumerate(results):
+        history.decided(float(number), f"r{number}", "k", ASK, result, len(result.candidates))
+    return list(history.decisions)
+
+
+SLOW_AND_BIG, FAST_AND_SMALL = a_node("big", a_memory(64 * GIB, cap=96 * GIB), 100.0), a_node("fast", a_memory(2 * GIB))
+
+
+def test_a_decision_comes_back_from_its_line():
+    placed, full = decided(SLOW_AND_BIG, FAST_AND_SMALL), decided(a_node("full", a_memory(0)))
+    history = History()
+    for result in (placed, full):
+        history.decided(1.0, "r", "k", ASK, result, 2)
+    read = [read_line(line) for line in history.lines()]
+    assert read == list(history.decisions)
+    assert read[0].chosen == "fast"
+    assert read[1].refused is not None
+    assert read[1].refused.code is Code.NO_ROOM
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"at": 1}', b"\xff", b"x" * (5 * 2**20)])
+def test_a_line_that_is_none_is_a_clear_error(line: bytes):
+    with pytest.raises(ValueError, match=r"\w"):
+        read_line(line)
+
+
+def test_the_same_policy_decides_the_same_and_another_shows_what_it_would_take():
+    decisions = kept(decided(SLOW_AND_BIG, FAST_AND_SMALL), decided(a_node("full", a_memory(0))))
+    same = replay(decisions, POLICIES["balanced"], Random(1).random)
+    assert (same.decisions, same.same, same.refused, same.instead) == (2, 1, 1, ())
+    assert same.waits[0] == same.waits[1]
+    other = replay(decisions, POLICIES["most_headroom"], Random(1).random)
+    assert other.instead == (("r0", "fast", "big"),)
+    assert other.waits[1] == pytest.approx(10.0)
+    assert other.waits[0] == pytest.approx(1.0)
+
+
+def test_of_a_large_cluster_the_chosen_node_is_kept():
+    nodes = [a_node(str(number), a_memory(2 * GIB), 100.0) for number in range(40)]
+    nodes[30] = FAST_AND_SMALL
+    (decision,) = kept(decided(*nodes))
+    assert len(decision.candidates) == ROWS_KEPT + 1
+    assert decision.nodes == 40
+    assert [row["name"] for row in decision.rows() if row["chosen"]] == ["fast"]
+
+
+def test_the_rings_are_bounded():
+    history, result = History(), decided(FAST_AND_SMALL)
+    for number in range(DECISIONS_KEPT + 10):
+        history.decided(0.0, f"r{number}", "k", ASK, result, 1)
+    assert len(history.decisions) == DECISIONS_KEPT
+    assert history.decided_on("r0") == []
+    assert history.stories.maxlen == STORIES_KEPT
+
+
+# stories
+
+
+def way(ticket: Ticket) -> list[tuple[str, str]]:
+    return [(what, node) for _, what, node in ticket.steps]
+
+
+async def test_a_request_tells_its_way():
+    two = Cluster(A, B)
+    ticket = two.submit(key="ada")
+    first, _ = two.last()
+    two.refuse()
+    second, _ = two.last()
+    two.now += 1.0
+    two.say(lambda number: Admitted(number, 25))
+    two.speak()
+    two.now += 2.0
+    two.finish()
+    assert way(ticket) == [
+        ("sent", f"node-{first}"), ("refused: no_headroom", f"node-{first}"), ("sent", f"node-{second}"),
+        ("first token", f"node-{second}"),
+    ]  # fmt: skip
+    (story,) = two.dispatcher.history.told("r0")
+    assert (story.key, story.model, story.outcome, story.prompt_tokens) == ("ada", "tiny", "ok", 25)
+    assert story.seconds == pytest.approx(3.0)
+    assert story.steps[-1][0] == pytest.approx(1.0)
+
+
+async def test_a_refused_and_a_waiting_request_have_a_story_too():
+    one = Cluster(A)
+    one.memory[A] = a_memory(0)
+    one.report()
+    ticket = one.submit()
+    one.dispatcher.shutdown("bye")
+    (story,) = one.dispatcher.history.told("r0")
+    assert (story.outcome, story.message) == ("shutting_down", "bye")
+    assert way(ticket) == [("queued", "")]
+    assert isinstance(ticket.outcome, Failure)
+
+
+async def test_what_goes_on_elsewhere_says_so():
+    two = Cluster(A, B)
+    ticket = two.submit()
+    assert isinstance(ticket, StreamTicket)
+    lost, _ = two.last()
+    two.speak()
+    two.dispatcher.node_gone(lost, "its power went")
+    other, _ = two.last()
+    assert way(ticket)[2][0].startswith("dropped: ")
+    assert "its power went" in way(ticket)[2][0]
+    assert way(ticket)[3] == ("resumed", f"node-{other}")
+
+
+async def test_a_story_is_bounded():
+    one = Cluster(A)
+    ticket = one.submit()
+    for number in range(200):
+        ticket.mark(one.now, f"step {number}")
+    assert len(ticket.steps) == MOST_STEPS
+    assert (ticket.steps[0][1], ticket.steps[-1][1]) == ("sent", "step 199")

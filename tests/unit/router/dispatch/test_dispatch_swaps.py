@@ -1,0 +1,208 @@
+"""A node swaps models for a request: what the dispatcher sends, keeps back and says meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from router.dispatch.dispatcher import SWEEP_SECONDS
+from router.dispatch.model_swaps import LEAST_SLICE
+from router.dispatch.request import Job, StreamTicket, Ticket
+from router.placement.place import Demand
+from tests.support.loopback_cluster import a_memory, a_model
+from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from wire.frames import Delta, Deltas, Finished, Message, Params, Refusal
+from wire.refusals import Code, Refused
+from wire.units import GIB
+
+LONGEST = 100.0
+SLOWEST = 1000.0
+
+
+def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) -> Ticket:
+    demand = Demand(model, 100)
+    return cluster.dispatcher.submit(
+        Job(demand, key, f"r{cluster.count}", (Message("user", "hi"),), Params(), 0, stream)
+    )
+
+
+def has(cluster: Cluster, *names: str, loading: str = "") -> None:
+    """All nodes have these models of 12 GiB loaded, of 22 that they may use, and report it."""
+    cluster.models = tuple(
+        a_model(name, weights=12 * GIB, loaded=name in names, loading=name == loading) for name in ("one", "two")
+    )
+    loaded = len(names) + bool(loading)
+    cluster.memory = {node: a_memory((22 - 12 * loaded) * GIB) for node in cluster.nodes}
+    cluster.report()
+
+
+def passes(cluster: Cluster, seconds: float) -> None:
+    """Time passes, with reports and sweeps."""
+    for _ in range(int(seconds / SWEEP_SECONDS)):
+        cluster.now += SWEEP_SECONDS
+        cluster.report()
+        cluster.dispatcher.sweep()
+
+
+def pair(*nodes: str, **settings: object) -> Cluster:
+    cluster = Cluster(*nodes, swap_seconds=LONGEST, slow_client_seconds=SLOWEST, **settings)  # pyright: ignore
+    has(cluster, "one")
+    return cluster
+
+
+@pytest.fixture
+async def mac() -> AsyncIterator[Cluster]:
+    """One node with model one, which answers a request."""
+    cluster = pair(A)
+    ask(cluster, "one")
+    yield cluster
+    cluster.dispatcher.shutdown()
+    await asyncio.sleep(0)
+    cluster.settled()
+
+
+def finish(cluster: Cluster, ticket: Ticket) -> None:
+    assert ticket.node is not None
+    cluster.dispatcher.receive(ticket.node, Finished(ticket.request, ("stop",), 25, 3))
+
+
+def running(cluster: Cluster) -> Ticket:
+    return cluster.dispatcher.under_way()[0]
+
+
+async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_comes_next(mac: Cluster):
+    other = ask(mac, "two", "bob")
+    passes(mac, LEAST_SLICE + 1)
+    assert other.swap == "waiting for a model swap on node-a (one -> two)"
+    later = ask(mac, "one")
+    assert later.node is None
+    assert len(mac.generates()) == 1, "nothing new is sent, nothing that runs is cut"
+    finish(mac, running(mac))
+    await asyncio.sleep(0)
+    assert mac.last() == (A, other.request)
+    assert not other.swap
+    has(mac, loading="two")
+    await asyncio.sleep(0)
+    assert mac.dispatcher.counters.swaps == {"done": 1, "dropped": 0}
+    assert not mac.dispatcher.ledger.turns
+    assert later.node is None
+    has(mac, "two")
+    passes(mac, LEAST_SLICE + 1)
+    assert later.swap == "waiting for a model swap on node-a (two -> one)"
+    finish(mac, other)
+    await asyncio.sleep(0)
+    assert mac.last() == (A, later.request)
+    assert [what for _, what, _ in other.steps] == [
+        "queued", "waiting for a model swap: no node may unload a model for it yet",
+        "waiting for a model swap: one -> two", "sent",
+    ]  # fmt: skip
+
+
+async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_the_longest(mac: Cluster):
+    other, whole = ask(mac, "two", "bob"), ask(mac, "two", "eve", stream=False)
+    passes(mac, 3 * mac.settings.queue_seconds)
+    assert other.outcome is None
+    assert whole.outcome is None
+    passes(mac, LONGEST)
+    for ticket in (other, whole):
+        assert isinstance(ticket.outcome, Refused)
+        assert ticket.outcome.code is Code.NO_ROOM
+    passes(mac, 1)
+    assert not mac.dispatcher.ledger.turns, "nobody waits for it any more"
+    assert mac.dispatcher.counters.swaps == {"done": 0, "dropped": 1}
+    assert ask(mac, "one").node == A
+
+
+async def test_a_short_time_for_swaps_takes_nothing_from_the_queue_time():
+    cluster = Cluster(A, swap_seconds=1.0, queue_seconds=5.0)
+    has(cluster, "one")
+    ask(cluster, "one")
+    other = ask(cluster, "two", "bob")
+    passes(cluster, 4)
+    assert other.outcome is None
+    passes(cluster, 2)
+    assert isinstance(other.outcome, Refused)
+    cluster.dispatcher.shutdown()
+
+
+async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster):
+    """Room is kept for who waits for five seconds, but none where a model would have to leave for it."""
+    slow = mac.settings.swap_seconds
+    other = ask(mac, "two", "bob")
+    mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)
+    for _ in range(int(2 * LEAST_SLICE)):
+        passes(mac, 1)
+        await asyncio.sleep(0)
+    assert mac.dispatcher.ledger.held_on(other.number) is None
+    assert ask(mac, "one").node == A
+
+
+async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
+    mac.memory = {A: a_memory(0)}
+    mac.report()
+    ticket = ask(mac, "one", "bob")
+    passes(mac, mac.settings.queue_seconds + 1)
+    assert isinstance(ticket.outcome, Refused)
+    assert not ticket.swap
+
+
+async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster):
+    other = ask(mac, "two", "bob")
+    assert isinstance(other, StreamTicket)
+    passes(mac, mac.settings.keepalive_seconds - 1)
+    assert not other.ready
+    passes(mac, 2)
+    assert other.ready, "nudged, although it waits in the queue"
+
+
+async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
+    other = ask(mac, "two", "bob")
+    passes(mac, LEAST_SLICE + 1)
+    later = ask(mac, "one")
+    mac.dispatcher.close(other)
+    await asyncio.sleep(0)
+    assert not mac.dispatcher.ledger.turns
+    assert later.node == A
+
+
+async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
+    cluster = pair(A, B)
+    first, second = ask(cluster, "one"), ask(cluster, "one")
+    assert (first.node, second.node) == (A, B)
+    for ticket in (first, first, second):  # the first is nearer to its end
+        cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.request)
+    ask(cluster, "two", "bob")
+    passes(cluster, LEAST_SLICE + 1)
+    assert list(cluster.dispatcher.ledger.turns) == [A]
+    cluster.state[B] = "lost"
+    cluster.report()
+    cluster.dispatcher.node_gone(B, "gone")
+    assert second.node == A, "what the client has read of it stays as it is"
+    assert ask(cluster, "one").node is None
+    cluster.dispatcher.shutdown()
+
+
+async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Cluster):
+    other = ask(mac, "two", "bob")
+    passes(mac, LEAST_SLICE + 1)
+    finish(mac, running(mac))
+    await asyncio.sleep(0)
+    mac.dispatcher.receive(A, Refusal(other.request, Refused(Code.NO_ROOM, "its rows are not gone yet"), 25))
+    await asyncio.sleep(0)
+    assert other.node is None
+    assert ask(mac, "one").node is None, "the turn goes on"
+    passes(mac, 1)
+    assert mac.last() == (A, other.request)
+
+
+async def test_no_third_model_takes_the_room_that_is_made(mac: Cluster):
+    third = a_model("three", weights=12 * GIB, loaded=False)
+    mac.models += (third,)
+    mac.report()
+    ask(mac, "two", "bob")
+    passes(mac, LEAST_SLICE + 1)
+    finish(mac, running(mac))
+    assert ask(mac, "three", "eve").node is None
+    await asyncio.sleep(0)
+    assert mac.generates()[-1][1].model == "two"

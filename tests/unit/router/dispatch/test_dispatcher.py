@@ -1,0 +1,1089 @@
+"""The dispatcher alone: frames in, frames out, on a loop but without sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from router.admission.rate_limits import KeyLimits, Quotas
+from router.dispatch.dispatcher import SWEEP_SECONDS, Dispatcher
+from router.dispatch.request import CANCELLED, SLOW, Failure, Job, StreamTicket, Ticket, WholeTicket
+from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.place import Demand, NoPlacement, Placement
+from router.settings import RouterSettings
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.capacity.fairness import Owner
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Channel,
+    Delta,
+    Deltas,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Load,
+    Logprob,
+    Message,
+    Params,
+    Ping,
+    Refusal,
+    Report,
+    Unload,
+)
+from wire.identity import NodeId
+from wire.refusals import Code, Numbers, Refused
+from wire.report import EngineState, Memory, Model
+from wire.units import GIB, MIB
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+
+
+class Cluster:
+    """A dispatcher whose clock and nodes are moved by hand."""
+
+    def __init__(self, *nodes: NodeId, **settings: object) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[NodeId, Frame]] = []
+        self.cut: set[NodeId] = set()
+        self.broken = False
+        self.memory: dict[NodeId, Memory] = {}
+        self.state: dict[NodeId, str] = {}
+        self.acked = 0
+        self.count = 0
+        self.models: tuple[Model, ...] = (a_model(),)
+        self.engine = EngineState("x", "ready")
+        self.labels: dict[NodeId, frozenset[str]] = {}
+        self.settings = RouterSettings(**settings)  # pyright: ignore
+        self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers,
+                                     clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
+        self.nodes = nodes
+        self.report()
+
+    def _send(self, node: NodeId, frame: Frame) -> bool:
+        if self.broken:
+            raise OSError("the transport is broken")
+        if node in self.cut:
+            return False
+        self.sent.append((node, frame))
+        return True
+
+    def _numbers(self) -> tuple[int, int]:
+        self.count += 1
+        return 1000 + self.count, self.count
+
+    def report(self, *only: NodeId) -> None:
+        self.now += 0.01
+        kept = {node.id: node for node in self.dispatcher.view.nodes}
+        views = [kept[node] if only and node not in only else self.seen(node) for node in self.nodes]
+        self.dispatcher.set_view(ClusterView(tuple(views)))
+
+    def seen(self, node: NodeId) -> NodeView:
+        """Return what the dispatcher sees of a node."""
+        report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
+        return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now,
+                       labels=self.labels.get(node, frozenset()))  # fmt: skip
+
+    def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
+        asked = Demand("tiny", 100, **demand)  # pyright: ignore
+        job = Job(asked, key, f"r{self.count}", (Message("user", "hi"),), Params(), 0, stream)
+        return self.dispatcher.submit(job)
+
+    def generates(self) -> list[tuple[NodeId, Generate]]:
+        return [(node, frame) for node, frame in self.sent if isinstance(frame, Generate)]
+
+    def last(self) -> tuple[NodeId, int]:
+        node, frame = self.generates()[-1]
+        return node, frame.request
+
+    def say(self, frame: Callable[[int], Frame], node: NodeId | None = None, request: int = 0) -> None:
+        where, number = self.last()
+        self.dispatcher.receive(node or where, frame(request or number))
+
+    def refuse(self, code: Code = Code.NO_ROOM, *, room: int = 0, tokens: int | None = 25) -> None:
+        numbers = Numbers(headroom=room) if code is Code.NO_ROOM else None
+        self.say(lambda number: Refusal(number, Refused(code, "no", numbers), tokens))
+
+    def speak(self, text: str = "hi", choice: int = 0) -> None:
+        self.say(lambda number: Deltas((Delta(number, choice, (1,), ((0, text),)),)))
+
+    def finish(self) -> None:
+        self.say(lambda number: Finished(number, ("stop",), 25, 3))
+
+    def settled(self) -> None:
+        """Nothing is left of anything."""
+        self.dispatcher.ledger.check()
+        assert self.dispatcher.ledger.empty
+        assert len(self.dispatcher.queue) == 0
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A, B)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+def full(cluster: Cluster, *nodes: NodeId) -> None:
+    for node in nodes:
+        cluster.memory[node] = a_memory(MIB)
+    cluster.report()
+
+
+def roomy(cluster: Cluster, *nodes: NodeId) -> None:
+    for node in nodes:
+        cluster.memory[node] = a_memory()
+    cluster.report(*nodes)
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+def taken(ticket: Ticket) -> list[str]:
+    assert isinstance(ticket, StreamTicket)
+    return [text for delta in ticket.take() for _, text in delta.pieces]
+
+
+async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
+    ticket = one.submit(max_tokens=5)
+    node, frame = one.generates()[0]
+    assert (node, frame.seq, frame.expected) == (A, 1, 5)
+    assert one.dispatcher.ledger.unacknowledged(A) > 0
+    assert one.dispatcher.in_flight(A) == 1
+    one.say(lambda number: Admitted(number, 25))
+    one.acked = 1
+    one.report()
+    assert one.dispatcher.ledger.unacknowledged(A) == 0
+    one.speak("he")
+    one.speak("llo")
+    one.finish()
+    assert taken(ticket) == ["he", "llo"]
+    assert ticket.outcome == Finished(1001, ("stop",), 25, 3)
+    assert one.dispatcher.in_flight(A) == 0
+    assert one.dispatcher.counters.requests == {"ok": 1}
+    assert (ticket.node_name, ticket.attempts) == ("node-a", 1)
+
+
+async def test_a_whole_answer_is_collected(one: Cluster):
+    ticket = one.submit(stream=False)
+    assert isinstance(ticket, WholeTicket)
+    waiting = asyncio.create_task(ticket.outcome_of())
+    one.speak("he")
+    one.speak("llo")
+    one.speak("nobody asked for a second choice", choice=1)
+    await turn()
+    assert not waiting.done()
+    one.finish()
+    assert isinstance(await waiting, Finished)
+    assert ticket.answer().texts == {(0, 0): "hello"}
+
+
+async def test_tools_and_template_go_to_the_engine(one: Cluster):
+    job = Job(Demand("tiny", 100), "k", "r", (), Params(top_k=4), 7, True, '[{"type":"function"}]', '{"a":1}', True)
+    one.dispatcher.submit(job)
+    _, frame = one.generates()[-1]
+    assert (frame.tools, frame.template, frame.created) == (job.tools, job.template, 7)
+    assert frame.params.seed is not None, "the router gives one, so that the answer can be resumed"
+    assert frame.params == Params(top_k=4, seed=frame.params.seed)
+    one.finish()
+
+
+@pytest.mark.parametrize(
+    ("piece", "logprobs"),
+    [
+        ((Channel.TOOL_CALL, "x" * 1000), ()),
+        ((Channel.CONTENT, ""), (Logprob(b"x" * 500, -1.0, ((b"y" * 500, -2.0),)),)),
+    ],
+)
+async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int, str], logprobs: tuple[Logprob, ...]):
+    job = Job(Demand("tiny"), "k", "r", (), Params(logprobs=True), 0, stream=False)
+    delta = Delta(1, 0, (1,), (piece,), logprobs)
+    whole, stream = WholeTicket(job, Owner(), 1, 0.0), StreamTicket(job, Owner(), 1, 0.0)
+    whole.add(delta)
+    stream.add(delta)
+    assert 1000 < whole.held <= 2000
+    assert 1000 < stream.held <= 2000
+    whole.discard()
+    assert (whole.held, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
+
+
+async def test_what_nobody_asked_for_is_not_kept(one: Cluster):
+    ticket = one.submit(stream=False)
+    assert isinstance(ticket, WholeTicket)
+    ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
+    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.held) == ({}, {}, 0)
+    one.finish()
+
+
+async def test_an_answer_that_never_ends_is_ended_by_its_calls_too(one: Cluster):
+    ticket = one.submit(stream=False)
+    mebibyte = Delta(one.last()[1], 0, (), ((Channel.TOOL_CALL, "x" * MIB),))
+    for _ in range(40):
+        one.say(lambda _: Deltas((mebibyte,)))
+    assert isinstance(ticket.outcome, Failure)
+    assert ticket.outcome.code == "answer_too_long"
+
+
+async def test_a_refusal_goes_to_the_next_node_at_once(two: Cluster):
+    ticket = two.submit()
+    first, _ = two.last()
+    two.refuse(room=5 * MIB)
+    second, _ = two.last()
+    assert {first, second} == {A, B}
+    assert (ticket.attempts, ticket.demand.prompt_tokens) == (2, 25)
+    assert two.dispatcher.counters.refusals == {"no_headroom": 1}
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+
+
+async def test_a_refusal_corrects_the_headroom_for_others_until_the_next_report(two: Cluster):
+    two.submit()
+    first, _ = two.last()
+    two.refuse(room=5 * MIB)
+    two.submit()
+    assert two.last()[0] != first
+    two.report()
+    preview = two.dispatcher.preview(Demand("tiny", 100))
+    assert all(candidate.feasible for candidate in preview.candidates)
+
+
+async def test_when_all_refuse_it_waits_and_is_placed_after_a_report(two: Cluster):
+    ticket = two.submit()
+    two.refuse()
+    two.refuse()
+    assert len(two.dispatcher.queue) == 1
+    assert len(two.generates()) == 2
+    two.report()
+    await turn()
+    assert len(two.generates()) == 3
+    assert len(two.dispatcher.queue) == 0
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+    assert two.dispatcher.counters.requests == {"ok": 1}
+
+
+async def test_a_request_asks_four_nodes_in_a_row_at_most():
+    cluster = Cluster(*(NodeId(f"n{number}") for number in range(6)))
+    cluster.submit()
+    for _ in range(4):
+        cluster.refuse()
+    assert len(cluster.generates()) == 4
+    assert len(cluster.dispatcher.queue) == 1
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+@pytest.mark.parametrize("code", [Code.UNSUPPORTED, Code.INVALID, Code.TEMPLATE])
+async def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(two: Cluster, code: Code):
+    ticket = two.submit()
+    two.refuse(code)
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is code
+    assert len(two.generates()) == 1
+
+
+async def test_too_large_for_one_node_is_tried_on_the_others_then_final(two: Cluster):
+    ticket = two.submit()
+    two.refuse(Code.TOO_LARGE, tokens=4000)
+    assert ticket.outcome is None
+    two.refuse(Code.TOO_LARGE, tokens=4000)
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.status == 400
+
+
+async def test_an_unknown_model_never_waits(one: Cluster):
+    job = Job(Demand("tinny", 10), "k", "r", (), Params(), 0, stream=False)
+    ticket = one.dispatcher.submit(job)
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.NO_MODEL
+
+
+async def test_the_deadline_answers_with_fresh_numbers():
+    cluster = Cluster(A, queue_seconds=0.05)
+    full(cluster, A)
+    ticket = cluster.submit(stream=False)
+    assert isinstance(ticket, WholeTicket)
+    assert len(cluster.dispatcher.queue) == 1
+    cluster.now += 1
+    cluster.memory[A] = a_memory(2 * MIB)
+    cluster.report()
+    outcome = await ticket.outcome_of()
+    assert isinstance(outcome, Refused)
+    assert outcome.code is Code.NO_ROOM
+    assert outcome.numbers is not None
+    assert outcome.numbers.headroom == 2 * MIB
+    assert "waited 1 s in the queue" in outcome.message
+    cluster.settled()
+
+
+async def test_a_full_line_and_a_greedy_key_are_told_so():
+    cluster = Cluster(A, queue_limit=20)
+    full(cluster, A)
+    tickets = [cluster.submit(key="greedy") for _ in range(17)]
+    assert isinstance(tickets[-1].outcome, Refused)
+    assert tickets[-1].outcome.code is Code.OVER_SHARE
+    assert tickets[-1].outcome.numbers is not None
+    others = [cluster.submit(key=f"k{number}") for number in range(5)]
+    assert isinstance(others[-1].outcome, Refused)
+    assert others[-1].outcome.code is Code.QUEUE_FULL
+    assert "wait already" in cluster.dispatcher.servable()
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    large = one.submit(prompt_tokens=3000)
+    assert large.entry is not None
+    one.now += 6
+    one.report()
+    await turn()
+    assert one.dispatcher.ledger.held_on(large.number) == A
+    small = one.submit()
+    assert small.entry is not None, "the room is kept, so nobody new takes it"
+    roomy(one, A)
+    await turn()
+    assert large.node == small.node == A
+
+
+async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    keys = ("ada", "ada", "bob")
+    waiting = [one.submit(prompt_tokens=3000, key=key) for key in keys]
+    one.now += 6
+    one.report()
+    await turn()
+    assert [one.dispatcher.ledger.held_on(ticket.number) for ticket in waiting] == [A, None, None]
+    need = one.dispatcher.preview(waiting[0].demand).candidates[0].need
+    one.memory[A] = a_memory(need + need // 2)
+    one.report()
+    await turn()
+    assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
+
+
+async def test_one_of_two_keys_goes_to_a_node_whatever_is_in_front_of_it_there(one: Cluster):
+    ahead = [one.submit(prompt_tokens=3900, key="greedy") for _ in range(6)]  # at 1,000 tokens a second
+    late = one.submit(prompt_tokens=3950, key="greedy")
+    other = one.submit(prompt_tokens=100, key="ada")
+    assert {ticket.node for ticket in (*ahead, late, other)} == {A}, "the node is fair to both"
+
+
+async def test_who_asks_for_far_more_than_others_waits_in_line_where_others_need_not(one: Cluster):
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(10)]
+    assert [ticket.node for ticket in greedy] == 4 * [A] + 6 * [None], "four of six are one's of three, 6 s in front"
+    others += [one.submit(prompt_tokens=3000, key=key) for key in ("ada", "bob")]
+    assert all(ticket.node == A for ticket in others), "with 8 and 11 seconds in front of them"
+    for ticket in greedy[:4]:
+        one.dispatcher.close(ticket)
+    await turn()
+    assert all(ticket.node == A for ticket in greedy[4:]), "six of ten are not much"
+
+
+async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unless_they_are_gone(one: Cluster):
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
+    *_, early, late = greedy
+    assert [early.entry is None, late.entry is None] == [False, False]
+    one.now += 31
+    one.report()
+    one.dispatcher.sweep()
+    assert isinstance(early.outcome, Refused)
+    assert early.outcome.code is Code.DEADLINE
+    assert "others need" in early.outcome.message
+    for ticket in (*others, *greedy[:5]):
+        one.dispatcher.close(ticket)
+    assert one.submit(prompt_tokens=1500, key="greedy").node == A, "nobody else is here"
+
+
+async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_stays_free(one: Cluster):
+    one.memory[A] = a_memory(20 * GIB)
+    one.report()
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
+    assert greedy[-1].entry is not None
+    one.now += 31
+    one.report()
+    one.dispatcher.sweep()
+    assert {ticket.node for ticket in (*others, *greedy)} == {A}
+
+
+async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the_line_is_full(one: Cluster):
+    for key in ("ada", "bob"):
+        one.submit(prompt_tokens=100, key=key)
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(40)]
+    waiting = [ticket for ticket in greedy if ticket.entry is not None]
+    over = [ticket.outcome for ticket in greedy if ticket.outcome is not None]
+    assert waiting
+    assert over
+    for outcome in over:
+        assert isinstance(outcome, Refused)
+        assert outcome.code is Code.OVER_SHARE
+        assert outcome.retry_after
+    assert one.submit(prompt_tokens=4000, key="ada").node == A, "there is room for others"
+
+
+async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
+    one.submit(key="ada")
+    ((_, frame),) = one.generates()
+    assert frame.owner == Owner("ada", 4)
+    assert (frame.cache_scope, frame.shared) == ("", False), "its cached prefixes are its key's own"
+
+
+async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(one: Cluster):
+    """Its engine can preempt; the same key, or a second request beside a single one, waits for room."""
+    held = [one.submit(key="greedy") for _ in range(2)]
+    full(one, A)
+    waiting = one.submit(key="greedy")
+    assert waiting.entry is not None
+    other = one.submit(key="other")
+    assert other.node == A
+    one.refuse()
+    assert (other.node, other.entry is not None) == (None, True), "the engine knows better"
+    assert len(one.generates()) == 3
+    one.dispatcher.close(other)
+    one.dispatcher.close(held.pop())
+    full(one, A)
+    await turn()
+    last = one.submit(key="other")
+    assert last.entry is not None, "of a single request nothing is taken"
+
+
+async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
+    ticket = one.submit(choices=3)
+    assert one.dispatcher.ledger.rows(A) == 3
+    one.dispatcher.close(ticket)
+    assert one.dispatcher.ledger.rows(A) == 0
+
+
+async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
+    two.memory[A] = two.memory[B] = a_memory(200 * MIB)
+    two.report()
+    waiting = [two.submit(prompt_tokens=3000, key=key) for key in ("ada", "ada", "bob")]
+    two.now += 6
+    two.report()
+    await turn()
+    held = [two.dispatcher.ledger.held_on(ticket.number) for ticket in waiting]
+    assert held[1] is None
+    assert {held[0], held[2]} == {A, B}
+
+
+async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Cluster):
+    one.memory[A] = a_memory(200 * MIB)
+    one.report()
+    large = one.submit(prompt_tokens=3000)
+    small = one.submit()
+    assert small.node == A
+    assert large.entry is not None
+    assert large.entry.overtaken == 1
+
+
+async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
+    ticket = two.submit(stream=False)
+    first, _ = two.last()
+    two.dispatcher.node_gone(first, "connection ended")
+    second, _ = two.last()
+    assert second != first
+    two.speak("hello")
+    two.finish()
+    assert isinstance(ticket, WholeTicket)
+    assert ticket.answer().texts == {(0, 0): "hello"}
+    assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
+
+
+async def test_the_last_node_lost_is_a_failure_and_not_a_long_wait(one: Cluster):
+    ticket = one.submit()
+    one.dispatcher.node_gone(A, "connection ended")
+    assert isinstance(ticket.outcome, Failure)
+    assert ticket.outcome.code == "node_lost"
+
+
+async def test_a_request_survives_three_lost_nodes_and_no_more():
+    cluster = Cluster(*(NodeId(f"n{number}") for number in range(6)))
+    ticket = cluster.submit()
+    for _ in range(4):
+        assert ticket.outcome is None
+        cluster.dispatcher.node_gone(cluster.last()[0], "gone")
+    assert isinstance(ticket.outcome, Failure)
+    assert len(cluster.generates()) == 4
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_crashed_engine_is_not_given_the_request_again(two: Cluster):
+    ticket = two.submit()
+    two.say(lambda number: Failed(number, "engine_crashed", "signal 6"))
+    assert ticket.outcome == Failure("engine_crashed", "signal 6")
+    assert len(two.generates()) == 1
+
+
+def engine_lost(cluster: Cluster) -> None:
+    cluster.say(lambda number: Failed(number, "engine_lost", "it ended by SIGKILL"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster, stream: bool):
+    ticket = two.submit(stream=stream)
+    engine_lost(two)
+    assert ticket.outcome is None
+    assert len(two.generates()) == 2
+    assert two.generates()[0][1].request != two.generates()[1][1].request
+    two.speak("hello")
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+    if isinstance(ticket, WholeTicket):
+        assert ticket.answer().texts == {(0, 0): "hello"}
+
+
+async def test_no_request_survives_a_second_crash(two: Cluster):
+    ticket = two.submit()
+    engine_lost(two)
+    engine_lost(two)
+    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
+    assert len(two.generates()) == 2
+
+
+async def test_a_crash_after_a_lost_node_counts_as_the_first(two: Cluster):
+    ticket = two.submit()
+    gone = two.last()[0]
+    two.dispatcher.node_gone(gone, "gone")
+    engine_lost(two)
+    assert ticket.outcome is None
+    assert len(two.generates()) == 2, "the last report still calls that engine ready: not before the next one"
+    two.report(B if gone == A else A)
+    await turn()
+    assert len(two.generates()) == 3
+
+
+async def test_a_request_leaves_the_node_whose_engine_died(two: Cluster):
+    two.submit()
+    first = two.last()[0]
+    engine_lost(two)
+    assert two.last()[0] != first
+
+
+async def test_a_model_that_one_node_cannot_load_is_tried_on_the_others_then_refused(two: Cluster):
+    ticket = two.submit()
+    two.refuse(Code.LOAD_FAILED)
+    assert ticket.outcome is None
+    assert {node for node, _ in two.generates()} == {A, B}
+    two.refuse(Code.LOAD_FAILED)
+    assert isinstance(ticket.outcome, Refused)
+    assert (ticket.outcome.code, ticket.outcome.status) == (Code.LOAD_FAILED, 500)
+    assert ticket.outcome.message == "no node can load tiny: node-a: no; node-b: no"
+
+
+async def test_a_model_that_no_node_can_load_never_waits(two: Cluster):
+    two.models = (a_model(loaded=False, cause="a truncated file"),)
+    two.report()
+    ticket = two.submit()
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.LOAD_FAILED
+    assert "a truncated file" in ticket.outcome.message
+    assert two.generates() == []
+
+
+async def test_who_waits_for_a_model_learns_at_once_that_it_will_not_come(two: Cluster):
+    full(two, A, B)
+    ticket = two.submit()
+    assert ticket.entry is not None
+    two.models = (a_model(loaded=False, cause="a truncated file"),)
+    two.report(A)
+    await turn()
+    assert ticket.outcome is None, "the other node may still load it"
+    two.report(B)
+    await turn()
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.LOAD_FAILED
+    assert len(two.dispatcher.queue) == 0
+
+
+async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one: Cluster):
+    one.models = (a_model(loaded=False, weights=4 * GIB),)
+    one.report()
+    ticket = one.submit()
+    assert one.dispatcher.ledger.unacknowledged(A) > 4 * GIB
+    one.models = (a_model(loaded=False, loading=True, weights=4 * GIB),)
+    one.report()
+    left = one.dispatcher.ledger.unacknowledged(A)
+    assert 0 < left < GIB
+    one.report()
+    assert one.dispatcher.ledger.unacknowledged(A) == left, "they are taken off once"
+    one.dispatcher.ledger.check()
+    one.finish()
+    assert isinstance(ticket.outcome, Finished)
+
+
+async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node_is_idle(one: Cluster):
+    one.models = (a_model(loaded=False, weights=9 * GIB), a_model("other"))
+    one.memory[A] = a_memory(2 * GIB)
+    one.report()
+    busy = one.dispatcher.submit(Job(Demand("other", 100), "k", "r", (), Params(), 0, stream=True))
+    ticket = one.submit()
+    assert ticket.entry is not None, "another model is in use there"
+    one.finish()
+    assert isinstance(busy.outcome, Finished)
+    await turn()
+    assert ticket.node == A
+    assert one.generates()[-1][1].model == "tiny"
+    one.refuse()
+    assert ticket.entry is not None, "it is asked once"
+    one.report()
+    await turn()
+    assert ticket.entry is not None
+    assert len(one.generates()) == 2
+
+
+async def test_orders_are_heard_beside_requests(one: Cluster):
+    ticket = one.submit()
+    asking = asyncio.create_task(one.dispatcher.orders.give(Load, A, "node-a", "tiny"))
+    await turn()
+    assert one.sent[-1] == (A, Load(1002, "tiny"))
+    one.dispatcher.receive(A, Finished(1002, (), 0, 0))
+    assert isinstance(await asking, Finished)
+    lost = asyncio.create_task(one.dispatcher.orders.give(Unload, A, "node-a", "tiny"))
+    await turn()
+    one.dispatcher.node_gone(A, "gone")
+    assert isinstance(await lost, Failure)
+    assert isinstance(ticket.outcome, Failure)
+
+
+async def test_a_link_that_is_gone_before_the_view_says_so_is_passed_over(two: Cluster):
+    two.cut = {A}
+    tickets = [two.submit() for _ in range(4)]
+    assert {ticket.node for ticket in tickets} == {B}
+
+
+async def test_a_client_that_leaves_is_told_to_the_node(one: Cluster):
+    ticket = one.submit()
+    _, request = one.last()
+    one.dispatcher.close(ticket)
+    assert one.sent[-1] == (A, Cancel(request))
+    assert ticket.outcome is CANCELLED
+    one.speak()
+    one.finish()
+    assert ticket.outcome is CANCELLED
+    assert one.dispatcher.counters.requests == {"cancelled": 1}
+
+
+async def test_a_client_that_leaves_while_waiting_leaves_the_line(one: Cluster):
+    full(one, A)
+    ticket = one.submit()
+    one.dispatcher.close(ticket)
+    one.dispatcher.close(ticket)
+    assert len(one.dispatcher.queue) == 0
+    assert one.generates() == []
+
+
+async def test_what_is_about_no_live_request_is_ignored(two: Cluster):
+    ticket = two.submit()
+    owner, request = two.last()
+    stranger = B if owner == A else A
+    two.say(lambda number: Deltas((Delta(number, 0, (), ((0, "forged"),)),)), node=stranger)
+    two.say(lambda number: Finished(number, ("stop",), 1, 1), node=stranger)
+    two.say(lambda number: Failed(number, "x", "y"), request=99)
+    two.dispatcher.receive(owner, Ping(1))
+    assert ticket.outcome is None
+    assert taken(ticket) == []
+    two.refuse()
+    two.say(lambda number: Finished(number, ("stop",), 1, 1), node=owner, request=request)
+    assert ticket.outcome is None, "what an earlier node still says is not about this attempt"
+
+
+async def test_text_for_a_reader_that_is_stuck_is_bounded():
+    cluster = Cluster(A, slow_client_bytes=10_000)
+    slow, quick = cluster.submit(), cluster.submit()
+    first, second = (frame.request for _, frame in cluster.generates())
+    for _ in range(100):
+        cluster.dispatcher.receive(A, Deltas(tuple(Delta(one, 0, (1,), ((0, "x" * 50),)) for one in (first, second))))
+        taken(quick)
+    assert slow.outcome is SLOW
+    assert quick.outcome is None
+    assert (A, Cancel(first)) in cluster.sent
+    assert isinstance(slow, StreamTicket)
+    assert slow.pending == []
+    assert cluster.dispatcher.counters.slow_clients == 1
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_reader_without_progress_is_let_go():
+    cluster = Cluster(A, slow_client_seconds=0.05)
+    ticket = cluster.submit()
+    ticket.opened = True
+    cluster.speak()
+    async with asyncio.timeout(30):
+        while ticket.outcome is None:
+            await ticket.wait()
+    assert ticket.outcome is SLOW
+    cluster.settled()
+
+
+async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
+    cluster = Cluster(A, keepalive_seconds=0.05, queue_seconds=0.3)
+    ticket = cluster.submit()
+    assert isinstance(ticket, StreamTicket)
+    async with asyncio.timeout(30):
+        await ticket.wait()
+    assert ticket.nudged
+    assert ticket.ready
+    ticket.take()
+    assert not ticket.nudged
+    full(cluster, A)
+    waiting = cluster.submit()
+    cluster.now += 1
+    async with asyncio.timeout(30):
+        await waiting.wait()
+    assert isinstance(waiting.outcome, Refused)
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_one_frame_wakes_a_reader_once(one: Cluster):
+    ticket = one.submit()
+    woken: list[int] = []
+    assert isinstance(ticket, StreamTicket)
+    ticket.sink = lambda: woken.append(len(ticket.pending))
+    _, request = one.last()
+    one.dispatcher.receive(A, Deltas(tuple(Delta(request, choice, (1,), ((0, "x"),)) for choice in range(3))))
+    assert woken == [3]
+
+
+async def test_shutdown_tells_everybody(two: Cluster):
+    running = two.submit()
+    full(two, A, B)
+    waiting = two.submit()
+    two.dispatcher.shutdown()
+    for ticket in (running, waiting):
+        assert isinstance(ticket.outcome, Failure)
+        assert ticket.outcome.code == "shutting_down"
+    assert [frame for _, frame in two.sent if isinstance(frame, Cancel)] == [Cancel(1001)]
+
+
+async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
+    two.submit()
+    two.refuse()
+    decisions = two.dispatcher.history.decided_on("r0")
+    assert len(decisions) == 2
+    assert [row["chosen"] for row in decisions[0].rows()].count(True) == 1
+    assert "refused this request" in str(decisions[1].rows())
+
+
+async def test_servable_says_why_not(one: Cluster):
+    assert one.dispatcher.servable() == ""
+    full(one, A)
+    assert "best node node-a has" in one.dispatcher.servable()
+    one.state[A] = "asleep"
+    one.report()
+    assert "node-a is asleep" in one.dispatcher.servable()
+    assert Cluster().dispatcher.servable() == "no node of the cluster has reported a model"
+
+
+async def test_preview_decides_without_acting(one: Cluster):
+    assert isinstance(one.dispatcher.preview(Demand("tiny", 100)), Placement)
+    assert isinstance(one.dispatcher.preview(Demand("tiny", 0, 10**6)), NoPlacement)
+    assert one.sent == []
+    one.settled()
+
+
+async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_at_once(one: Cluster):
+    one.memory[A] = a_memory(MIB, cap=4 * GIB)
+    one.report()
+    ticket = one.submit(choices=16, max_tokens=64)
+    assert ticket.outcome is None
+    one.dispatcher.close(ticket)
+    job = Job(Demand("tiny", 4 * 4096, None, None, 16), "k", "r", (), Params(n=16), 0, stream=True)
+    counted = one.dispatcher.submit(job)
+    node, frame = one.sent[-1]
+    assert isinstance(frame, Generate)
+    assert one.dispatcher.ledger.unacknowledged(node) == 0
+    too_large = Refused(Code.TOO_LARGE, "needs 8.0 GiB, this node can hold 2.0 GiB")
+    one.dispatcher.receive(node, Refusal(frame.request, too_large, 4000))
+    assert isinstance(counted.outcome, Refused)
+    assert (counted.outcome.code, counted.outcome.status) == (Code.TOO_LARGE, 400)
+    assert "the most that any member can give" in counted.outcome.message
+
+
+async def test_a_send_that_breaks_leaves_nothing_behind():
+    cluster = Cluster(A)
+    cluster.broken = True
+    with pytest.raises(OSError, match="broken"):
+        cluster.submit()
+    cluster.settled()
+
+
+# where a prompt was read before
+
+
+async def test_a_short_prompt_goes_anywhere(two: Cluster):
+    ticket = two.submit()
+    assert ticket.chain is None
+    two.finish()
+    assert len(two.dispatcher.affinity) == 0
+
+
+def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
+    messages = tuple(Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
+    job = Job(Demand("tiny", 100_000), "k", "r", messages, Params(), 0, True, session=session)
+    cluster.dispatcher.submit(job)
+    cluster.say(lambda number: Admitted(number, 25_000, 0, b"hash"))
+    cluster.finish()
+    cluster.report()
+    return cluster.last()[0]
+
+
+async def test_the_turns_of_a_conversation_meet_one_node():
+    cluster = Cluster(A, B, C)
+    first = served_by(cluster, "x" * 100)
+    for other in (A, B, C):
+        cluster.memory[other] = a_memory(9 * GIB if other != first else 8 * GIB)
+    cluster.report()
+    assert served_by(cluster, "another conversation") != first
+    assert served_by(cluster, "x" * 100, "y" * 100, "z" * 100) == first
+    assert served_by(cluster, "quite another text", session="s") == served_by(cluster, "summary of it", session="s")
+
+
+async def test_after_its_engine_died_a_node_is_like_any_other():
+    cluster = Cluster(A, B)
+    first = served_by(cluster, "x" * 100)
+    cluster.memory[B if first == A else A] = a_memory(9 * GIB)
+    cluster.report()
+    assert served_by(cluster, "x" * 100) == first
+    cluster.engine = EngineState("x", "ready", restarts=1)
+    cluster.report()
+    assert served_by(cluster, "x" * 100) != first
+
+
+# what a key may take
+
+
+async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
+    limits = {"k": KeyLimits(concurrency=1, waiting=0)}
+    two.dispatcher.quotas = Quotas(limits.get)
+    first = two.submit()
+    second = two.submit()
+    assert isinstance(second.outcome, Refused)
+    assert second.outcome.code is Code.RATE_LIMITED
+    two.dispatcher.close(first)
+    assert two.dispatcher.quotas.running("k") == 0
+    third = two.submit()
+    two.finish()
+    assert isinstance(third.outcome, Finished)
+    assert two.dispatcher.quotas.running("k") == 0
+    two.memory = dict.fromkeys((A, B), a_memory(0))
+    two.report()
+    full = two.submit()
+    assert isinstance(full.outcome, Refused)
+    assert full.outcome.code is Code.OVER_SHARE, "it may not wait"
+    assert two.dispatcher.quotas.running("k") == 0
+    used = two.dispatcher.usage.drain()["k", "tiny"]
+    assert (used.requests, used.failed, used.prompt_tokens, used.completion_tokens) == (3, 2, 25, 3)
+    two.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("end", ["left", "slow", "lost", "engine", "stopped"])
+async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, end: str, stream: bool):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    ticket = one.submit(stream=stream, max_tokens=500)
+    one.say(lambda number: Admitted(number, 200, 50))
+    for _ in range(30):
+        one.speak()
+    if end == "left":
+        one.dispatcher.close(ticket)
+    elif end == "slow" and isinstance(ticket, StreamTicket):
+        ticket.opened = ticket.blocked = True
+        for _ in range(int(one.settings.slow_client_seconds / SWEEP_SECONDS) + 2):
+            one.dispatcher.sweep()
+    elif end == "lost":
+        one.dispatcher.node_gone(A, "the link ended")
+    elif end == "engine":
+        one.say(lambda number: Failed(number, "bad_row", "it broke"))
+    else:
+        one.dispatcher.shutdown()
+    assert ticket.outcome is not None
+    used = one.dispatcher.usage.drain()["k", "tiny"]
+    assert (used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (
+        1, 1, 200, 50, 30
+    )  # fmt: skip
+    story = one.dispatcher.history.stories[-1]
+    assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens) == (200, 50, 30)
+    over = one.submit(max_tokens=1000)
+    assert isinstance(over.outcome, Refused)
+    assert over.outcome.retry_after == pytest.approx(60 * 230 / 1000)
+    assert one.dispatcher.quotas.running("k") == 0
+
+
+async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
+    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(max_tokens=4), 0, True)
+    ticket = one.dispatcher.submit(job)
+    one.say(lambda number: Admitted(number, 20))
+    for _ in range(6):
+        one.speak()
+    ticket.bound()
+    one.speak()
+    one.speak(choice=7)
+    one.dispatcher.close(ticket)
+    assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == 8
+
+
+async def test_who_leaves_before_anything_was_done_pays_nothing(one: Cluster):
+    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.dispatcher.close(one.submit(max_tokens=900))
+    assert one.dispatcher.usage.drain()["k", "tiny"].prompt_tokens == 0
+    assert one.submit(max_tokens=1000).outcome is None
+
+
+async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two: Cluster):
+    two.dispatcher.quotas = Quotas({"k": KeyLimits(labels=("lab",))}.get)
+    ticket = two.submit()
+    assert isinstance(ticket.outcome, Refused)
+    assert ticket.outcome.code is Code.NOT_ALLOWED
+    assert "labels that this API key is bound to (lab)" in ticket.outcome.message
+    two.labels = {B: frozenset({"lab", "home"})}
+    two.report()
+    for _ in range(4):
+        two.submit()
+    assert {node for node, _ in two.generates()} == {B}
+
+
+# taking a node away
+
+
+async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Cluster):
+    ticket = two.submit()
+    where, _ = two.last()
+    two.speak("hello")
+    emptied = asyncio.create_task(two.dispatcher.emptied(where, 5.0))
+    await turn()
+    other, _ = two.last()
+    assert other != where
+    assert await emptied == 0
+    assert two.dispatcher.in_flight(where) == 0
+    assert ticket.outcome is None
+    two.finish()
+    assert isinstance(ticket.outcome, Finished)
+    two.settled()
+
+
+async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
+    two.submit()
+    where, _ = two.last()
+    two.speak("hello")
+    other = B if where == A else A
+    two.memory[other] = a_memory(0)
+    two.report()
+    assert await two.dispatcher.emptied(where, 0.01) == 1, "it runs on where it is"
+    first, second = (asyncio.create_task(two.dispatcher.emptied(where, 5.0)) for _ in range(2))
+    await turn()
+    two.memory[other] = a_memory()
+    two.report()
+    assert await first == await second == 0
+    assert two.last()[0] == other
+
+
+async def test_what_ends_by_itself_empties_the_node_too(one: Cluster):
+    one.submit()
+    waits = asyncio.create_task(one.dispatcher.emptied(A, 5.0))
+    await turn()
+    one.finish()
+    assert await waits == 0
+    assert await one.dispatcher.emptied(A, 5.0) == 0
+
+
+# counters
+
+
+async def test_every_request_on_a_lost_node_is_counted_as_lost(two: Cluster):
+    full(two, B)
+    for _ in range(3):
+        two.submit()
+    roomy(two, B)
+    two.dispatcher.node_gone(A, "connection ended")
+    counters = two.dispatcher.counters
+    assert (counters.nodes_lost, counters.attempts, counters.retries) == (3, 6, 3)
+    assert counters.placements == {A: 3, B: 3}
+
+
+async def test_time_to_first_token_counts_from_arrival_and_the_queue_from_the_queue(one: Cluster):
+    one.submit()
+    one.now += 3.0
+    one.refuse()
+    one.now += 2.0
+    one.report()
+    await turn()
+    one.say(lambda number: Admitted(number, 25, 5))
+    one.now += 1.0
+    one.speak()
+    one.finish()
+    counters = one.dispatcher.counters
+    ttft = counters.models["tiny"].ttft
+    assert (sum(ttft.counts), round(ttft.total, 6)) == (1, 6.01)
+    assert (sum(counters.queue_wait.counts), round(counters.queue_wait.total, 6)) == (1, 2.01)
+    assert (counters.queue_entries, round(counters.queue_seconds, 6)) == (1, 2.01)
+    assert round(counters.duration_seconds, 6) == 6.01
+    assert counters.nodes[A].prompt_tokens == 25
+
+
+async def test_a_step_of_two_streams_is_two_gaps_however_many_tokens_it_has(one: Cluster):
+    tickets = [one.submit(), one.submit()]
+    for _ in range(3):
+        one.now += 0.5
+        one.say(lambda _: Deltas(tuple(Delta(ticket.request, 0, (1, 2, 3), ((0, "x"),)) for ticket in tickets)))
+        assert [taken(ticket) for ticket in tickets] == [["x"], ["x"]]
+    itl = one.dispatcher.counters.models["tiny"].itl
+    assert (sum(itl.counts), itl.total) == (4, 2.0)
+    assert one.dispatcher.counters.nodes[A].generated_tokens == 18
+
+
+async def test_reservations_and_room_of_no_request_are_leaks():
+    cluster = Cluster(A)
+    cluster.submit()
+    assert cluster.dispatcher.leaks() == 0
+    cluster.dispatcher.ledger.claim(A, 77, 77, MIB, 1, 0, 0.0, 1)
+    assert cluster.dispatcher.leaks() == 1
+    cluster.dispatcher.ledger.hold(88, A, MIB)
+    assert cluster.dispatcher.leaks() == 2
+    cluster.dispatcher.ledger.release(77)
+    cluster.dispatcher.ledger.drop_hold(88)
+    assert cluster.dispatcher.leaks() == 0
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_node_that_is_forgotten_leaves_no_counts(two: Cluster):
+    two.submit()
+    two.speak()
+    first, _ = two.last()
+    two.finish()
+    counters = two.dispatcher.counters
+    assert (set(counters.placements), set(counters.nodes)) == ({first}, {first})
+    two.dispatcher.forget(first)
+    assert (counters.placements, counters.nodes) == ({}, {})
+
+
+async def test_the_time_of_a_decision_is_measured():
+    ticks = iter(range(1000, 10_000))
+    dispatcher = Dispatcher(lambda *_: True, RouterSettings(), numbers=lambda: (1, 1), clock=lambda: float(next(ticks)))
+    before = dispatcher.counters.placement.tally()
+    ticket = dispatcher.submit(Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True))
+    after = dispatcher.counters.placement.tally()
+    taken = sum(after.counts) - sum(before.counts)
+    assert taken == 1
+    assert 1.0 <= after.total - before.total < 10.0, "readings of the clock within one decision"
+    dispatcher.close(ticket)
+    dispatcher.shutdown()

@@ -1,0 +1,43 @@
+"""What a ticket of an answer that is not streamed collects and counts."""
+
+from router.dispatch.request import DELTA_BYTES, Answer, Job, WholeTicket
+from router.placement.place import Demand
+from wire.capacity.fairness import Owner
+from wire.frames import Channel, Delta, Logprob, Message, Params
+
+
+def ticket(**params: object) -> WholeTicket:
+    asked = Params(**params)  # pyright: ignore[reportArgumentType]
+    job = Job(Demand("tiny", 10, None, 10), "key", "r", (Message("user", "hello"),), asked, 0, stream=False)
+    return WholeTicket(job, Owner("key"), 1, 0.0)
+
+
+def delta(channel: Channel, text: str, **more: object) -> Delta:
+    return Delta(1, 0, (7,), ((channel, text),), **more)  # pyright: ignore[reportArgumentType]
+
+
+def test_add_collects_texts_and_calls_and_counts_them():
+    whole = ticket()
+    for piece in ("Hel", "lo"):
+        assert whole.add(delta(Channel.CONTENT, piece)) is False
+    assert whole.held == 5
+    for call in ("{}", "[]"):
+        whole.add(delta(Channel.TOOL_CALL, call))
+    assert whole.held == 5 + 2 * (2 + DELTA_BYTES)
+    assert whole.answer() == Answer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, whole.fingerprint)
+
+
+def test_add_keeps_log_probabilities_only_where_they_were_asked_for():
+    logprob = Logprob(b"a", -1.0, ())
+    for asked, kept in ((True, {0: [logprob, logprob]}), (False, {})):
+        whole = ticket(logprobs=asked)
+        for _ in range(2):
+            whole.add(delta(Channel.CONTENT, "a", logprobs=(logprob,)))
+        assert whole.answer().logprobs == kept
+        assert (whole.held > 2) is asked
+
+
+def test_add_leaves_out_choices_that_were_not_asked_for():
+    whole = ticket()
+    assert whole.add(Delta(1, 1, (7,), ((Channel.CONTENT, "a"),))) is False
+    assert (whole.held, whole.answer().texts) == (0, {})

@@ -1,0 +1,229 @@
+"""A node that has its hands free takes over what waits elsewhere."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.dispatch import work_stealing
+from router.dispatch.request import Job, Ticket
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import Candidate, Demand
+from router.placement.reservations import Ledger
+from tests.support.loopback_cluster import a_model
+from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from wire.capacity.fairness import Owner
+from wire.frames import Cancel, Message, Params
+from wire.identity import NodeId
+from wire.refusals import Code
+from wire.report import EngineState
+
+ROWS = 2
+
+
+@pytest.fixture
+async def joining() -> AsyncIterator[Cluster]:
+    """A node with two rows that alone has taken ten requests for 10 seconds; the first two of them speak. Another one
+    comes in."""
+    cluster = Cluster(A, B)
+    cluster.engine = EngineState("x", "ready", rows=ROWS)
+    cluster.state[B] = "lost"
+    cluster.report()
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+def batch(cluster: Cluster, count: int = 10) -> list[Ticket]:
+    tickets: list[Ticket] = []
+    for number in range(count):
+        tickets.append(cluster.submit())
+        if number < ROWS:
+            cluster.speak()
+    cluster.now += 2 * work_stealing.SOONER
+    cluster.report()
+    assert {ticket.node for ticket in tickets} == {A}
+    return tickets
+
+
+def comes(cluster: Cluster, node: NodeId = B) -> None:
+    """A node is ready, and the dispatcher looks around."""
+    cluster.state[node] = "ready"
+    cluster.report()
+    cluster.dispatcher.sweep()
+
+
+def on(cluster: Cluster, tickets: list[Ticket], node: NodeId) -> list[int]:
+    return [number for number, ticket in enumerate(tickets) if ticket.node == node]
+
+
+async def test_who_has_waited_longest_for_a_first_word_goes_over_to_a_node_that_comes_in(joining: Cluster):
+    tickets = batch(joining)
+    before = {ticket.number: ticket.request for ticket in tickets}
+    comes(joining)
+    moved = on(joining, tickets, B)
+    assert moved == list(range(ROWS, ROWS + len(moved)))
+    assert ROWS <= len(moved) < len(tickets) - ROWS, "a part of them, not all"
+    told = [frame.request for node, frame in joining.sent if isinstance(frame, Cancel) and node == A]
+    assert told == [before[tickets[number].number] for number in moved], "its node lets go of each"
+    assert [frame.resume for node, frame in joining.generates() if node == B] == [()] * len(moved)
+    assert all(tickets[number].losses == 0 for number in moved), "that was no loss"
+    assert joining.dispatcher.counters.moves == len(moved)
+
+
+async def test_what_was_taken_over_stays_there_and_what_is_left_stays_where_it_is(joining: Cluster):
+    tickets = batch(joining)
+    comes(joining)
+    moved = on(joining, tickets, B)
+    for _ in range(3):
+        joining.now += 2 * work_stealing.SOONER
+        joining.report()
+        joining.dispatcher.sweep()
+        assert on(joining, tickets, B) == moved, "it has prompts to read itself"
+
+
+async def test_a_request_is_taken_over_once(joining: Cluster):
+    tickets = batch(joining)
+    comes(joining)
+    moved = on(joining, tickets, B)
+    for number in on(joining, tickets, A):
+        joining.dispatcher.close(tickets[number])
+    joining.now += 10 * work_stealing.SOONER
+    joining.models = (a_model(decode_speed=1.0),)
+    comes(joining, A)
+    assert on(joining, tickets, B) == moved
+
+
+async def test_nobody_is_moved_to_gain_little(joining: Cluster):
+    tickets = batch(joining, ROWS + 1)
+    comes(joining)
+    assert on(joining, tickets, B) == []
+
+
+def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gained():
+    here = Candidate(A, "a", "ready", expected_ttft=11.6, reading=1000, model=a_model())  # 1.6 of them its own
+    assert work_stealing.behind(here) == pytest.approx(10)
+    assert work_stealing.worth(here, Candidate(B, "b", "ready", expected_ttft=1.6))
+    assert not work_stealing.worth(here, Candidate(B, "b", "ready", expected_ttft=1.7))
+
+
+def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
+    model = a_model(prefill_speed=1000.0)
+    here = Candidate(A, "a", "ready", expected_ttft=8.0, reading=0, model=model)
+    assert not work_stealing.worth(here, Candidate(B, "b", "ready", expected_ttft=1.0))
+    assert work_stealing.behind(Candidate(A, "a", "ready", expected_ttft=8.0)) == 0.0, "it has no model there"
+
+
+@pytest.mark.parametrize(
+    ("state", "engine", "taken", "unread", "free"),
+    [
+        ("ready", EngineState("x", "ready", rows=ROWS), ROWS - 1, False, True),
+        ("ready", EngineState("x", "ready", rows=ROWS), ROWS, False, False),
+        ("ready", EngineState("x", "ready"), 9, False, True),
+        ("ready", EngineState("x", "ready"), 1, True, False),
+        ("ready", EngineState("x", "ready", waiting=1), 0, False, False),
+        ("ready", EngineState("x", "ready", queued_tokens=1), 0, False, False),
+        ("suspect", EngineState("x", "ready"), 0, False, False),
+    ],
+)
+def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
+    state: str, engine: EngineState, taken: int, unread: bool, free: bool
+):
+    ledger = Ledger()
+    for number in range(taken):
+        ledger.claim(A, number, number, 0)
+        if not unread:
+            ledger.read(number)
+    node = NodeView(A, "a", state, engine=engine, models={"tiny": a_model(), "other": a_model("other")})
+    view = ClusterView((node,))
+    assert work_stealing.helpers(view, ledger) == ({"tiny": view, "other": view} if free else {})
+
+
+def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
+    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True)
+    tickets = [Ticket(job, Owner("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
+    for ticket in tickets:
+        ticket.attempts = 1
+    assert [one.number for one in work_stealing.waiting(tickets, 100.0 + work_stealing.SOONER)] == [0], (
+        "they waited no longer"
+    )
+    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.SOONER)] == [0, 1, 2, 3]
+    tickets[0].first_at = 101.0
+    tickets[1].attempts = 2
+    tickets[2].attempts = 0
+    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.SOONER)] == [0]
+
+
+@pytest.mark.parametrize("engine", [
+    EngineState("x", "ready", rows=ROWS, waiting=1), EngineState("x", "ready", rows=ROWS, queued_tokens=1),
+    EngineState("x", "starting", rows=ROWS),
+])  # fmt: skip
+async def test_a_node_that_has_something_to_read_takes_over_nothing(joining: Cluster, engine: EngineState):
+    tickets = batch(joining)
+    joining.engine = engine
+    comes(joining)
+    assert on(joining, tickets, B) == []
+
+
+async def test_a_node_without_a_free_row_takes_over_nothing(joining: Cluster):
+    tickets = batch(joining)
+    joining.state[A] = "suspect"
+    joining.state[B] = "ready"
+    joining.report()
+    for _ in range(ROWS):
+        assert joining.submit().node == B
+        joining.speak()
+    joining.state[A] = "ready"
+    joining.report()
+    joining.dispatcher.sweep()
+    assert on(joining, tickets, B) == []
+
+
+async def test_those_in_line_go_first(joining: Cluster):
+    tickets = batch(joining)
+    in_line = joining.submit(prompt_tokens=3000, choices=64)
+    assert in_line.entry is not None
+    comes(joining)
+    assert on(joining, tickets, B) == []
+    joining.dispatcher.close(in_line)
+    joining.dispatcher.sweep()
+    assert on(joining, tickets, B) != []
+
+
+async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining: Cluster):
+    tickets = batch(joining)
+    comes(joining)
+    moved = on(joining, tickets, B)
+    assert joining.last()[0] == B
+    joining.refuse(Code.NO_ROOM)
+    assert tickets[moved[-1]].node == A, "it goes back, to wait there"
+    joining.now += 2 * work_stealing.SOONER
+    joining.report()
+    joining.dispatcher.sweep()
+    assert tickets[moved[-1]].node == A
+
+
+class Uneven(Cluster):
+    """The second node has the first model only."""
+
+    def seen(self, node: NodeId) -> NodeView:
+        view = super().seen(node)
+        return view if node == A else dataclasses.replace(view, models={"tiny": view.models["tiny"]})
+
+
+async def test_who_waits_for_a_model_that_is_nowhere_else_holds_up_nobody():
+    cluster = Uneven(A, B)
+    cluster.models = (a_model(), a_model("rare"))
+    cluster.engine = EngineState("x", "ready", rows=ROWS)
+    cluster.state[B] = "lost"
+    cluster.report()
+    rare = [
+        cluster.dispatcher.submit(Job(Demand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), Params(), 0, True))
+        for n in range(work_stealing.MOST)
+    ]  # fmt: skip
+    tickets = batch(cluster)
+    comes(cluster)
+    assert on(cluster, rare, B) == []
+    assert on(cluster, tickets, B) != []
+    cluster.dispatcher.shutdown()
+    cluster.settled()

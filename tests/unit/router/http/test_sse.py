@@ -1,0 +1,206 @@
+"""The seam to the transport: steps run by hand, events that wait, streams that are given up."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.dialects.openai.chat_response import ChatChunks
+from router.dispatch.request import SLOW, Failure, Job, StreamTicket
+from router.http.coroutine_driver import Stepper
+from router.http.sse import EventStream, Message, Pump
+from router.placement.place import Demand
+from wire.capacity.fairness import Owner
+from wire.frames import Delta, Finished, Params
+
+FINISHED = Finished(1, ("stop",), 1, 1)
+
+
+class Transport:
+    """An ASGI `send` that can be full."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.free.set()
+        self.bodies: list[bytes] = []
+        self.ended = False
+        self.broken = False
+
+    async def send(self, message: Message) -> None:
+        if self.broken:
+            raise OSError("gone")
+        await self.free.wait()
+        if message["type"] == "http.response.body":
+            self.bodies.append(message["body"])
+            self.ended = not message["more_body"]
+
+
+def a_ticket() -> StreamTicket:
+    return StreamTicket(Job(Demand("m"), "k", "r", (), Params(), 0, stream=True), Owner(), 1, 0.0)
+
+
+def pumped(transport: Transport) -> tuple[StreamTicket, EventStream]:
+    ticket, stream = a_ticket(), EventStream(transport.send)
+    ticket.opened = True
+    Pump(ticket, ChatChunks(ticket.job), stream)
+    return ticket, stream
+
+
+def say(ticket: StreamTicket, text: str) -> None:
+    ticket.add(Delta(1, 0, (), ((0, text),)))
+    ticket.flush()
+
+
+async def test_events_leave_in_the_call_that_brings_them():
+    transport = Transport()
+    ticket, stream = pumped(transport)
+    say(ticket, "one")
+    assert len(transport.bodies) == 1
+    assert b'"role":"assistant"' in transport.bodies[0]
+    say(ticket, "two")
+    assert b'"content":"two"' in transport.bodies[1]
+    assert b"role" not in transport.bodies[1]
+    ticket.end(FINISHED)
+    assert transport.bodies[2].endswith(b"data: [DONE]\n\n")
+    assert transport.ended
+    assert stream.done.done()
+
+
+async def test_an_answer_that_is_ready_at_once_is_one_write():
+    transport = Transport()
+    ticket, stream = a_ticket(), EventStream(transport.send)
+    ticket.add(Delta(1, 0, (), ((0, "all"),)))
+    ticket.end(FINISHED)
+    Pump(ticket, ChatChunks(ticket.job), stream)
+    assert len(transport.bodies) == 1
+    assert transport.bodies[0].count(b"data: ") == 4
+
+
+async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
+    transport = Transport()
+    ticket, stream = pumped(transport)
+    transport.free.clear()
+    say(ticket, "one")
+    assert ticket.blocked
+    assert stream.busy
+    for number in range(600):
+        say(ticket, f"n{number}.")
+    assert transport.bodies == []
+    assert ticket.held > 600 * 256
+    ticket.end(FINISHED)
+    transport.free.set()
+    await stream.done
+    text = b"".join(transport.bodies)
+    assert [text.index(f"n{number}.".encode()) for number in range(600)] == sorted(
+        text.index(f"n{number}.".encode()) for number in range(600)
+    )
+    assert text.endswith(b"[DONE]\n\n")
+    assert ticket.held == 0
+    assert len(transport.bodies) > 2, "much is given out in pieces, so that a slow reader shows progress"
+
+
+async def test_a_nudge_is_a_comment():
+    transport = Transport()
+    ticket, _ = pumped(transport)
+    ticket.nudged = True
+    ticket.flush()
+    assert transport.bodies == [b": waiting\n\n"]
+    ticket.nudged, ticket.swap = True, "waiting for a model swap on studio (one -> two)"
+    ticket.flush()
+    assert transport.bodies[1:] == [b": waiting for a model swap\n\n"], "no other model's name, and no node's"
+    say(ticket, "one")
+    assert b'"role":"assistant"' in transport.bodies[2]
+
+
+async def test_a_stream_that_breaks_says_so_and_has_no_done():
+    transport = Transport()
+    ticket, _ = pumped(transport)
+    say(ticket, "one")
+    ticket.end(Failure("node_lost", "studio was lost"))
+    assert b'"code":"node_lost"' in transport.bodies[-1]
+    assert b"[DONE]" not in b"".join(transport.bodies)
+    assert transport.ended
+
+
+async def test_a_reader_that_is_given_up_frees_the_step_that_waits():
+    transport = Transport()
+    ticket, stream = pumped(transport)
+    transport.free.clear()
+    say(ticket, "one")
+    ticket.end(SLOW)
+    await stream.done
+    transport.free.set()
+    await asyncio.sleep(0)
+    assert transport.bodies == []
+
+
+async def test_a_transport_that_breaks_ends_this_stream_alone():
+    transport = Transport()
+    ticket, stream = pumped(transport)
+    transport.broken = True
+    say(ticket, "one")
+    with pytest.raises(OSError, match="gone"):
+        await stream.done
+
+
+# the stepper
+
+
+async def test_a_coroutine_that_never_waits_ends_at_once():
+    ended: list[Any] = []
+
+    async def seven() -> int:
+        return 7
+
+    Stepper(ended.append).run(seven())
+    assert ended == [7]
+
+
+async def test_a_coroutine_goes_on_when_its_future_is_done():
+    ended: list[Any] = []
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return await future + 1
+
+    Stepper(ended.append).run(work())
+    await asyncio.sleep(0)
+    assert ended == []
+    future.set_result(1)
+    await asyncio.sleep(0)
+    assert ended == [2]
+
+
+async def test_what_is_given_up_is_cleaned_up_and_not_reported():
+    ended: list[Any] = []
+    cleaned: list[bool] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            cleaned.append(True)
+
+    stepper = Stepper(ended.append)
+    stepper.run(work())
+    stepper.close()
+    stepper.close()
+    assert cleaned == [True]
+    assert ended == []
+
+
+async def test_an_exception_is_told_to_the_loop():
+    ended: list[Any] = []
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("broken")
+
+    Stepper(ended.append).run(work())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ended == [None]
+    assert str(told[0]["exception"]) == "broken"

@@ -1,0 +1,201 @@
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from router.placement.cluster_view import (
+    LONGEST_CONTEXT,
+    LONGEST_TEXT,
+    MOST_BYTES,
+    MOST_EXPECTED,
+    MOST_STEP,
+    UNMEASURED_PREFILL,
+    NodeView,
+    honest_memory,
+    view_of,
+)
+from wire.capacity.arithmetic import Fits, judge, request_need
+from wire.frames import Report
+from wire.identity import NodeId
+from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System, Transient
+
+wild_ints = st.integers(-(2**63), 2**63 - 1)
+wild_floats = st.floats(allow_nan=True, allow_infinity=True)
+memories = st.builds(
+    Memory, cap=wild_ints, ceiling=wild_ints, margin=wild_ints, phys=st.none() | wild_ints, active=wild_ints,
+    recent=wild_ints, reserved=wild_ints, leases=wild_ints, age=wild_floats,
+)  # fmt: skip
+models = st.builds(
+    Model, name=st.sampled_from(["", "a", "b"]), weights=wild_ints, kv_per_token=wild_ints, transient=wild_ints,
+    context=wild_ints, load_seconds=wild_floats, prefill_speed=wild_floats, decode_speed=wild_floats,
+    bytes_per_token=wild_floats, expected_output=wild_ints, loading=st.booleans(), progress=wild_floats,
+    groups=st.lists(st.builds(Group, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
+)  # fmt: skip
+reports = st.builds(
+    Report, sequence=wild_ints, memory=memories, acked_seq=wild_ints, models=st.lists(models, max_size=4).map(tuple),
+    engine=st.builds(EngineState, running=wild_ints, waiting=wild_ints, queued_tokens=wild_ints),
+    system=st.builds(System, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()),
+    enforcement=st.builds(
+        Enforcement, level=wild_ints, phys=st.none() | wild_ints, highest=wild_ints, interval=wild_ints,
+        over_caps=wild_ints, kills=wild_ints, polls=wild_ints, remedy=st.text(), cap_bound_by=st.text(),
+        warnings=st.lists(st.text(), max_size=20).map(tuple),
+    ),
+)  # fmt: skip
+
+
+def seen(report: Report, name: str = "studio"):
+    return view_of(report, node=NodeId("n1"), name=name, state="ready", heard_at=1.0)
+
+
+@given(reports)
+def test_no_lie_reaches_the_arithmetic(report: Report):
+    view = seen(report)
+    memory = view.memory
+    assert min(memory.cap, memory.ceiling, memory.margin, memory.active, memory.recent, memory.reserved) >= 0
+    assert memory.phys is None or memory.phys >= 0
+    assert min(view.engine.running, view.engine.waiting, view.engine.queued_tokens, view.acked_seq) >= 0
+    system, held = view.system, view.enforcement
+    assert min(system.worker, held.polls, held.over_caps, held.kills, memory.cache, memory.peak) >= 0
+    assert all(size is None or size >= 0 for size in (system.available, held.phys, held.highest, held.interval))
+    assert math.isfinite(system.age)
+    assert held.level in tuple(Level)
+    texts = (system.source, held.remedy, held.cap_bound_by, *held.warnings)
+    assert all(text.isprintable() and len(text) <= 300 for text in texts)
+    assert len(held.warnings) <= 8
+    for model in view.models.values():
+        assert model.name
+        assert min(model.weights, model.kv_per_token, model.transient, model.context) >= 0
+        assert all(math.isfinite(one) and one > 0 for one in (model.prefill_speed, model.decode_speed))
+        assert 0 <= model.load_seconds <= 600
+        assert 0 <= model.progress <= 1
+        assert 0.25 <= model.bytes_per_token <= 64
+        assert 0 < model.expected_output <= 32_768
+        assert request_need(model, 100, 100) >= 0
+
+
+SIZES = (
+    "cap", "ceiling", "margin", "active", "recent", "reserved", "leases", "total", "base", "cache", "peak", "canary",
+)  # fmt: skip
+NEGATIVE: dict[str, Any] = dict.fromkeys(SIZES, -1)
+POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
+
+
+@pytest.mark.parametrize(
+    ("memory", "honest"),
+    [
+        (
+            Memory(**NEGATIVE, phys=-1, current=-1, headroom=-1, reusable=-1, age=-0.1, source="\x1b"),
+            Memory(headroom=-1, source="?"),
+        ),
+        (Memory(phys=0, current=0), Memory(phys=0, current=0)),
+        (
+            Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
+            Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
+        ),
+        (Memory(age=0.5), Memory(age=0.5)),
+        (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8)),
+        (Memory(age=math.nan, bound_by="a\nb\x9b"), Memory(bound_by="a?b?")),
+        (Memory(source="x" * LONGEST_TEXT + "y"), Memory(source="x" * LONGEST_TEXT)),
+    ],
+)
+def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory):
+    assert honest_memory(memory) == honest
+
+
+@pytest.mark.parametrize(
+    ("change", "possible"),
+    [
+        ({}, True),
+        ({"name": "a\x1b[2J"}, False),
+        ({"weights": MOST_BYTES, "kv_per_token": 0, "kv_step": MOST_STEP}, True),
+        ({"kv_window_per_token": MOST_BYTES + 1}, False),
+        ({"transient": -1}, False),
+        ({"forward": Transient(fixed=-1)}, False),
+        ({"kv_step": 0}, False),
+        ({"kv_step": 1}, True),
+        ({"kv_step": MOST_STEP + 1}, False),
+    ],
+)
+def test_a_model_is_seen_when_its_name_and_sizes_are_possible(change: dict[str, object], possible: bool):
+    facts: dict[str, object] = {"name": "tiny"} | change
+    model = Model(**facts)  # pyright: ignore[reportArgumentType]
+    assert list(seen(Report(1, Memory(), EngineState(), models=(model,))).models) == ["tiny"] * possible
+
+
+@given(memories)
+def test_a_lie_about_memory_never_makes_room(memory: Memory):
+    honest = seen(Report(0, memory, EngineState())).memory
+    verdict = judge(honest, 1)
+    if isinstance(verdict, Fits) and memory.guard:
+        assert memory.ceiling >= 0
+        assert memory.phys is not None
+        assert memory.phys >= 0
+
+
+def test_an_honest_report_is_kept_as_it_is():
+    model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (Group(2, 100, 150),), 128)
+    memory = Memory(cap=10, ceiling=9, margin=1, phys=3, active=2, recent=1, reserved=1)
+    view = seen(Report(1, memory, EngineState("mlx", "ready"), (model,), 7, True))
+    assert (view.memory, view.models["m"], view.acked_seq, view.draining) == (memory, model, 7, True)
+
+
+def test_a_model_with_an_impossible_size_is_left_out():
+    bad = Model("m", kv_per_token=-5, weights=1)
+    assert not seen(Report(0, Memory(), EngineState(), (bad,))).models
+
+
+HONEST = Model(
+    "m", context=4096, load_seconds=0.5, prefill_speed=0.5, decode_speed=0.5, bytes_per_token=0.25, loading=True,
+    progress=0.5, groups=(Group(1, 0, 0),), expected_output=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "honest"),
+    [
+        ({}, {}),
+        ({"cause": "a\nb"}, {"cause": "a?b"}),
+        ({"cause": "x", "loaded": True}, {"loaded": True, "loading": False, "progress": 0.0}),
+        ({"loading": False}, {"loading": False, "progress": 0.0}),
+        ({"loading": False, "loaded": True}, {"loading": False, "loaded": True, "progress": 0.0}),
+        ({"progress": 1.0}, {"progress": 1.0}),
+        ({"progress": 1.1}, {"progress": 0.0}),
+        ({"progress": math.nan, "load_seconds": math.inf}, {"progress": 0.0, "load_seconds": 0.0}),
+        ({"context": -1, "load_seconds": -1.0}, {"context": 0, "load_seconds": 0.0}),
+        ({"context": LONGEST_CONTEXT + 1}, {"context": LONGEST_CONTEXT}),
+        ({"expected_output": 0}, {"expected_output": 256}),
+        ({"expected_output": MOST_EXPECTED + 1}, {"expected_output": MOST_EXPECTED}),
+        ({"groups": (Group(0, 5, 0), Group(1, -1, 0), Group(1, 0, 0))}, {}),
+    ],
+)
+def test_a_model_is_kept_but_for_what_cannot_be(said: dict[str, object], honest: dict[str, object]):
+    report = Report(0, Memory(), EngineState(), (replace(HONEST, **said),))
+    assert seen(report).models == {"m": replace(HONEST, **honest)}
+
+
+def test_the_first_of_two_models_with_one_name_counts():
+    report = Report(0, Memory(), EngineState(), (Model("m", context=1), Model("m", context=2)))
+    assert seen(report).models["m"].context == 1
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
+def test_an_impossible_speed_reads_as_unmeasured(speed: float):
+    report = Report(0, Memory(), EngineState(), (Model("m", prefill_speed=speed),))
+    assert seen(report).models["m"].prefill_speed == UNMEASURED_PREFILL
+
+
+def test_a_name_that_could_break_a_header_gives_way_to_the_id():
+    assert seen(Report(0, Memory(), EngineState()), "evil\r\nx-admin: 1").name == "n1"
+
+
+def test_another_engine_process_or_link_is_another_life_of_a_node():
+    def life(epoch: int, restarts: int, recycles: int, **more: object) -> int:
+        engine = EngineState("x", "ready", "", restarts, recycles=recycles)
+        return NodeView(NodeId("a"), "a", "ready", epoch=epoch, engine=engine, **more).life  # pyright: ignore
+
+    lives = {life(epoch, restarts, recycles) for epoch in (1, 2) for restarts in (0, 1) for recycles in (0, 1)}
+    assert len(lives) == 8
+    assert life(1, 0, 0, heard_at=9.0, cordoned=True) == life(1, 0, 0), "a report is no other life"

@@ -1,0 +1,147 @@
+"""Two models of one name are never mixed: in placement, in answers that continue elsewhere, in known prompts."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.dialects.openai import models as openai
+from router.dispatch.request import Failure, Job, Ticket
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.model_load import Choice
+from router.placement.place import Demand, Placement
+from tests.support.loopback_cluster import a_model
+from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
+from tests.unit.router.placement.test_recovery import lose, models, say
+from wire.frames import Admitted, Message, Params
+from wire.identity import NodeId
+from wire.report import EngineState, Model
+
+LONG = "a sentence that is long enough to be worth remembering where it was read. " * 40
+
+
+def node(name: str, fingerprint: str, state: str = "ready", **model: Any) -> NodeView:
+    return NodeView(NodeId(name), name, state, engine=EngineState(state="ready"),
+                    models={"tiny": a_model(fingerprint=fingerprint, **model)})  # fmt: skip
+
+
+def identity(*nodes: NodeView) -> str:
+    return ClusterView(nodes).identity("tiny").fingerprint
+
+
+def test_the_model_that_most_members_hold_is_served():
+    three = node("a", "x"), node("b", "y"), node("c", "y")
+    assert identity(*three) == "y"
+    assert identity(three[0], three[1]) == "x", "of equals the smallest"
+    assert identity(node("a", "x"), node("b", "y", cause="broken")) == "x"
+    assert identity(node("a", "x"), node("b", "y"), node("c", "y", "left")) == "x", "who left holds nothing"
+    assert identity(node("a", "x"), node("b", "y", cause="broken"), node("c", "y", cause="broken")) == "x"
+    assert identity() == ""
+    assert identity(node("a", ""), node("b", "y"), node("c", "")) == "y", (
+        "one without a fingerprint is no model to name"
+    )
+
+
+def test_sleep_changes_nothing_until_nobody_can_serve_it():
+    asleep = replace(node("b", "y"), state="asleep")
+    assert identity(node("a", "x"), asleep, node("c", "y")) == "y"
+    assert identity(node("a", "x"), asleep, replace(node("c", "y"), state="lost")) == "x"
+    assert identity(node("a", "x"), asleep, replace(node("c", "y"), cordoned=True)) == "x"
+    assert identity(node("a", "x", "lost"), replace(node("b", "y"), draining=True)) == "x", "nobody can: still one"
+    assert identity(node("a", "x", "suspect"), node("b", "y")) == "x", "a silence of seconds is no reason"
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["ready", "asleep"])), min_size=1, max_size=5))
+def test_the_choice_does_not_depend_on_the_order_and_is_held_by_somebody(held: list[tuple[str, str]]):
+    nodes = [node(str(at), *one) for at, one in enumerate(held)]
+    chosen = {ClusterView(tuple(order)).identity("tiny").fingerprint for order in itertools.permutations(nodes)}
+    assert len(chosen) == 1
+    assert chosen < {one for one, _ in held} | {""}
+    able = {one for one, state in held if state == "ready"}
+    assert not able or chosen <= able
+
+
+@pytest.fixture
+async def three():
+    cluster = Cluster(A, B, C)
+    models(cluster, b=a_model(fingerprint="another", prefill_speed=9000.0))
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+@pytest.fixture
+async def two():
+    cluster = Cluster(A, B)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_new_requests_go_to_one_model_only(three: Cluster):
+    tickets = [three.submit() for _ in range(20)]
+    assert {node for node, _ in three.generates()} == {A, C}, "however fast the other one is"
+    placement = three.dispatcher.preview(Demand("tiny", prompt_bytes=64))
+    assert isinstance(placement, Placement)
+    (other,) = (one for one in placement.candidates if one.node == B)
+    assert other.why == "its tiny is another model: fingerprint another, not fingerprint tiny-1"
+    for ticket in tickets:
+        three.dispatcher.close(ticket)
+
+
+async def test_an_order_to_load_goes_to_the_model_that_is_served():
+    three = Cluster(A, B, C)
+    models(three, a=a_model(loaded=False), b=a_model(fingerprint="another", loaded=False, load_seconds=0.0),
+           c=a_model(loaded=False))  # fmt: skip
+    for _ in range(10):
+        choice = three.dispatcher.choose_load("tiny", {})
+        assert isinstance(choice, Choice)
+        assert choice.node != B
+    three.dispatcher.shutdown()
+
+
+async def test_a_stream_does_not_continue_with_the_other_model_and_says_why(three: Cluster):
+    ticket = three.submit()
+    say(three, 1)
+    taken(ticket)
+    lose(three)
+    assert {node for node, _ in three.generates()} == {A, C}, "once more with its own"
+    say(three, 2)
+    taken(ticket)
+    lose(three)
+    assert isinstance(ticket.outcome, Failure)
+    assert ticket.outcome.code == "node_lost"
+    assert "another model under the name tiny (`cluster models`)" in ticket.outcome.message
+    assert B not in {node for node, _ in three.generates()}
+
+
+async def test_what_one_model_has_read_is_not_known_of_the_other(two: Cluster):
+    def ask() -> Ticket:
+        job = Job(Demand("tiny", len(LONG)), "k", "r", (Message("user", LONG),), Params(), 0, stream=True)
+        return two.dispatcher.submit(job)
+
+    first = ask()
+    where = two.last()[0]
+    two.say(lambda number: Admitted(number, 400, 0, b"kept"))
+    two.finish()
+    second = ask()
+    assert dict(second.warm) == {where: 1.0}
+    two.models = (a_model(fingerprint="new"),)
+    two.report()
+    third = ask()
+    assert dict(third.warm) == {}, "the node has read it with another model"
+    for ticket in (first, second, third):
+        two.dispatcher.close(ticket)
+
+
+def test_the_list_of_models_shows_the_one_that_is_served():
+    nodes = node("a", "x", context=1000), node("b", "x", context=1000), node("c", "y", context=99)
+    view = ClusterView(nodes)
+    assert b'"max_input_tokens":1000' in openai.anthropic_listing(view, 0)
+    assert view.served()["tiny"].fingerprint == view.models()["tiny"].fingerprint == "x"
+    assert view.loaded()["tiny"].fingerprint == "x"
+    only: dict[str, Model] = ClusterView((node("c", "y"),)).served()
+    assert only["tiny"].fingerprint == "y"

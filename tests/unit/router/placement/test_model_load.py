@@ -1,0 +1,104 @@
+"""Which node loads a model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.model_load import Choice, choose
+from router.placement.place import POLICIES
+from router.placement.reservations import Ledger
+from tests.support.loopback_cluster import a_memory, a_model
+from wire.identity import NodeId
+from wire.refusals import Code, Refused
+from wire.report import EngineState, Memory, Model
+from wire.units import GIB
+
+NOW = 1000.0
+
+
+def node(name: str, model: Model | None, memory: Memory | None = None, **changes: Any) -> NodeView:
+    facts: dict[str, Any] = {
+        "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": EngineState("mlx", "ready"),
+        "models": {model.name: model} if model else {},
+    } | changes  # fmt: skip
+    return NodeView(NodeId(name), name, **facts)
+
+
+def known(**changes: Any) -> Model:
+    facts: dict[str, Any] = {"loaded": False, "weights": 4 * GIB}
+    return a_model(**facts | changes)
+
+
+def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> Choice | Refused:
+    return choose(ClusterView(nodes), "tiny", Ledger(), now=NOW, draw=lambda: 0.5, policy=POLICIES["balanced"],
+                  corrections={}, tried=tried or {})  # fmt: skip
+
+
+def name(choice: Choice | Refused) -> str:
+    assert isinstance(choice, Choice), choice
+    return choice.name
+
+
+def test_the_node_that_can_hold_it_and_has_it_not_is_asked():
+    small = node("small", known(), a_memory(3 * GIB))
+    assert name(pick(small, node("has", a_model()), node("can", known()))) == "can"
+
+
+def test_of_two_that_can_the_one_that_loads_faster_is_asked():
+    slow, fast = known(load_seconds=60.0), known(load_seconds=5.0)
+    assert name(pick(node("slow", slow), node("fast", fast))) == "fast"
+
+
+def test_a_node_that_has_it_will_do_when_no_other_can_hold_it():
+    small = node("small", known(), a_memory(3 * GIB))
+    assert pick(small, node("has", a_model(), a_memory(0))) == Choice(NodeId("has"), "has", loaded=True)
+
+
+def test_a_load_under_way_is_waited_for():
+    assert pick(node("at-it", known(loading=True), a_memory(0))) == Choice(NodeId("at-it"), "at-it")
+
+
+def test_a_full_node_that_is_large_enough_may_give_idle_models_back():
+    assert name(pick(node("full", known(), a_memory(1 * GIB)), node("fuller", known(), a_memory(0)))) == "full"
+
+
+def test_a_node_whose_cap_is_too_small_for_the_weights_is_never_asked():
+    answer = pick(node("mini", known(weights=30 * GIB)))
+    assert isinstance(answer, Refused)
+    assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
+    assert "mini can give 24.0 GiB at most" in answer.message
+    assert "prompt" not in answer.message
+    assert answer.numbers is not None
+
+
+def test_a_load_by_order_needs_no_margin():
+    assert name(pick(node("mini", known(weights=23 * GIB)))) == "mini", "of 24 GiB, 2 of them margin"
+
+
+def test_who_asks_by_name_asks_a_node_again_that_failed_to_load_it():
+    broken = node("broken", known(cause="truncated"))
+    assert name(pick(broken)) == "broken"
+    assert name(pick(broken, node("sound", known()))) == "sound"
+
+
+@pytest.mark.parametrize("change", [{"state": "lost"}, {"cordoned": True}, {"draining": True}])
+@pytest.mark.parametrize("model", [known(), a_model(), known(loading=True), known(cause="truncated")])
+def test_a_node_that_takes_nothing_is_not_asked_whatever_it_has(change: dict[str, Any], model: Model):
+    answer = pick(node("a", model, **change))
+    assert isinstance(answer, Refused)
+    assert answer.code in (Code.NOT_READY, Code.DRAINING, Code.LOAD_FAILED)
+
+
+def test_who_has_refused_is_not_asked_again():
+    first, second = node("first", known(load_seconds=1.0)), node("second", known(load_seconds=9.0))
+    told = Refused(Code.NO_ROOM, "a spike")
+    assert name(pick(first, second, tried={NodeId("first"): told})) == "second"
+    assert isinstance(pick(first, second, tried={NodeId("first"): told, NodeId("second"): told}), Refused)
+
+
+def test_an_unknown_model_is_a_404():
+    answer = pick(node("a", a_model("other")))
+    assert isinstance(answer, Refused)
+    assert answer.code is Code.NO_MODEL

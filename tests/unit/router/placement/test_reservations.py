@@ -1,0 +1,313 @@
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from router.placement.reservations import Account, Ledger, LedgerError, Turn, Unread
+from wire.identity import NodeId
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def test_a_promise_counts_until_the_report_contains_it():
+    ledger = Ledger()
+    ledger.claim(A, 1, seq=10, need=100, tokens=7)
+    assert (ledger.unacknowledged(A), ledger.unacknowledged_tokens(A), ledger.in_flight(A)) == (100, 7, 1)
+    ledger.acknowledge(A, 10)
+    assert ledger.unacknowledged(A) == 100, "not admitted yet: a later seq may have been committed first"
+    ledger.admitted(1)
+    ledger.acknowledge(A, 9)
+    assert ledger.unacknowledged(A) == 100
+    ledger.acknowledge(A, 10)
+    assert (ledger.unacknowledged(A), ledger.unacknowledged_tokens(A), ledger.in_flight(A)) == (0, 0, 1)
+    assert ledger.release(1)
+    assert ledger.in_flight(A) == 0
+    assert ledger.empty
+
+
+def test_a_promise_is_freed_exactly_once():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    ledger.claim(A, 2, 2, 50)
+    assert ledger.release(1)
+    assert not ledger.release(1)
+    assert not ledger.release(99)
+    assert ledger.unacknowledged(A) == 50
+
+
+def test_two_promises_for_one_request_are_a_bug():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    with pytest.raises(LedgerError):
+        ledger.claim(B, 1, 2, 100)
+
+
+def test_every_node_whose_account_changed_is_told_once():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    assert ledger.take_touched() == {A}
+    assert ledger.take_touched() == set()
+    ledger.hold(7, A, 300)
+    assert ledger.take_touched() == {A}
+    ledger.hold(7, B, 300)
+    assert ledger.take_touched() == {A, B}, "nothing is kept on the first any more"
+    ledger.drop_hold(7)
+    assert ledger.take_touched() == {B}
+    ledger.release(1)
+    assert ledger.take_touched() == {A}
+
+
+def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    ledger.hold(7, A, 300)
+    ledger.hold(8, B, 200)
+    ledger.release(1)
+    ledger.forget(A)
+    assert (ledger.held_on(7), ledger.holder(A), ledger.unacknowledged(A)) == (None, None, 0)
+    assert (ledger.held_on(8), ledger.holder(B), ledger.holders()) == (B, 8, {8})
+    assert ledger.take_touched() == {B}
+
+
+def test_a_hold_counts_for_all_but_its_owner():
+    ledger = Ledger()
+    ledger.hold(7, A, 300)
+    assert (ledger.unacknowledged(A), ledger.unacknowledged(A, 7), ledger.unacknowledged(B)) == (300, 0, 0)
+    ledger.hold(7, B, 200)
+    assert (ledger.unacknowledged(A), ledger.unacknowledged(B), ledger.held_on(7)) == (0, 200, B)
+    assert (ledger.holder(A), ledger.holder(B)) == (None, 7)
+    ledger.drop_hold(7)
+    ledger.drop_hold(7)
+    assert ledger.empty
+
+
+class AllOrders(RuleBasedStateMachine):
+    """Every event in every order, also those that a broken or lying node causes."""
+
+    @initialize()
+    def start(self):
+        self.ledger = Ledger()
+        self.open: dict[int, NodeId] = {}
+        self.next = 1
+
+    @rule(node=st.sampled_from([A, B]), need=st.integers(0, 10**12), tokens=st.integers(0, 10**6))
+    def claim(self, node, need, tokens):
+        self.ledger.claim(node, self.next, self.next, need, tokens, seconds=tokens / 100, rows=1 + need % 3)
+        self.open[self.next] = node
+        self.next += 1
+
+    @rule(request=st.integers(0, 12))
+    def admit(self, request):
+        self.ledger.admitted(request)
+
+    @rule(request=st.integers(0, 12))
+    def read(self, request):
+        self.ledger.read(request)
+        assert not any(request in self.ledger.account(node).unread for node in (A, B))
+
+    @rule(node=st.sampled_from([A, B]), acked=st.integers(-1, 15))
+    def report(self, node, acked):
+        self.ledger.acknowledge(node, acked)
+
+    @rule(request=st.integers(0, 12))
+    def end(self, request):
+        assert self.ledger.release(request) == (self.open.pop(request, None) is not None)
+
+    @rule(waiting=st.integers(1, 3), node=st.sampled_from([A, B]))
+    def hold(self, waiting, node):
+        self.ledger.hold(waiting, node, 5)
+
+    @rule(waiting=st.integers(1, 3))
+    def drop(self, waiting):
+        self.ledger.drop_hold(waiting)
+
+    @invariant()
+    def balanced(self):
+        self.ledger.check()
+        for node in (A, B):
+            assert self.ledger.in_flight(node) == list(self.open.values()).count(node)
+            assert self.ledger.unacknowledged(node) >= 0
+
+    def teardown(self):
+        for request in list(self.open):
+            assert self.ledger.release(request)
+        for waiting in (1, 2, 3):
+            self.ledger.drop_hold(waiting)
+        self.ledger.check()
+        assert self.ledger.empty
+        assert self.ledger.unacknowledged(A) == self.ledger.unacknowledged(B) == 0
+        assert self.ledger.rows(A) == self.ledger.rows(B) == 0
+
+
+AllOrders.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAllOrders = AllOrders.TestCase
+
+
+@given(st.permutations(["admitted", "acknowledged", "released"]))
+def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
+    ledger = Ledger()
+    ledger.claim(A, 1, 5, 100, 10)
+    steps = {
+        "admitted": lambda: ledger.admitted(1),
+        "acknowledged": lambda: ledger.acknowledge(A, 5),
+        "released": lambda: ledger.release(1),
+    }
+    for step in order:
+        steps[step]()
+        ledger.check()
+    assert ledger.empty
+
+
+def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
+    ledger = Ledger()
+    ledger.claim(NodeId("a"), 1, 1, 100, weights=60)
+    ledger.read_in(1)
+    ledger.read_in(1)
+    ledger.read_in(2)
+    assert ledger.unacknowledged(NodeId("a")) == 40
+    ledger.admitted(1)
+    ledger.acknowledge(NodeId("a"), 1)
+    ledger.read_in(1)
+    ledger.check()
+    assert ledger.release(1)
+    ledger.claim(NodeId("a"), 3, 2, 100, weights=60)
+    ledger.admitted(3)
+    ledger.acknowledge(NodeId("a"), 2)
+    ledger.read_in(3)
+    assert ledger.unacknowledged(NodeId("a")) == 0
+    ledger.check()
+    assert ledger.release(3)
+    assert ledger.empty
+
+
+def test_every_change_of_an_account_is_reported_once():
+    ledger = Ledger()
+    assert ledger.take_touched() == set()
+    steps: list[tuple[Callable[[], object], set[NodeId]]] = [
+        (lambda: ledger.claim(A, 1, 5, 100, weights=40), {A}),
+        (lambda: ledger.admitted(1), set()),
+        (lambda: ledger.read_in(1), {A}),
+        (lambda: ledger.acknowledge(A, 4), set()),
+        (lambda: ledger.acknowledge(A, 5), {A}),
+        (lambda: ledger.read_in(1), set()),
+        (lambda: ledger.release(1), {A}),
+        (lambda: ledger.release(1), set()),
+        (lambda: ledger.hold(7, A, 10), {A}),
+        (lambda: ledger.hold(7, B, 10), {A, B}),
+        (lambda: ledger.drop_hold(7), {B}),
+        (lambda: ledger.drop_hold(7), set()),
+    ]
+    for step, touched in steps:
+        step()
+        assert ledger.take_touched() == touched
+        assert ledger.take_touched() == set()
+
+
+def test_promises_and_holds_are_listed():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    ledger.claim(B, 2, 2, 100)
+    ledger.hold(7, A, 10)
+    assert (ledger.promised(), ledger.holders()) == ({1, 2}, {7})
+    assert (ledger.held_on(7), ledger.held_on(8)) == (A, None)
+    assert ledger.unacknowledged(A) == 110
+
+
+def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({"old", "idle"})) -> Turn:
+    return Turn(node, "studio", model, leaving, ticket=1, began=0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "loaded", "barred"),
+    [("new", False, False), ("new", True, False), ("old", True, True), ("old", False, True), ("third", False, True),
+     ("other", True, False)],
+)  # fmt: skip
+def test_a_swap_bars_the_models_in_the_way_and_all_that_are_not_loaded(model: str, loaded: bool, barred: bool):
+    assert turn(A).bars(model, loaded) is barred
+    assert turn(A, leaving=frozenset({"new"})).bars("new", loaded) is False
+
+
+def test_a_swap_names_the_models_that_go_and_the_one_that_comes():
+    assert turn(A).models == "idle, old -> new"
+
+
+def test_a_forgotten_node_leaves_no_account_hold_or_swap():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    ledger.release(1)
+    kept = ledger.account(A)
+    ledger.hold(7, A, 10)
+    ledger.hold(8, B, 20)
+    ledger.turns[A] = turn(A)
+    ledger.forget(A)
+    assert ledger.account(A) is not kept
+    assert (ledger.held_on(7), ledger.held_on(8)) == (None, B)
+    assert ledger.take_touched() == {B}
+    assert A not in ledger.turns
+
+
+def test_a_node_with_requests_under_way_keeps_its_account_until_they_end():
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100)
+    ledger.forget(A)
+    assert (ledger.in_flight(A), ledger.unacknowledged(A)) == (1, 100)
+    assert ledger.release(1)
+    assert ledger.empty
+
+
+def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
+    ledger = Ledger()
+    assert ledger.empty
+    ledger.turns[A] = turn(A)
+    assert not ledger.empty
+    ledger.turns.clear()
+    ledger.hold(7, A, 0)
+    assert not ledger.empty
+    ledger.drop_hold(7)
+    ledger.claim(A, 1, 1, 0)
+    assert not ledger.empty
+    ledger.release(1)
+    assert ledger.empty
+
+
+@pytest.mark.parametrize("field", ["need", "tokens"])
+def test_an_account_with_a_remainder_is_not_empty(field: str):
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 5)
+    ledger.release(1)
+    setattr(ledger.account(A), field, 1)
+    assert not ledger.empty
+    setattr(ledger.account(A), field, 0)
+    ledger.account(A).unread[9] = Unread(0, 0.0)
+    assert not ledger.empty
+
+
+def _swap(account: Account) -> None:
+    account.requests.symmetric_difference_update({1, 9})
+
+
+DAMAGES: dict[str, Callable[[Account], object]] = {
+    "a request too many": lambda account: account.requests.add(9),
+    "a request too few": lambda account: account.requests.discard(1),
+    "another request": _swap,
+    "a promise too many": lambda account: account.promised.add(9),
+    "a promise too few": lambda account: account.promised.discard(1),
+    "a row": lambda account: setattr(account, "rows", account.rows + 1),
+    "a prompt of another request": lambda account: account.unread.update({9: Unread(0, 0.0)}),
+    "a token of a prompt": lambda account: setattr(account, "unread_tokens", account.unread_tokens + 1),
+    "a byte": lambda account: setattr(account, "need", account.need + 1),
+    "a token": lambda account: setattr(account, "tokens", account.tokens + 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_check_finds_every_difference_between_an_account_and_its_promises(damage: str):
+    ledger = Ledger()
+    ledger.claim(A, 1, 1, 100, tokens=7)
+    ledger.claim(B, 2, 2, 100, tokens=7)
+    ledger.check()
+    DAMAGES[damage](ledger.account(A))
+    with pytest.raises(LedgerError, match="a:"):
+        ledger.check()

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from router.errors import NO_KEY, Problem, failed, from_refused, invalid, whole_seconds, wrong_method
+from wire.refusals import STATUS, Code, Numbers, Refused
+
+NUMBERS = Numbers(30, 20, 10, 1, 5, 2, 24, 7, "static")
+
+
+def error(problem: Problem) -> dict[str, object]:
+    return json.loads(problem.body("r-1"))["error"]
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_every_refusal_has_its_status_and_openai_shape(code: Code):
+    problem = from_refused(Refused(code, "why", NUMBERS, None))
+    assert problem.status == STATUS[code]
+    found = error(problem)
+    assert (found["code"], found["message"], found["request_id"]) == (code.value, "why", "r-1")
+    assert found["type"] in {"invalid_request_error", "permission_error", "rate_limit_error", "server_error"}
+    assert found["memory"] == {
+        "predicted": 30, "ceiling": 20, "current": 10, "reserved": 1, "estimate": 5, "margin": 2, "cap": 24,
+        "headroom": 7, "bound_by": "static",
+    }  # fmt: skip
+    assert (b"retry-after", b"1") in problem.headers() or problem.status in (400, 403, 404, 409, 500)
+
+
+@pytest.mark.parametrize(("code", "kind"), [
+    (Code.IN_USE, "invalid_request_error"), (Code.LOAD_FAILED, "server_error"),
+])  # fmt: skip
+def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: Code, kind: str):
+    problem = from_refused(Refused(code, "why", None, 5.0))
+    assert error(problem)["type"] == kind
+    assert problem.headers() == [(b"x-should-retry", b"false")]
+
+
+def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
+    assert failed("engine_crashed", "x").headers() == [(b"x-should-retry", b"false")]
+    assert failed("node_lost", "x").headers() == []
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [
+    (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2), (59.5, 60), (1e9, 60), (float("nan"), 60), (-3.0, 1),
+])  # fmt: skip
+def test_retry_after_is_a_whole_number_that_clients_honour(seconds: float, shown: int):
+    assert whole_seconds(seconds) == shown
+
+
+def test_what_broke_is_a_server_error():
+    assert failed("engine_crashed", "x").status == 500
+    assert failed("node_lost", "x").status == 502
+    assert failed("anything else", "x").status == 500
+    assert error(failed("node_lost", "x"))["type"] == "server_error"
+    assert "memory" not in error(failed("node_lost", "x"))
+
+
+def test_the_event_form_is_one_line_of_data():
+    event = failed("node_lost", "line\nbreak").event("r")
+    assert event.startswith(b'data: {"error":')
+    assert event.endswith(b"}\n\n")
+    assert event.count(b"\n") == 2
+
+
+def test_some_problems_have_headers_of_their_own():
+    assert wrong_method("PUT", "GET, HEAD").headers() == [(b"allow", b"GET, HEAD")]
+    assert NO_KEY.headers() == [(b"www-authenticate", b"Bearer")]
+    assert error(invalid("no", "n"))["param"] == "n"

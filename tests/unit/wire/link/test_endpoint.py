@@ -1,0 +1,217 @@
+"""One end of a link, driven without a socket."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wire.codec import Splitter, decode, encode
+from wire.frames import Cancel, Generate, Message, Params, Ping
+from wire.link import endpoint
+from wire.link.endpoint import AT_ONCE, GATHER, PATIENCE, Endpoint
+
+
+class Line:
+    """A transport and a loop that do only what the test says."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.written: list[bytes] = []
+        self.closing = False
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, callback: Callable[[], None], /) -> None:
+        self.due.append((self.now, callback))
+
+    def call_at(self, when: float, callback: Callable[[], None], /) -> None:
+        self.due.append((when, callback))
+
+    def run(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        while ready := [entry for entry in self.due if entry[0] <= self.now]:
+            self.due.remove(ready[0])
+            ready[0][1]()
+
+    def write(self, data: bytes) -> None:
+        assert not self.closing
+        self.written.append(data)
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = True
+
+    def pause_reading(self) -> None:
+        raise AssertionError("an endpoint reads on")
+
+    resume_reading = pause_reading
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == endpoint.MOST_BUFFERED
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return default
+
+
+class End(Endpoint):
+    def __init__(self, line: Line) -> None:
+        super().__init__(line)
+        self.frames: list[object] = []
+        self.reasons: list[str] = []
+        self.connection_made(line)
+
+    def received(self, tag: int, body: bytes) -> None:
+        self.frames.append(decode(tag, body))
+
+    def lost(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def test_frames_come_out_as_they_went_in() -> None:
+    end = End(Line())
+    end.data_received(encode(Ping(1)) + encode(Cancel(2))[:3])
+    end.data_received(encode(Cancel(2))[3:])
+    assert end.frames == [Ping(1), Cancel(2)]
+
+
+def test_a_breach_ends_the_connection_with_its_reason() -> None:
+    line = Line()
+    end = End(line)
+    end.data_received(b"\xff\xff\xff\xff\xff")
+    assert line.closing
+    end.connection_lost(None)
+    assert "4294967295" in end.reasons[0]
+    assert not end.send(Ping(1))
+
+
+def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() -> None:
+    line = Line()
+    end = End(line)
+    for number in range(AT_ONCE - 1):
+        end.send(Ping(number))
+        line.run()
+        assert len(line.written) == number + 1, "nobody waits as long as there are few"
+    for number in range(50):
+        end.send(Ping(number))
+        line.run(GATHER / 10)
+    assert AT_ONCE - 1 + 5 <= len(line.written) <= AT_ONCE + 5, "ten frames are one write"
+    line.run(GATHER)
+    sent = [frame for each in line.written for frame in (decode(*pair) for pair in Splitter().feed(each))]
+    assert sent == [Ping(number) for number in (*range(AT_ONCE - 1), *range(50))]
+    line.run(GATHER * (AT_ONCE + 1))
+    before = len(line.written)
+    end.send(Ping(9))
+    line.run()
+    assert len(line.written) == before + 1, "the rush is over"
+
+
+def test_what_nobody_waits_for_leaves_with_the_next_frame_in_its_place() -> None:
+    line = Line()
+    end = End(line)
+    end.accompany(encode(Ping(1)))
+    line.run(PATIENCE / 2)
+    assert not line.written
+    end.accompany(encode(Ping(2)))
+    end.send(Ping(3))
+    line.run()
+    assert line.written == [encode(Ping(1)) + encode(Ping(2)) + encode(Ping(3))]
+    line.run(PATIENCE)
+    assert len(line.written) == 1, "it left once"
+
+
+def test_what_nobody_waits_for_leaves_in_a_moment_when_nothing_follows() -> None:
+    line = Line()
+    end = End(line)
+    end.accompany(encode(Ping(1)))
+    end.accompany(encode(Ping(2)))
+    line.run(PATIENCE)
+    assert line.written == [encode(Ping(1)) + encode(Ping(2))]
+    end.send(Ping(3))
+    end.close("done")
+    assert line.written[1:] == [encode(Ping(3))]
+    end.accompany(encode(Ping(4)))
+    assert len(line.written) == 2, "the connection is closing"
+
+
+def test_a_long_frame_does_not_overtake_what_waits_to_go_with_it() -> None:
+    line = Line()
+    end = End(line)
+    end.accompany(encode(Ping(1)))
+    end.send(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0))
+    line.run()
+    assert line.written[0] == encode(Ping(1))
+    assert len(line.written) > 1
+
+
+def test_closing_sends_what_was_gathered() -> None:
+    line = Line()
+    end = End(line)
+    end.send(Ping(1))
+    end.close("done")
+    assert line.written == [encode(Ping(1))]
+
+
+def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> None:
+    line = Line()
+    end = End(line)
+    end.pause_writing()
+    frame = Generate(1, 1, "r", "m", (Message("user", "x" * 60_000),), Params(), 0)
+    sent = 0
+    while not line.closing:
+        assert end.send(frame)
+        line.run(GATHER)
+        sent += len(encode(frame))
+        assert sent < 2 * endpoint.MOST_UNSENT
+    assert sent >= endpoint.MOST_UNSENT
+    end.connection_lost(None)
+    assert "does not read" in end.reasons[0]
+
+
+def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode(Ping(1))
+    monkeypatch.setattr(endpoint, "MOST_UNSENT", 2 * len(frame))
+    line = Line()
+    end = End(line)
+    for _ in range(3):  # what is sent to a peer that reads does not count
+        assert end.send(Ping(1))
+        line.run(GATHER)
+    end.pause_writing()
+    for _ in range(2):
+        assert end.send(Ping(1))
+        line.run(GATHER)
+    assert (len(line.written), line.closing) == (5, False)
+    end.send(Ping(1))
+    line.run(GATHER)
+    assert (len(line.written), line.closing) == (5, True)
+
+
+def test_what_was_gathered_for_a_connection_that_closed_is_not_written() -> None:
+    for closed in (True, False):
+        line = Line()
+        end = End(line)
+        end.send(Ping(1))
+        if closed:
+            line.closing = True
+        else:
+            end.connection_lost(None)
+        line.run()
+        assert line.written == []
+
+
+def test_a_peer_that_reads_again_starts_anew() -> None:
+    line = Line()
+    end = End(line)
+    for _ in range(3):
+        end.pause_writing()
+        for number in range(1000):
+            end.send(Ping(number))
+        line.run(GATHER)
+        end.resume_writing()
+    assert not line.closing

@@ -1,0 +1,1 @@
+"""Memory arithmetic and fair shares. Pure."""

@@ -1,0 +1,1 @@
+"""Transport of frames between a node and the coordinator."""
