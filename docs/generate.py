@@ -1,8 +1,9 @@
-"""Writes the pages of the manual that follow from the code: settings, api, cli, metrics. Run by `make docs`.
+"""Writes the pages of the manual that follow from the code: settings, api, cli, metrics, modules. Run by `make docs`.
 
 A test compares the committed pages with what this gives, so they cannot fall behind.
 """
 
+import ast
 import asyncio
 import json
 import re
@@ -33,6 +34,7 @@ from tests.support.application import application
 from wire.units import GIB, MIB
 
 HERE = Path(__file__).parent
+ROOMS = ("wire", "host", "router", "node", "coordinator")
 NOTICE = "<!-- Written by `make docs`. Do not edit. -->"
 
 SETTINGS = f"""# Settings
@@ -233,9 +235,35 @@ def runbook() -> str:
     )
 
 
+def modules() -> str:
+    """Return the page with the first line of each module, by folder."""
+    lines = ["# Modules", NOTICE, "", "The first line of each module, by folder. The rules between folders: "
+             "[architecture](architecture.md)."]  # fmt: skip
+    for package in ROOMS:
+        for folder in sorted({file.parent for file in (HERE.parent / package).rglob("*.py")}):
+            place = folder.relative_to(HERE.parent).as_posix()
+            lines += [
+                "",
+                f"## {place}",
+                "",
+                _first_line(folder / "__init__.py"),
+                "",
+                "| module | first line |",
+                "|---|---|",
+            ]
+            files = [file for file in sorted(folder.glob("*.py")) if file.name != "__init__.py"]
+            lines += [f"| `{file.name}` | {_first_line(file)} |" for file in files]
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(file: Path) -> str:
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return text.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|").strip()
+
+
 PAGES = {
     "../coordinator/ui/static/runbook.js": runbook,
-    "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
+    "modules.md": modules, "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
     "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
     "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),
     "../deploy/launchd/node/org.macpool.plist": partial(mac_service, "node"),
