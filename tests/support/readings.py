@@ -39,10 +39,11 @@ def failing(sensor: Sensor) -> FailingSource:
 
 
 class Later:
-    """A monotonic clock that is `by` seconds ahead of the real one."""
+    """A monotonic clock that is `by` seconds ahead of the real one, and `leap` seconds further after each look."""
 
     def __init__(self) -> None:
-        self._monotonic, self.by = time.monotonic, 0.0
+        self._monotonic, self.by, self.leap = time.monotonic, 0.0, 0.0
 
     def __call__(self) -> float:
+        self.by += self.leap
         return self._monotonic() + self.by

@@ -136,9 +136,10 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
     else:
         (batch,) = resident.batches.values()
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    clock.leap = POLLS * PERIOD  # no recent peak is left at any decision
     for _ in range(4):
-        clock.by += POLLS * PERIOD
         two.turn()
+    clock.leap = 0.0
     assert two.ended(number) is None, "it is alone, no height will fall, and still it waits"
     assert report(two).running == 0
     two.take(ROOMY)
