@@ -1,24 +1,23 @@
-"""The enforcer: what the agent does about an engine that stands over a line. Pure; `poll` drives it.
+"""Decide the orders to an engine that is over its limits. Pure; `poll` drives it.
 
-The gate is inside the engine, and refuses before memory is taken. The enforcer is outside, and sees what was taken all
-the same: by what no estimate foresaw, by a leak, by a lease that came. It judges by the agent's own reading of the
-process, and it can end that process, because it is not in it.
+The gate is inside the engine and refuses before memory is allocated. The enforcer is outside. It sees memory that was
+allocated nevertheless: by a peak that no estimate predicted, a leak, or a new lease. It decides by the agent's own
+reading of the process, and it can end the process from outside.
 
     OK         headroom ≥ 0         nothing
-    OVER_SOFT  headroom < 0         told at each poll: give back free buffers, reusable cache and idle models. Nobody is
-                                    admitted meanwhile, because the gate judges by the same numbers
-    OVER_HARD  current over         once: as OVER_SOFT. On two readings in a row: told to end its newest request too,
-               cap − leases         and once it has answered, the next, for as long as it stays over
-               … and no answer      within one period, and no native call under way that may last longer: ended
+    OVER_SOFT  headroom < 0         order at each poll: release free buffers, reusable cache and idle models. The gate
+                                    admits no request meanwhile, because it uses the same numbers
+    OVER_HARD  current over         once: as OVER_SOFT. On two readings in a row: order to end the newest request as well;
+               cap − leases         after each answer, the next request, while the engine stays over
+               … and no answer      within one period, and no native call that may last longer: the process is ended
 
-Levels are `wire.capacity.arithmetic.level`; there is no second set of thresholds. A footprint that cannot be read
-neither counts nor pardons. A ceiling that cannot be read asks for nothing. An engine that answers is never ended, even
-where it has nothing left to give: it refuses everything then, and that is enough. With the guard off by name all of it
-only counts.
+Levels are `wire.capacity.arithmetic.level`; there are no other thresholds. An unreadable footprint neither counts nor
+resets the count. An unreadable ceiling leads to no order. An engine that answers is never ended, even with nothing left
+to release: it refuses all requests then. With `memory.guard` off the enforcer only counts.
 
-Orders are obeyed between native calls. So an engine that is in one has until that call would count as hung: a forward,
-or a piece of a load, that lasts longer than a period is no silence. Nor is it where the agent itself stood still: what
-the engine said meanwhile may not have been read yet, so a look that comes late ends nothing.
+Orders are executed between native calls. An engine in a native call has time until that call counts as hung: a forward
+or a piece of a load can last longer than a period. A poll that comes late ends no engine, because the answer of the
+engine may not have been read yet.
 """
 
 from dataclasses import dataclass, replace
@@ -32,51 +31,58 @@ from wire.units import show_size
 BUSY = 0.25
 IDLE = PERIOD
 EMPTY = 5.0
-"""Seconds from one poll to the next while the engine works (or is over its cap), rests, or has no model loaded."""
+"""Seconds between polls: while the engine works or is over its cap, while it is idle, and without a loaded model."""
 LATE = 2 * BUSY
-"""Seconds after which the next look at an engine over its cap is late."""
+"""Seconds after which the next poll of an engine over its cap is late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One poll. `engine` names the process that is up and has limits (None: there is none), `memory` is what it last
-    said of itself with the agent's own reading and limits put in, `enforced` the last order that it says it obeyed.
-    `call_until` is when the native call under way would count as hung, as the engine last said (0: there is none)."""
+    """Input of one poll."""
 
     engine: int | None
+    """Process id of the engine that runs and has limits; None without one."""
     memory: Memory
+    """Memory part of the engine's last report, with the agent's own reading and limits."""
     enforced: int = 0
+    """Last order that the engine reports as executed."""
     call_until: float = 0.0
+    """Time at which the running native call counts as hung, as the engine last reported; 0 without a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is remembered: `over` readings in a row were over the cap, order `asked` of time `asked_at` is the last to
-    end a request (0: none), `looked_at` the time of the last poll, `ended` is the process that was ended, until another
-    one is up or none: the system may give its number again."""
+    """State of the enforcer between polls."""
 
     polls: int = 0
     level: Level = Level.UNKNOWN
     engine: int | None = None
     over: int = 0
+    """Consecutive readings over the cap."""
     asked: int = 0
+    """Number of the last order to end a request; 0: none."""
     asked_at: float = 0.0
+    """Time of that order."""
     looked_at: float = 0.0
+    """Time of the last poll."""
     ended: int | None = None
+    """Process that was ended, until another or none runs. The system can reuse its process id."""
     over_caps: int = 0
+    """Times that the engine was over its cap."""
     kills: int = 0
+    """Engine processes that were ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send this to the engine."""
+    """Send this order to the engine."""
 
     order: Enforce
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End the engine's process, for this reason."""
+    """End the engine process for this reason."""
 
     blame: str
 
@@ -85,7 +91,7 @@ Action = Tell | End
 
 
 def step(state: State, seen: Seen, now: float) -> tuple[State, tuple[Action, ...]]:
-    """Judge one poll; `now` in seconds of a clock that never jumps."""
+    """Return the state after one poll, and the actions. `now` is in seconds of a monotonic clock."""
     level = Level.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
     if seen.engine != state.engine:
         state = replace(state, engine=seen.engine, over=0, asked=0, ended=None)
@@ -121,7 +127,7 @@ def _hard(state: State, seen: Seen, now: float, *, late: bool) -> tuple[State, t
 
 
 def pause(state: State, *, busy: bool, loaded: bool) -> float:
-    """Give the seconds until the next poll."""
+    """Return the seconds until the next poll."""
     if busy or state.over:
         return BUSY
     return IDLE if loaded else EMPTY

@@ -1,11 +1,11 @@
-"""The limits in force on this node: settings and machine turned into a cap, a margin and a moving ceiling.
+"""Compute the memory limits of this node: a cap, a margin and a moving ceiling, from settings and machine.
 
-Everything is read anew at each poll: Metal's limit and the container's may be changed under us, and what the system can
-spare moves all the time. The engine gets new limits when the ceiling moved by more than a step, and at once when
-anything else did: a lease, the cap, the term that binds. So a quiet machine sends nothing.
+Each poll reads all inputs, because Metal's limit, the container's limit and the spare memory of the system can change.
+The engine receives new limits when the ceiling moved by more than a step, and at once when another value changed: a
+lease, the cap, the binding term. An idle machine sends nothing.
 
-A reading that fails says nothing about memory. What the engine can reach is then what it was at the last good reading,
-for `reading.STALE` seconds; after that it is unknown, and the engine starts nothing new and gives nothing up for it.
+A failed reading says nothing about memory: the last good reading holds for `reading.STALE` seconds. After that the
+reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.
 """
 
 import time
@@ -36,17 +36,16 @@ from wire.units import MIB, show_size
 
 STEP = 64 * MIB
 STEP_SHARE = 0.01
-"""The ceiling must move by so many bytes, or by this share of the cap where that is less, before the engine is told."""
+"""Change of the ceiling that is sent to the engine: the lesser of these bytes and this share of the cap."""
 
 log = structlog.get_logger("node.memory.limits")
 
 
 class Limiter:
-    """Holds cap and margin, and gives the limits for a reading. SettingsError when the settings cannot be met here.
+    """Cap and margin of this node, and the limits for each reading.
 
-    `origins` says where each setting came from that is not a default. `leases` are bytes granted to others, and
-    `worker` the process that lives on them: its footprint is taken off nobody twice. Metal's limit as the device
-    reported it is kept in `folder` (None: nowhere).
+    `origins` names the origin of each setting that differs from its default. Metal's limit as the device reported it is
+    stored in `folder` (None: not stored). Raises SettingsError when this machine cannot meet the settings.
     """
 
     def __init__(
@@ -58,14 +57,16 @@ class Limiter:
         self._guard = settings.memory.guard == "on"
         self._folder = folder
         self.leases = 0
+        """Bytes leased to video jobs."""
         self.worker: int | None = None
+        """Process that uses the leases. Its footprint is subtracted once."""
         bounds = machine.bounds()
         self._device = None if folder is None else read_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: Cap = self._resolve(bounds, starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         self.standing = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
-        """The ceiling of the last look, with the term that binds and its remedy."""
+        """Ceiling of the last poll, with the binding term and its remedy."""
         self._reach = LastGood()
         self._told: Limits | None = None
         self._say(origins or {})
@@ -76,21 +77,21 @@ class Limiter:
         return self._settings.tier
 
     def warnings(self) -> list[str]:
-        """Say what makes this node less safe than it could be."""
+        """Return the settings that weaken the memory safety of this node, as sentences."""
         off = "memory.guard is off: no request is refused for memory, and the machine may panic"
         return [text for text in (self.cap.warning, self.margin.warning, "" if self._guard else off) if text]
 
     def warn(self) -> None:
-        """Put the warnings into the log."""
+        """Log the warnings."""
         for warning in self.warnings():
             log.warning("guard weakened", warning=warning)
 
     def worker_phys(self) -> int:
-        """Read the footprint of the process that lives on the leases; 0 when there is none, or it cannot be read."""
+        """Return the footprint of the process that uses the leases, in bytes; 0 without one or when unreadable."""
         return 0 if self.worker is None else footprint(self.worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
-        """Use Metal's limit (bytes; 0: no Metal) as this engine process reports it, and keep it for later starts.
+        """Use Metal's limit (bytes; 0: no Metal) as this engine process reports it, and store it for later starts.
 
         Only the first report of a process counts: MLX reads the figure once.
         """
@@ -106,8 +107,10 @@ class Limiter:
             write_device(self._folder, self._machine.hardware, self._device)
 
     def wired(self) -> int | None:
-        """Read the bytes that are wired on this machine, less those of the process that lives on the leases; None when
-        they cannot be read."""
+        """Return the wired bytes of this machine without those of the process that uses the leases.
+
+        None when unreadable.
+        """
         wired = self._machine.wired()
         return None if wired is None else max(0, wired - self.worker_phys())
 
@@ -119,7 +122,7 @@ class Limiter:
         return limits(self.cap, self.margin, self.standing, guard=self._guard, leases=self.leases)
 
     def poll(self, phys: int | None, tell: Callable[[Limits], object]) -> Limits:
-        """Look again, tell the engine when something moved, and give the limits of this moment."""
+        """Return the current limits, and pass them to `tell` when they changed."""
         found, told = self.now(phys), self._told
         if told is None or _fixed(found) != _fixed(told) or abs(found.ceiling - told.ceiling) >= self._step:
             self._told = found
@@ -127,7 +130,7 @@ class Limiter:
         return found
 
     def _reaches(self, phys: int | None) -> int | None:
-        """Return the bytes that the engine can reach; None when a reading fails that this follows from."""
+        """Return the bytes that the engine can reach; None when one of its readings fails."""
         worker = self.worker
         lent = 0 if worker is None else footprint(worker)
         if lent is None and worker is not None and members(worker):
@@ -139,7 +142,7 @@ class Limiter:
         return max(1, min(STEP, int(self.cap.bytes * STEP_SHARE)))
 
     def _look(self) -> None:
-        """Settle the cap anew. RAM does not change, so where it cannot be read for once the last cap stands."""
+        """Update cap and margin. An unreadable RAM size keeps the last cap, because RAM does not change."""
         bounds = self._machine.bounds()
         if not bounds.total:
             return
@@ -170,5 +173,5 @@ class Limiter:
 
 
 def _fixed(limits: Limits) -> tuple[object, ...]:
-    """Give all but the ceiling."""
+    """Return all values except the ceiling."""
     return limits.cap, limits.margin, limits.bound_by, limits.guard, limits.leases

@@ -1,7 +1,7 @@
-"""Metal's limit as this machine's device reported it, kept in STATE/node/metal.json (0600) for later starts.
+"""Store Metal's limit, as the device of this machine reported it, in STATE/node/metal.json (0600) for later starts.
 
-A figure belongs to a chip, its RAM, a version of the system and a value of `iogpu.wired_limit_mb`. A file that differs
-from this machine in one of them is ignored, as is one that cannot be read: a guess serves until the engine's report.
+A limit belongs to a chip, its RAM, a version of macOS and a value of `iogpu.wired_limit_mb`. A file that differs from
+this machine in one of them, or cannot be read, is ignored: an estimate is used until the engine's report.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ log = structlog.get_logger("node.memory.metal_limit")
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file: what the figure belongs to, and the figure; sizes in bytes."""
+    """Content of the file: the key of the limit, and the limit. Sizes in bytes."""
 
     chip: str
     memory: int
@@ -29,8 +29,10 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_device(folder: Path, hardware: Hardware, wired: int | None) -> Device | None:
-    """Return the figure that was kept for this machine, whose `iogpu.wired_limit_mb` is now `wired` bytes (None: not
-    set); None where there is none."""
+    """Return the stored limit of this machine; None without one.
+
+    `wired` is the present value of `iogpu.wired_limit_mb` in bytes, None when it is not set.
+    """
     try:
         kept = msgspec.json.decode((folder / FILE).read_bytes(), type=_Kept)
     except (OSError, msgspec.MsgspecError):
@@ -40,7 +42,7 @@ def read_device(folder: Path, hardware: Hardware, wired: int | None) -> Device |
 
 
 def write_device(folder: Path, hardware: Hardware, device: Device) -> None:
-    """Keep a figure for later starts. A disk that takes no more stops no node: the next start guesses again."""
+    """Store a limit for later starts. A full disk stops no node: the next start uses an estimate again."""
     try:
         write_private(private_folder(folder) / FILE, msgspec.json.encode(_belongs(hardware, device)))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The poll: reads the engine and the machine from outside, puts limits in force, and lets the enforcer act.
+"""Poll the memory of the engine and the machine from outside, set the limits, and run the enforcer.
 
-It is the agent's half of the memory safety, and runs for as long as the agent does: whatever happens in one look, the
-next is planned. What changes at the engine (work came, a new process is up) brings the next look forward.
+This is the agent's half of the memory safety. It runs as long as the agent: a poll that fails still schedules the next
+one. A change at the engine (new work, a new process) moves the next poll forward.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from wire.frames import Limits
 from wire.report import Enforcement, Level, Memory, System
 
 WARN_EVERY = 600.0
-"""Seconds after which the log says again what makes this node less safe than it could be."""
+"""Seconds between log events about settings that weaken the memory safety of this node."""
 
 log = structlog.get_logger("node.memory.poll")
 
@@ -38,7 +38,7 @@ def margin_in_force(limits: Limits, said: Memory) -> int:
 
 
 class Poll:
-    """Drives limiter and enforcer over one engine. Everything runs on the loop that called `start`."""
+    """Polls of one engine. All methods run on the loop that called `start`."""
 
     def __init__(self, limiter: Limiter, machine: Machine, supervisor: Supervisor) -> None:
         self._limiter = limiter
@@ -52,21 +52,21 @@ class Poll:
         self.state = State()
 
     def start(self) -> None:
-        """Look now, so that the first engine finds its limits, and from now on."""
+        """Poll now, before the first engine needs limits, and then periodically."""
         self.look()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._alarm.cancel()
 
     def changed(self) -> None:
-        """Something changed at the engine: look sooner where that is due, and at once at a new process."""
+        """Move the next poll forward after a change at the engine; poll a new process at once."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.sooner(now if new else max(now, self._looked + self._pause()))
 
     def look(self) -> None:
-        """Read, put limits in force, enforce."""
+        """Read the memory, set the limits, and run the enforcer."""
         loop = asyncio.get_running_loop()
         self._looked = loop.time()
         try:
@@ -96,8 +96,11 @@ class Poll:
             self._limiter.warn()
 
     def _tells(self, memory: Memory) -> bool:
-        """Return whether the level deserves a warning. A load may take the margin (`arithmetic.judge_load`):
-        a headroom below 0 is none while models are loaded and everything held fits under the ceiling."""
+        """Return whether the level deserves a warning.
+
+        A load may use the margin (`arithmetic.judge_load`): a headroom below 0 deserves no warning while all loaded
+        models and all commitments fit under the ceiling.
+        """
         if self.state.level is not Level.OVER_SOFT:
             return self.state.level is Level.OVER_HARD
         return not isinstance(judge_load(memory, 0), Fits)
@@ -107,7 +110,7 @@ class Poll:
         return 0 if self._supervisor.pid is None else self._phys
 
     def _judged(self, limits: Limits) -> Memory:
-        """Put our own reading, and the limits of this moment, into what the engine last said of itself."""
+        """Return the memory part of the engine's last report, with the agent's own reading and the current limits."""
         report = self._supervisor.report
         said = report.memory if report else Memory()
         return replace(
@@ -130,20 +133,20 @@ class Poll:
         return enforcer.pause(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
     def memory(self) -> Memory:
-        """Read the engine now, and put it beside the limits of this moment."""
+        """Return the memory of the engine, read now, with the current limits."""
         self._phys = self._supervisor.phys().phys
         return self._judged(self._limiter.now(self._held()))
 
-    # what the report says of it
+    # parts of the report
 
     def system(self) -> System:
-        """Give the last reading of the machine, with its age."""
+        """Return the last reading of the machine with its age in seconds."""
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
         return System(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
 
     def enforcement(self) -> Enforcement:
-        """Give what the engine is held to, and how that went."""
+        """Return the level, the limits and the counts of the enforcer."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.highs()
         return Enforcement(
             state.level, self._phys, highs.lifetime, highs.interval, limiter.cap.bound_by, limiter.standing.remedy,

@@ -1,6 +1,6 @@
-"""One call planned ahead, and brought forward when there is a reason.
+"""Schedule one call, and move it forward.
 
-It keeps its own time, for a handle need not know it: uvloop gives a plain one for what is due at once.
+The timer keeps its own due time, because uvloop returns a handle without one for calls that are due at once.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls `ring` once for each `set`, on the running loop. Times are the loop's, in seconds."""
+    """Timer that calls `ring` once for each `set`, on the running loop. Times are seconds of the loop's clock."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -16,18 +16,18 @@ class Alarm:
         self._when = 0.0
 
     def set(self, when: float) -> None:
-        """Ring at this time and at no other."""
+        """Schedule the call for this time, and for no other."""
         self.cancel()
         self._when = when
         self._handle = asyncio.get_running_loop().call_at(when, self._rung)
 
     def sooner(self, when: float) -> None:
-        """Ring at this time if it was set for a later one."""
+        """Move a later call forward to this time."""
         if self._handle is not None and when < self._when:
             self.set(when)
 
     def cancel(self) -> None:
-        """Do not ring."""
+        """Cancel the call."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

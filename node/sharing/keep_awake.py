@@ -1,15 +1,15 @@
-"""Decides when this Mac must not fall asleep by itself: while it works, always, or never (`node.stay_awake`)."""
+"""Prevent idle sleep of this Mac while it works, always, or never (`node.stay_awake`)."""
 
 from collections.abc import Callable
 
 from host.sleep_inhibitor import Awake
 
 LINGER_SECONDS = 60.0
-"""For so long after the last request it stays awake: the next one of a chat comes soon."""
+"""Seconds without idle sleep after the last request, because the next request of a chat comes soon."""
 
 
 class Wakeful:
-    """Looks whether there is work, and holds the machine awake. `clock` gives seconds."""
+    """Rule of idle sleep. `busy` returns whether there is work, `clock` seconds."""
 
     def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: Awake) -> None:
         self._rule = rule
@@ -19,12 +19,12 @@ class Wakeful:
         self._worked_at = -LINGER_SECONDS
 
     def look(self) -> None:
-        """Hold or let go, as things are now."""
+        """Prevent or allow sleep according to the present work."""
         now = self._clock()
         if self._busy():
             self._worked_at = now
         self._awake.hold(self._rule == "always" or (self._rule == "busy" and now - self._worked_at < LINGER_SECONDS))
 
     def stop(self) -> None:
-        """Let go."""
+        """Allow sleep."""
         self._awake.hold(False)
