@@ -1,8 +1,8 @@
-"""The environment that an engine process is started in.
+"""Environment variables of an engine process.
 
-On Linux: malloc gives memory back as soon as it is free (by default a resting engine's footprint stays up to 50 MB too
-high, and the gate would refuse what fits), and OpenBLAS takes the place of the reference BLAS that MLX bundles, 26
-times slower in fp32. Kernels that MLX compiles lie in a folder of the node's own.
+On Linux malloc returns free memory at once; by default the footprint of an idle engine stays up to 50 MB too high, and
+the gate would refuse requests that fit. OpenBLAS replaces the reference BLAS of MLX, which is 26 times slower in fp32.
+Kernels that MLX compiles are stored in a folder of the node.
 """
 
 import os
@@ -14,16 +14,16 @@ from host.private_files import private_folder
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PROFILES = "MACPOOL_PROFILES"
-"""The variable that says in which folder profiles are kept."""
+"""Variable with the folder of the profiles."""
 OPENBLAS = (
     "/usr/lib/x86_64-linux-gnu/libopenblas.so.0", "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
     "/usr/lib64/libopenblas.so.0", "/usr/lib/libopenblas.so.0",
 )  # fmt: skip
-"""Where distributions keep it."""
+"""Paths of OpenBLAS in Linux distributions."""
 
 
 def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
-    """Give the environment of an engine whose temporary files lie in `scratch`; `blas` is engine.mlx.blas."""
+    """Return the environment of an engine with its temporary files in `scratch`; `blas` is `engine.mlx.blas`."""
     environment = {**inherited, "TMPDIR": str(private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")
     environment |= {"TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -37,5 +37,5 @@ def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -
 
 
 def openblas() -> str | None:
-    """Find OpenBLAS; None where it is not installed."""
+    """Return the path of OpenBLAS; None when it is not installed."""
     return next((path for path in OPENBLAS if os.path.exists(path)), None)

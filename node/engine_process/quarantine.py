@@ -1,5 +1,6 @@
-"""Which models killed the engine, and which of them are kept out: twice dead in one model's load or forward, and it is
-not loaded for ten minutes on this node. Pure: `now` is an argument.
+"""Quarantine models that crash the engine. Pure: `now` is an argument.
+
+After two crashes in the load or a forward of one model, this node does not load the model for ten minutes.
 """
 
 from dataclasses import dataclass, field
@@ -8,20 +9,20 @@ from wire.frames import Ban
 
 DEATHS = 2
 WINDOW = 600.0
-"""Seconds within which deaths are counted together."""
+"""Seconds within which crashes are counted together."""
 SECONDS = 600.0
-"""How long a model is kept out."""
+"""Seconds of quarantine."""
 
 
 @dataclass(slots=True)
 class Quarantine:
-    """Deaths by model."""
+    """Crashes by model. Times are seconds of a monotonic clock."""
 
     _deaths: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
     def died(self, model: str, now: float) -> bool:
-        """Note a death in a model's load or forward; say whether the model is kept out from now on."""
+        """Record a crash in the load or a forward of a model; return whether the model is in quarantine now."""
         recent = [when for when in self._deaths.get(model, []) if now - when < WINDOW]
         self._deaths[model] = [*recent, now]
         if len(self._deaths[model]) < DEATHS:
@@ -31,6 +32,6 @@ class Quarantine:
         return True
 
     def bans(self, now: float) -> tuple[Ban, ...]:
-        """Give what is kept out now."""
+        """Return the models in quarantine."""
         cause = f"the engine died {DEATHS} times in its load, its template, its tokenizer or a forward"
         return tuple(Ban(model, until - now, cause) for model, until in self._until.items() if until > now)

@@ -1,4 +1,4 @@
-"""The file that holds what the engine process wrote to stderr: its last words when it dies."""
+"""Log file of the standard error of the engine process. After a crash its last lines name the cause."""
 
 import os
 from contextlib import suppress
@@ -7,28 +7,30 @@ from pathlib import Path
 from wire.units import MIB
 
 LONGEST = 8 * MIB
-"""A log of this size is put aside when a child starts; one older log is kept."""
+"""Bytes from which a log is rotated; one older log is kept."""
 TAIL = 2048
-"""Bytes that the cause of a death may quote."""
+"""Bytes of the log that the cause of a crash may quote."""
 TAIL_LINES = 3
 
 
 class EngineLog:
-    """One engine's log. Only its owner can read it: an engine may quote a prompt in a traceback."""
+    """Log of one engine, mode 0600, because a traceback may quote a prompt."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def open(self) -> int:
-        """Open to append and give the descriptor; puts a long log aside first. OSError when it cannot be."""
+        """Rotate a long log, open the log to append, and return its descriptor. Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self.size() > LONGEST:
             self._path.replace(self._older)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def bound(self) -> None:
-        """Put a log that has become too long aside while its engine writes on: it appends, so it goes on at the
-        beginning. What it writes in this very moment may be lost."""
+        """Rotate a long log while its engine writes: the engine appends, and continues at the beginning of the file.
+
+        Output of this very moment may be lost.
+        """
         if self.size() <= LONGEST:
             return
         with suppress(OSError), self._path.open("r+b") as file:
@@ -43,13 +45,13 @@ class EngineLog:
         return self._path.with_suffix(self._path.suffix + ".1")
 
     def size(self) -> int:
-        """Give its length in bytes; 0 while there is none."""
+        """Return the length in bytes; 0 without a file."""
         with suppress(OSError):
             return self._path.stat().st_size
         return 0
 
     def tail(self, start: int) -> str:
-        """Give the last lines written since the log was `start` bytes long, without those that only inform."""
+        """Return the last lines after byte `start`, without lines of level info."""
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

@@ -15,8 +15,8 @@ Levels are `wire.capacity.arithmetic.level`; there are no other thresholds. An u
 resets the count. An unreadable ceiling leads to no order. An engine that answers is never ended, even with nothing left
 to release: it refuses all requests then. With `memory.guard` off the enforcer only counts.
 
-Orders are executed between native calls. An engine in a native call has time until that call counts as hung: a forward
-or a piece of a load can last longer than a period. A poll that comes late ends no engine, because the answer of the
+Orders are executed between native calls. A running native call has time until it counts as hung: a forward or a
+piece of a load can last longer than a period. A poll that comes late ends no engine, because the answer of the
 engine may not have been read yet.
 """
 

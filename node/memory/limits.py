@@ -1,8 +1,8 @@
 """Compute the memory limits of this node: a cap, a margin and a moving ceiling, from settings and machine.
 
 Each poll reads all inputs, because Metal's limit, the container's limit and the spare memory of the system can change.
-The engine receives new limits when the ceiling moved by more than a step, and at once when another value changed: a
-lease, the cap, the binding term. An idle machine sends nothing.
+The engine receives new limits when the ceiling moved by more than a step, or when a lease, the cap or the binding term
+changed. An idle machine sends nothing.
 
 A failed reading says nothing about memory: the last good reading holds for `reading.STALE` seconds. After that the
 reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.

@@ -1,7 +1,7 @@
-"""Keeps to `node.sharing.policy`: the pause on the disk, the clocks and readings that decide, and what follows from it.
+"""Apply `node.sharing.policy`: read the pause, the clocks and the power supply, and run the actions that are due.
 
-The pause is a file (`host.pause_file`): `cluster pause` on this machine writes it, whether node or coordinator run or
-not, and the coordinator asks for it by a frame. It is looked at once a second, and outlives both.
+The pause is a file (`host.pause_file`). `cluster pause` on this machine writes it without node or coordinator; the
+coordinator sets it by a frame. The controller reads the file once a second; a pause survives restarts.
 """
 
 import asyncio
@@ -37,31 +37,31 @@ from wire.frames import Pause as Order
 from wire.report import Sharing
 
 LOOK_SECONDS = 1.0
-"""From one look at the pause, the clock and what is left here to the next."""
+"""Seconds between checks of the pause, the clock and the remaining work."""
 READ_SECONDS = 5.0
-"""From one reading of mains and last touch to the next: each starts two tools of the system."""
+"""Seconds between readings of power supply and last input: each reading starts two tools of the system."""
 
 log = structlog.get_logger("node.sharing.controller")
 
 
 class Holder(Protocol):
-    """The node as the sharer sees it."""
+    """Interface of the node for the controller."""
 
     def holds(self) -> Holds:
-        """Say what is here."""
+        """Return the present use of the node."""
         ...
 
     def act(self, act: Act, standing: Standing) -> None:
-        """Do something about it."""
+        """Run an action."""
         ...
 
     def sharing_changed(self) -> None:
-        """The answer is another: tell the coordinator."""
+        """Report the changed decision to the coordinator."""
         ...
 
 
 class Sharer:
-    """Owns the answer to "does this Mac take work now". Everything runs on the loop that called `start`."""
+    """Decision whether this Mac accepts work now. All methods run on the loop that called `start`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Sharer:
         self.holder: Holder | None = None
 
     async def start(self) -> None:
-        """Find the answer before anything is taken, and keep to it from now on."""
+        """Decide before the node accepts work, and then periodically."""
         await self.read_power()
         self.look()
         log.info("sharing", when=self._rule.when.value, hours=str(self._rule.hours or ""), battery=self._rule.battery,
@@ -96,27 +96,27 @@ class Sharer:
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop deciding."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def wake(self) -> None:
-        """Something that was here has ended: look now."""
+        """Decide now, because a request or a video has ended."""
         self._woken.set()
 
     def told(self) -> Sharing:
-        """Give the answer for the report."""
+        """Return the decision for the report."""
         one = self.standing
         return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
 
     def retry_after(self) -> float | None:
-        """Give the seconds until it shares again, where that is known."""
+        """Return the seconds until the node shares again; None when unknown."""
         until = self.standing.until
         return None if until is None else max(1.0, until - self._wall())
 
     def obey(self, order: Order) -> None:
-        """Pause or resume because the coordinator says so."""
+        """Set or remove the pause by an order of the coordinator."""
         try:
             if order.seconds is None or order.seconds > 0:
                 until = None if order.seconds is None else self._wall() + order.seconds
@@ -128,7 +128,7 @@ class Sharer:
         self.look()
 
     def look(self) -> None:
-        """Decide, tell whom it concerns, and do what is due."""
+        """Decide, report a change, and run the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
         facts = Facts(self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery,
@@ -157,7 +157,7 @@ class Sharer:
                     await self.read_power()
                 self.look()
             except Exception:
-                log.exception("sharing")  # the next look may go well, and until then the last answer holds
+                log.exception("sharing")  # the last decision holds until the next check
 
     async def read_power(self) -> None:
         """Read the power supply and the battery, where the rule depends on them."""
@@ -166,15 +166,14 @@ class Sharer:
         self._read_at = asyncio.get_running_loop().time()
 
     def _read_file(self) -> None:
-        """Take note of a pause that was written, changed or removed. What cannot be read still means that somebody
-        wanted one."""
+        """Read a pause that was written, changed or removed. An unreadable file is a pause without an end."""
         try:
             stamp = self._file.stamp()
             if stamp != self._stamp:
                 kept = None if stamp is None else self._file.read()
                 self._pause = None if kept is None else Pause(kept.until, kept.by)
         except FileNotFoundError:
-            return  # it was removed just now: the next look sees that
+            return  # removed meanwhile: the next check sees that
         except (OSError, ValueError) as error:
             log.error("pause unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
             self._pause = Pause(None, "a file that cannot be read: `cluster resume` removes it")

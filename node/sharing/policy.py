@@ -1,23 +1,23 @@
-"""Decide whether this Mac accepts work now, or keeps its memory for its owner. Pure; `node.sharing.controller` obeys.
+"""Decide whether this Mac accepts work now, or keeps its memory for its owner. Pure.
 
-Two things decide. A pause is a person's word ("for two hours") and always wins; it ends by itself. Else the rule
-`node.share` does:
+`node.sharing.controller` applies the decision. A pause set by a person ("for two hours") has priority and expires.
+Without a pause the rule `node.share` decides:
 
-    always      yes
-    plugged-in  while the Mac draws from the mains
-    idle        once nobody has touched it for `node.share_idle` seconds
-    hours       between the times of `node.share_hours`, by this machine's own clock on the wall
+    always      accept
+    plugged-in  accept while the Mac is on mains power
+    idle        accept after `node.share_idle` seconds without input from a person
+    hours       accept between the times of `node.share_hours`, by the local clock of this machine
 
-and, where the rule says yes, the battery: with `node.share_battery` a Mac that is not on mains shares only while its
-charge is at that many percent or above. Once it fell below, it shares again REGAIN percent higher, so that a charge
-that wavers around the line does not end work again and again; on mains it shares at once, whatever the charge.
+Then the battery decides: with `node.share_battery`, a Mac on battery accepts work only at or above that charge in
+percent. Below it, the Mac shares again at REGAIN percent more, because a charge that varies around the limit would end
+work repeatedly. On mains power it shares at once.
 
-What cannot be read is no yes: a node whose rule asks for a reading that this machine does not give takes nothing, and
-says which setting to change.
+An unreadable input never means yes: a node whose rule needs a reading that this machine does not give accepts nothing,
+and names the setting to change.
 
-While it does not share, the node takes nothing new. What runs is moved elsewhere by the router, which hears of it with
-the report; what is still here after the grace period is ended here, and goes on elsewhere if anybody has room. Then the
-engine is put to rest: a new process without a model in the place of the old one, so that all of the memory is back.
+A node that does not share accepts no new work. The router sees this in the report and migrates the running requests.
+After the grace period the remaining ones end here, and are resumed on a node with room. Then a new engine process
+without a model replaces the old one, which returns all of the memory.
 """
 
 import re
@@ -32,7 +32,7 @@ _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
 class When(StrEnum):
-    """When this Mac shares, `node.share`."""
+    """Values of `node.share`."""
 
     ALWAYS = "always"
     PLUGGED_IN = "plugged-in"
@@ -42,16 +42,16 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Spans of the day in which work is taken, as seconds since midnight; one may go over midnight."""
+    """Time spans of the day with work, in seconds since midnight. A span may cross midnight."""
 
     spans: tuple[tuple[int, int], ...]
 
     def inside(self, second: float) -> bool:
-        """Say whether a second of the day (0 to DAY) is in a span."""
+        """Return whether a second of the day (0 to DAY) is in a span."""
         return any(_within(second, begin, end) for begin, end in self.spans)
 
     def opens_in(self, second: float) -> float:
-        """Give the seconds until the next span begins; 0 within one."""
+        """Return the seconds until the next span begins; 0 within a span."""
         if self.inside(second):
             return 0.0
         return min((begin - second) % DAY for begin, _ in self.spans)
@@ -61,7 +61,7 @@ class Hours:
 
 
 def read_hours(text: str) -> Hours:
-    """Read `22:00-07:00`, or several such spans with commas between; ValueError says what is wrong."""
+    """Parse `22:00-07:00`, or several spans separated by commas. Raises ValueError with the faulty part."""
     spans = tuple(_spans(text))
     if not spans:
         raise ValueError("no hours are given: write them as 22:00-07:00, several with commas between")
@@ -96,56 +96,67 @@ def _clock(second: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The settings: when to share, the hours where they decide, after how many seconds of rest a Mac is idle, and the
-    least charge in percent off the mains (0: the battery does not matter)."""
+    """Settings of the rule."""
 
     when: When = When.ALWAYS
     hours: Hours | None = None
+    """Spans of `When.HOURS`."""
     idle: float = 600.0
+    """Seconds without input after which a Mac is idle."""
     battery: int = 0
+    """Least charge in percent on battery; 0: any charge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A person's word: nothing new until `until` (Unix seconds; None: until somebody resumes), `by` whom."""
+    """Pause that a person set."""
 
     until: float | None
+    """Unix seconds; None: until `cluster resume`."""
     by: str = ""
+    """Name of the person or key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What decides, as it was read last. `second` is the time of the day on this machine's clock (0 to DAY), `battery`
-    its charge in percent, `low` the answer of `too_low` before this one."""
+    """Last readings of all inputs. None: unreadable."""
 
     pause: Pause | None = None
     plugged: bool | None = None
+    """Whether the Mac is on mains power."""
     idle: float | None = None
+    """Seconds without input from a person."""
     second: float = 0.0
+    """Local time in seconds of the day, 0 to DAY."""
     battery: float | None = None
+    """Charge in percent."""
     low: bool = False
+    """Previous result of `too_low`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The answer. `why` and `until` (Unix seconds, None: nobody can say) are for people, where it does not share."""
+    """Decision: whether this Mac shares."""
 
     shared: bool = True
     why: str = ""
+    """Reason against sharing, for people."""
     until: float | None = None
+    """Unix seconds at which the Mac shares again; None: unknown."""
     by_hand: bool = False
+    """Whether a person set the pause."""
 
 
 SHARED = Standing()
 
 
 def in_force(pause: Pause | None, now: float) -> Pause | None:
-    """Give the pause if it still holds at `now` (Unix seconds)."""
+    """Return the pause if it has not expired at `now` (Unix seconds)."""
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
 def standing(rule: Rule, facts: Facts, now: float) -> Standing:
-    """Say whether this node shares now (Unix seconds), and if not, why and until when."""
+    """Return whether this node shares at `now` (Unix seconds), with the reason and the end if it does not."""
     pause = in_force(facts.pause, now)
     if pause is not None:
         return Standing(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
@@ -154,14 +165,14 @@ def standing(rule: Rule, facts: Facts, now: float) -> Standing:
 
 
 def too_low(rule: Rule, facts: Facts) -> bool:
-    """Say whether its battery keeps this Mac from sharing: keep the answer, and give it as `low` the next time."""
+    """Return whether the battery keeps this Mac from sharing. The result is `low` of the next call."""
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
     return facts.battery < (regained(rule.battery) if facts.low else rule.battery)
 
 
 def regained(least: int) -> int:
-    """Give the charge in percent from which a battery that fell below `least` is good for sharing again."""
+    """Return the charge in percent at which a battery that fell below `least` allows sharing again."""
     return min(100, least + REGAIN)
 
 
@@ -215,11 +226,11 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
 
 
-# what is done once it does not share
+# actions of a node that does not share
 
 
 class Act(Enum):
-    """What the node does so that its memory comes back."""
+    """Actions that return the memory of a node to its owner."""
 
     END_REQUESTS = "end what is still running here"
     END_LEASE = "end the video that is made here"
@@ -229,7 +240,7 @@ class Act(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """What is on the node: requests, whether memory is lent, and whether its engine rests."""
+    """Present use of the node: number of requests, whether memory is leased, and whether its engine rests."""
 
     requests: int = 0
     lending: bool = False
@@ -238,15 +249,17 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """Seconds that requests and a video have to end, from the moment at which the node stopped sharing."""
+    """Seconds that requests and a video may continue after the node stopped sharing."""
 
     requests: float = 30.0
     video: float = 300.0
 
 
 def due(shared: bool, holds: Holds, waited: float, grace: Grace) -> tuple[Act, ...]:
-    """Say what has to be done now, `waited` seconds after the answer of `standing` last changed. Each act may be asked
-    for again until what it does is done."""
+    """Return the actions that are due `waited` seconds after the decision of `standing` last changed.
+
+    An action is returned again until its effect is visible in `holds`.
+    """
     if shared:
         return (Act.WAKE,) if holds.resting else ()
     acts = [Act.END_REQUESTS] if holds.requests and waited >= grace.requests else []
