@@ -7,7 +7,7 @@ reading of the process, and it can end the process from outside.
     OK         headroom ≥ 0         nothing
     OVER_SOFT  headroom < 0         order at each poll: release free buffers, reusable cache and idle models. The gate
                                     admits no request meanwhile, because it uses the same numbers
-    OVER_HARD  current over         once: as OVER_SOFT. On two readings in a row: order to end the newest request as well;
+    OVER_HARD  current over         once: as OVER_SOFT. On two readings in a row: order to end the newest request;
                cap − leases         after each answer, the next request, while the engine stays over
                … and no answer      within one period, and no native call that may last longer: the process is ended
 
