@@ -17,9 +17,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
-# Four workers on two cores: many tests wait for processes.
+# Three workers on two cores: many tests wait for processes.
 test: $(READY) lint types
-	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
+	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
 
 # The suite as a scheduler may start it: no terminal, SIGINT ignored, both cores busy with something else.
 nightly: $(READY) lint types

@@ -28,7 +28,7 @@ NEWEST = 512 * 1024
 """Bytes of each log's end that are looked through."""
 MOST_LINES = 2000
 LEFT_OUT = "[left out]"
-OURS = ("coordinator", "node", "router", "machine", "wire")
+OURS = ("coordinator", "node", "router", "host", "wire")
 KEPT = frozenset({
     "timestamp", "level", "logger", "reason", "state", "node", "request", "code", "kind", "what", "bound_by", "phase",
     "version", "outcome", "tier", "guard", "device", "signal", "condition", "severity",

@@ -178,7 +178,7 @@ class Chain:
                     yield psutil.Process(worker.ppid())
             case _:
                 words = {
-                    "worker": "node/video/worker.py", "launcher": "node.video.ray.ray_child", "raylet": "raylet/raylet",
+                    "worker": "node/video/worker/worker.py", "launcher": "node.video.ray.ray_child", "raylet": "raylet/raylet",
                     "engine": "node.engine.process.main", "driver": "node.video.ray.driver", "gcs_server": "gcs_server",
                 }[victim]  # fmt: skip
                 for process in node.children():

@@ -62,7 +62,7 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
         "level": "info", "logger": "node.test", "request": 7, "value": "x",
     }  # fmt: skip
     assert told[0]["timestamp"].endswith("Z")
-    assert all(line["exception"].startswith("KeyError: 'k'\ntest_journal.py:") for line in told[1:4])
+    assert all(line["exception"].startswith("KeyError: 'k'\ntest_log_setup.py:") for line in told[1:4])
     assert [line["level"] for line in told[1:]] == ["error", "error", "warning", "error", "info"]
     assert told[5]["headers"] == {"x-api-key": "[hidden]"}, "the finished line is looked at, too"
     assert "exception" not in told[4], "there was none"
@@ -126,7 +126,7 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
     assert [part for part in ("key=[hidden]", "model=tiny", "Bearer [hidden]") if part not in first] == []
     assert second.rstrip().endswith("] door")
     assert trace[0] == "KeyError: [hidden]", "the message of such an event may be somebody's text"
-    assert trace[1].startswith("test_journal.py:")
+    assert trace[1].startswith("test_log_setup.py:")
 
 
 @pytest.mark.usefixtures("own_logging")

@@ -298,7 +298,7 @@ def program(text: str) -> list[str]:
     """A small program in the engine's place: `line` is its socket, `child` the real module."""
     head = """
         import os, socket, sys, time
-        from node.engine import child
+        from node.engine.process import main as child
         from wire.codec import Splitter, decode, encode
         from wire.frames import *
         from wire.report import Memory, Model
@@ -442,7 +442,7 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
 @pytest.mark.slow
 async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
     leaky = """
-        from node.engine import loading
+        from node.engine.models import model_manager as loading
         drop, leaked = loading.Shelf.drop, []
 
         def leaking(shelf, name):
@@ -453,7 +453,7 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
         child.main()
     """
     name = "macpool-tiny"
-    command = [sys.executable, "-c", "from node.engine import child\n" + textwrap.dedent(leaky)]
+    command = [sys.executable, "-c", "from node.engine.process import main as child\n" + textwrap.dedent(leaky)]
     settings = {"engine.kind": "mlx", "models.hub": False, "models.trial": False, "models.profile": "off"}
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()
@@ -884,7 +884,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     """The forward in flight returns, the model is given back, and no signal was needed."""
     slow = """
         import os, time
-        from node.engine import generation
+        from node.engine.scheduling import scheduler as generation
         forward = generation.forward
 
         def slow(*args, **more):
@@ -897,7 +897,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
         generation.forward = slow
         child.main()
     """
-    command = [sys.executable, "-c", "from node.engine import child\n" + textwrap.dedent(slow)]
+    command = [sys.executable, "-c", "from node.engine.process import main as child\n" + textwrap.dedent(slow)]
     settings = {"engine.kind": "mlx", "models.hub": False, "models.trial": False, "models.profile": "off"}
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()

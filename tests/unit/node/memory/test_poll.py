@@ -259,7 +259,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
 
 IN_A_CALL = """
     import os, threading, time
-    from node.engine import child
+    from node.engine.process import main as child
     from node.engine.process.interface import Call
     from node.engine.scripted.engine import Scripted
 

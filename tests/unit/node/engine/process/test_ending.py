@@ -64,7 +64,7 @@ class Process:
         self.line, theirs = socket.socketpair()
         self.line.settimeout(WAIT)
         self.errors = folder / "errors"
-        program = f"from node.engine import child\n{textwrap.dedent(patch)}\nchild.main()"
+        program = f"from node.engine.process import main as child\n{textwrap.dedent(patch)}\nchild.main()"
         with self.errors.open("wb") as file:
             self.child = subprocess.Popen(
                 [sys.executable, "-c", program, "--socket", str(theirs.fileno())],
@@ -121,7 +121,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 SLOW = textwrap.dedent("""
     import os, time
-    from node.engine import generation
+    from node.engine.scheduling import scheduler as generation
     forward = generation.forward
 
     def slow(*args, **more):

@@ -27,7 +27,7 @@ RAY = """
 import sys, threading, types
 ray = sys.modules["ray"] = types.ModuleType("ray")
 ray.init = lambda **how: (print("connecting", flush=True), threading.Event().wait())
-from node.video import driver
+from node.video.ray import driver
 driver.main()
 """
 

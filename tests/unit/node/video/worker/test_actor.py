@@ -40,7 +40,7 @@ def test_it_leaves_when_its_parent_has():
 LEFT_ALONE = """
 import sys, threading, types
 sys.modules["ray"] = types.ModuleType("ray")
-from node.video import actor
+from node.video.worker import actor
 actor.LINGER = 0.0
 actor.Host(sys.argv[1], "l-1", 1)
 threading.Event().wait(30)
