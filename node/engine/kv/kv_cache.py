@@ -88,8 +88,8 @@ def extent_of(layers: Iterable[Layer]) -> Extent:
 
 
 def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
-    """Double caches that the next `tokens` exceed, up to room for `most` tokens. mlx-lm's own steps of fixed size would
-    copy all held tokens at every step of a prompt."""
+    """Double caches that the next `tokens` exceed, up to room for `most`. With fixed steps, mlx-lm would copy all held
+    tokens at every step of a prompt."""
     for layer in _growing(layers):
         held: int = layer.offset
         if held + tokens > layer.keys.shape[2]:

@@ -25,6 +25,7 @@ BURST = 0.25
 """Seconds up to which a whole prompt is prefilled at once."""
 LONE = 1.0
 """Seconds of a chunk while no row decodes."""
+"""Tokens of the smallest chunk: prefill always makes progress, at any cost of a chunk."""
 SHARED = 0.6
 """Seconds of a forward over several prompts."""
 LEAST = 4

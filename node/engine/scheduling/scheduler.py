@@ -881,7 +881,7 @@ def finished(sequence: Sequence, now: float) -> Finished:
 
 
 def _ends_next(row: Row) -> bool:
-    """Return whether the next token is a row's last in any case."""
+    """Return whether the next token is certainly a row's last."""
     return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
