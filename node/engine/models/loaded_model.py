@@ -1,8 +1,8 @@
 """Loaded model: its weights, ledger, decode batches and measured speeds; and the loader.
 
-Loading is a generator, because the loop must decode between its pieces: each `next` evaluates about `TICK` bytes of
-weights. mlx-lm builds the model with lazy arrays and reads none before its turn. The exact bytes of the model after
-conversion are therefore known before the first read. Each piece can be checked before it is evaluated.
+Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about `TICK` bytes of
+weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation. The exact bytes of the model
+after conversion are therefore known before the first read. Each piece can be checked before it is evaluated.
 """
 
 import json
@@ -199,12 +199,16 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """What a first short run of a model showed: tokens per second of a prefill, seconds of a decode step."""
+    """Result of the first short run of a model."""
 
     kv: Kv
+    """Bytes of a row."""
     vocabulary: int
+    """Number of logits."""
     prefill_speed: float
+    """Tokens per second of a prefill."""
     step_seconds: float
+    """Seconds of a decode step."""
 
 
 def _warm(model: TextModel) -> Warmth:

@@ -27,7 +27,7 @@ PUBLISH_EVERY = 0.1
 READ_EXPECTED = 60.0
 """Expected seconds of tokenizing a prompt: 8 MB take 9 s on a quiet machine."""
 READ_LONGEST = 5 * READ_EXPECTED
-"""Seconds after which a tokenizer counts as hung (`supervise.Patience.turn_factor`)."""
+"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.Patience.turn_factor`)."""
 
 log = structlog.get_logger("engine")
 

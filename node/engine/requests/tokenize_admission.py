@@ -1,8 +1,8 @@
 """Admission of prompts to tokenization, with the memory that it takes.
 
-A tokenizer keeps records of its own in addition to the tokens: measured up to 301 bytes a token, and no token is
-shorter than one byte of text. Loading one takes up to 34 times its files, the tables for grammars 14 times. No estimate
-of a forward covers these bytes.
+A tokenizer keeps records of its own in addition to the tokens. They take up to 301 bytes a token (measured), and no
+token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
+times. No estimate of a forward covers these bytes.
 
 A prompt for which `arithmetic.reading_bytes` counts any is therefore checked on the inference thread, as a forward
 would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long texts.
