@@ -2,12 +2,12 @@
 
 The form is `wire.report.Transient`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the coefficients.
 
-- Without samples the estimate is the attention formula (`node.models.catalogue.forecast`). That alone reaches 0.1 to
-  0.8 of the measured bytes.
-- With a few samples the formula is scaled up to the highest of them.
-- With samples of several shapes, some far into a prompt, it is a fit by non-negative least squares. Errors are
-  relative, because small chunks must be estimated as well as large ones. The fit is then raised until no sample lies
-  above it.
+- No samples: Without samples the estimate is the attention formula (`node.models.catalogue.forecast`). That alone
+  reaches 0.1 to 0.8 of the measured bytes.
+- Few samples: With a few samples the formula is scaled up to the highest of them.
+- Many samples: With samples of several shapes, some far into a prompt, it is a fit by non-negative least squares.
+  Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised until no
+  sample lies above it.
 
 A sample above the estimate counts at once. A sample far below it counts if it is the first of its kind. The number of
 samples is bounded: one for each kind of shape, and kinds that are far apart are preferred.

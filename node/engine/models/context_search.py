@@ -1,5 +1,4 @@
-"""Search for the longest row that passes a reading: 5 % fewer tokens until it passes, else a diagnosis with the
-settings.
+"""Search for the longest row that passes a reading, with 5 % fewer tokens at each attempt, and its diagnosis.
 
 The promised length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
 system that is short of memory). The length is therefore tried, with the largest measured forward, and reduced where it

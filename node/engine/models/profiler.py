@@ -122,7 +122,7 @@ class Probe:
     reach: int
     """Tokens to write."""
     seconds: float
-    """Longest duration."""
+    """Longest duration in seconds."""
     whole: bool = False
     """Whether it is a sweep, with the largest forwards."""
     taken: list[Taken] = field(default_factory=list[Taken])

@@ -1,7 +1,7 @@
 """Interface of an engine: frames in, frames out, and a memory gate; and the loader of engine kinds.
 
 Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory of the inference thread. The
-inference thread calls all other methods. A third thread tokenizes long prompts after `take` has admitted them
+inference thread calls all other methods. Further threads tokenize long prompts after `take` has admitted them
 (`tokenize_admission`).
 
 A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.

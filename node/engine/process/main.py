@@ -11,8 +11,8 @@ wired until the Mac restarts (docs/decisions/0018).
 
 In order means: no native call begins, the one in flight returns, the engine releases its memory, `os._exit`. While idle
 this takes no time. It is bounded by `LEAVE_SECONDS` at the end of the socket and on SIGTERM, and by its own value on a
-`Stop`. After that comes `os._exit` whatever the other threads do. A thread that fails ends the process as well, because
-the agent can then start a working one.
+`Stop`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the process as well,
+because the agent can then start a working one.
 """
 
 import argparse

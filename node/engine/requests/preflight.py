@@ -32,7 +32,7 @@ class Shape:
         return self.prompt + self.promised
 
     def of(self, choices: int) -> "Shape":
-        """Return the same request with another number of answers to generate."""
+        """Return the same request with fewer answers to generate."""
         return Shape(self.prompt, self.limit, self.promised, choices)
 
 

@@ -4,13 +4,14 @@ Prefills alternate between the shortest and the oldest prompt. A huge prompt the
 starves. Where an API key has many prompts, the second choice is fair between keys (`wire.capacity.fairness.Reading`).
 The size of a chunk follows from the time of earlier chunks (`Pace`).
 
-- A lone prefill may take `LONE` seconds per chunk, because a cancel takes effect between chunks.
-- While rows decode, a chunk may take `STEPS` times their step. The gap between two of their tokens then stays below
-  three times the undisturbed gap.
-- A prompt that takes `BURST` seconds in all is prefilled at once: one gap for each new chat, as in other engines.
-- Several such prompts are prefilled in one forward (`packed_prefill`) of at most `SHARED` seconds. Longer ones save
-  little more, and the first prompt would wait for all. While rows decode, one such forward merges the gaps that the
-  prompts would have caused. It is shorter where fewer prompts wait than rows decode.
+- Alone: A lone prefill may take `LONE` seconds per chunk, because a cancel takes effect between chunks.
+- Decoding: While rows decode, a chunk may take `STEPS` times their step. The gap between two of their tokens then stays
+  below three times the undisturbed gap.
+- Bursts: A prompt that takes `BURST` seconds in all is prefilled at once: one gap for each new chat, as in other
+  engines.
+- Packing: Several such prompts are prefilled in one forward (`packed_prefill`) of at most `SHARED` seconds. Longer ones
+  save little more, and the first prompt would wait for all. While rows decode, one such forward merges the gaps that
+  the prompts would have caused. It is shorter where fewer prompts wait than rows decode.
 """
 
 import math
@@ -29,7 +30,7 @@ LONE = 1.0
 SHARED = 0.6
 """Seconds of a forward over several prompts."""
 LEAST = 4
-"""Tokens of the smallest chunk: prefill always makes progress, whatever a chunk costs."""
+"""Tokens of the smallest chunk: prefill makes progress at any cost of a chunk."""
 
 PADDING = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""

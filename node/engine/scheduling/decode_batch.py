@@ -2,14 +2,15 @@
 
 `GenerationBatch` behaves in ways that its interface does not state. They were read and tried.
 tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
-- Its constructor runs a forward over each row's last known token, unless it has no rows. A batch is therefore created
-  empty, and its rows are set to the state after that forward. Their first token comes from the last forward of the
-  prefill.
-- `next()` launches step N+1 before it returns the tokens of step N. A row that ended has one token too many in flight.
-- `extend` and `filter` are lazy: unevaluated, they keep the whole old batch alive. Here each layer is evaluated alone,
-  which frees its old arrays before the next layer is copied.
-- After an exception none of its contents can be trusted (continuing gave wrong tokens, silently). The caller discards
-  the object and rebuilds the rows from their ids.
+- Constructor: Its constructor runs a forward over each row's last known token, unless it has no rows. A batch is
+  therefore created empty, and its rows are set to the state after that forward. Their first token comes from the last
+  forward of the prefill.
+- Lookahead: `next()` launches step N+1 before it returns the tokens of step N. A row that ended has one token too many
+  in flight.
+- Laziness: `extend` and `filter` are lazy: unevaluated, they keep the whole old batch alive. Here each layer is
+  evaluated alone, which frees its old arrays before the next layer is copied.
+- Exceptions: After an exception none of its contents can be trusted (continuing gave wrong tokens, silently). The
+  caller discards the object and rebuilds the rows from their ids.
 
 Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop`, and `extract`
 copies one out.

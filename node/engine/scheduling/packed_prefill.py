@@ -5,14 +5,15 @@ that start together also decode together, which makes steps wider. Whole waiting
 and written into one cache. Attention is causal: no token attends to its right, hence to no padding. Up to its end a
 row's cache is the same as after a prefill of its own.
 
-- The last token of each prompt is left out. It is the input of the row's first decode step, which computes the logits
-  of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large vocabulary.
-- Only plain caches take part (`kv_cache.plain`): a window or a running state would include the padding.
-- A prompt waits for a prefill of its own if much of it is cached, or if it starts like another member. Its prefix need
-  not be computed again.
-- Prompts of one forward share a ledger batch, and rows × longest is therefore committed already.
-- A fault here has no known culprit. All prompts are prefilled again one by one, and the faulty one fails alone. The
-  crash recorder, as well, names no request for a packed forward.
+- Last token: The last token of each prompt is left out. It is the input of the row's first decode step, which computes
+  the logits of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large
+  vocabulary.
+- Caches: Only plain caches take part (`kv_cache.plain`): a window or a running state would include the padding.
+- Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like another member. Its
+  prefix need not be computed again.
+- Ledger: Prompts of one forward share a ledger batch, and rows × longest is therefore committed already.
+- Faults: A fault here has no known culprit. All prompts are prefilled again one by one, and the faulty one fails alone.
+  The crash recorder, as well, names no request for a packed forward.
 """
 
 import time

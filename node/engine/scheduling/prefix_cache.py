@@ -5,23 +5,25 @@
                                takes         that cannot be cut      state               copied out
 
 Rules
-- A lookup guarantees nothing: the gate runs in between and may evict the entry. `restore` uses only live entries.
-- A request commits its whole prompt, cached or not. A copy takes no memory until its first write, and then as much as a
-  new cache. `need`, ledger and gate therefore ignore the prefix cache.
-- The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the cache
-  instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
-- A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
-- Cached bytes are evicted first (`make_room`). They never cause a refusal.
-- A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share. The
-  tokens of that message are stored a second time as a snapshot, in a scope of all keys.
-- After any fault of a model none of its entries is used again (`distrust`), because the fault may be in an entry.
+- Lookup: A lookup guarantees nothing: the gate runs in between and may evict the entry. `restore` uses only live
+  entries.
+- Commitment: A request commits its whole prompt, cached or not. A copy takes no memory until its first write, and then
+  as much as a new cache. `need`, ledger and gate therefore ignore the prefix cache.
+- Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
+  cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
+- Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
+- Eviction: Cached bytes are evicted first (`make_room`). They never cause a refusal.
+- Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
+  The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
+- Faults: After any fault of a model none of its entries is used again (`distrust`), because the fault may be in an
+  entry.
 
 Snapshots of a prompt are taken in three places, for caches that cannot be cut
-- After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to repeat.
-  The rest (start of the answer, thinking marks) belongs to the template, and templates change it.
-- At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a system prompt.
-  The third such request finds the snapshot.
-- After a system prompt that all keys share.
+- Turns: After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to
+  repeat. The rest (start of the answer, thinking marks) belongs to the template, and templates change it.
+- Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
+  system prompt. The third such request finds the snapshot.
+- System prompts: After a system prompt that all keys share.
 """
 
 import time

@@ -6,24 +6,25 @@
                           └────── preempted ◄──────┘
 
 Rules
-- The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds its
-  commitment. A chunk is made smaller before it is refused.
-- Work that does not fit waits as long as another request may end, and blocks new requests meanwhile (`wanted`). When
-  all requests wait for memory, the newest loses its memory. When a row must grow, the request to lose its memory is a
-  waiting one, else the newest. It belongs to the key that holds most.
-- Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it is
-  preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without room
-  fails, with the numbers.
-- Rows are shared fairly between keys (`wire.capacity.fairness`). If no row is free, or memory is short at admission,
-  requests of the key that holds most are preempted for a key that holds less. They return in turn with all other
-  requests.
-- Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows that
-  cannot use its result, for lack of room or after a fault, are prefilled again one by one.
-- After every forward the engine compares its memory with its cap. Over the cap, that request loses its memory at once.
-- An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. The
-  second exception fails a row for good.
-- All ends of a request pass through `_release` (or `_gone` when its last row ended), which cleans prefills, batches and
-  ledger.
+- Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
+  its commitment. A chunk is made smaller before it is refused.
+- Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
+  (`wanted`). When all requests wait for memory, the newest loses its memory. When a row must grow, the request to lose
+  its memory is a waiting one, else the newest. It belongs to the key that holds most.
+- Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
+  is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
+  room fails, with the numbers.
+- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). A key that
+  holds less preempts requests of the key that holds most, if no row is free or memory is short at admission. Preempted
+  requests return in turn with all other requests.
+- Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
+  that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
+- Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
+  memory at once; after other forwards, the newest request does.
+- Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
+  ids. The second exception fails a row for good.
+- End: All ends of a request pass through `_release` (or `_gone` when its last row ended), which cleans prefills,
+  batches and ledger.
 """
 
 import math

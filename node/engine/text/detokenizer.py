@@ -10,12 +10,12 @@ text can still change. Examples are half a character, a possible marker, newline
 beginning of a stop string. `finish` returns all held text.
 
 Rules
-- No part of a stop string is ever sent, and no text after it. Only content is searched for stop strings, not reasoning
-  or calls.
-- Newlines next to a marker belong to it: a thought has none at its ends, content none after a marker. After earlier
-  content, newlines after a marker separate it from further content; without further content they are removed.
-- No text is lost: a block that is no call, or is unfinished, becomes content with its markers.
-- No ids raise an exception.
+- Stop strings: No part of a stop string is ever sent, and no text after it. Only content is searched for stop strings,
+  not reasoning or calls.
+- Newlines: Newlines next to a marker belong to it: a thought has none at its ends, content none after a marker. After
+  earlier content, newlines after a marker separate it from further content; without further content they are removed.
+- Blocks: No text is lost: a block that is no call, or is unfinished, becomes content with its markers.
+- Errors: No ids raise an exception.
 """
 
 from collections.abc import Sequence
