@@ -64,7 +64,7 @@ class Entry(Generic[V]):
     snapshot: bool = False
     """Whether it was taken within a prompt, as a common prefix of many."""
     scope: str = ""
-    """Name of the API key."""
+    """Name of the API key, or the scope of all keys."""
 
     @property
     def length(self) -> int:

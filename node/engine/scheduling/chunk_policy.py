@@ -36,7 +36,7 @@ PADDING = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
 
 NEAR = 512
-"""Threshold in tokens between a chunk with a long past, whose time shows the cost of attention, and its own tokens."""
+"""Mean past of a chunk in tokens from which its time updates `Pace.far`; below, its time updates `Pace.each`."""
 _MEMORY = 0.3
 """Weight of the newest measurement in the running mean."""
 LEAP = 4.0

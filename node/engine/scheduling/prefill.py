@@ -28,7 +28,7 @@ class Past:
     eos: frozenset[int]
     """End-of-turn tokens."""
     scope: str = ""
-    """API key whose sequences it may reuse."""
+    """Scope of the cached sequences that it may reuse: the name of an API key."""
     shared: int = 0
     """First tokens that are a system prompt of all keys."""
     found: Found[Layers] = NOTHING
