@@ -1,11 +1,11 @@
-"""The text engine: frames in, frames out. Admission, loading, and what is told of it; the rows are `generation`'s.
+"""Text engine: frames in, frames out. Admission, loading and reports; the `scheduler` runs the rows.
 
-    Prepared ─► preflight, commit ─► generation
+    Prepared ─► preflight, commit ─► scheduler
         │           └ Refusal
         └ its model is not loaded: waits for the load
 
-One turn (`step`): a decode step of every batch, one piece of a load, one chunk of one prefill or of several. Each
-request ends in exactly one Finished, Refusal or Failed, unless it was cancelled: then nothing more is said.
+One iteration (`step`): a decode step of every batch, one piece of a load, one chunk of one prefill or of several. Each
+request ends in exactly one `Finished`, `Refusal` or `Failed`. A cancelled request gets no frame.
 """
 
 import gc
@@ -82,12 +82,12 @@ from wire.report import Hardware, Level, Memory, Model, Transient
 from wire.units import show_size
 
 WAY_SECONDS = 1.0
-"""Time between two requests for which others are preempted at admission, so that memory which comes back late preempts
-no more than is needed."""
+"""Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
+than needed would be preempted."""
 REMEMBERED = 1024
-"""Cancelled requests that are remembered until their Generate comes."""
+"""Number of cancelled requests that are remembered until their `Generate` arrives."""
 MOST_BROKEN = 10
-"""Broken rules of the bookkeeping that one line of the log names."""
+"""Violations of the invariants in one line of the log."""
 LOAD_EXPECTED = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 
@@ -95,9 +95,10 @@ log = structlog.get_logger("engine.text")
 
 
 class TextEngine:
-    """See the module's text. In the folder `profiles` measurements are kept; None: nowhere.
+    """Text engine; see the module's docstring. `profiles` is the folder of measurements; None: they are not stored.
 
-    Other modules and tests may read the parts; only the engine calls methods that change them."""
+    Other modules and tests may read its parts. Only the engine calls methods that change them.
+    """
 
     def __init__(
         self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware,
@@ -156,10 +157,11 @@ class TextEngine:
             else:
                 self.shelf.ask(found)
 
-    # what the threads ask
+    # for the threads
 
     def prepare(self, frame: Frame) -> Work | None:
-        """On the I/O thread: put a short prompt into tokens, or count it; at a sign of life, look for new models."""
+        """Convert a frame into work, on the I/O thread. Short prompts are tokenized or counted at once; a `Ping`
+        triggers a search for new models."""
         if isinstance(frame, Generate | Count):
             if self.door.inline(frame):
                 return self._read(frame).work
@@ -171,11 +173,11 @@ class TextEngine:
         return frame
 
     def call(self) -> Call | None:
-        """Say which native call is under way."""
+        """Return the running native call."""
         return self.forwards.call
 
     def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
-        """Take in one piece of work and give what is answered at once, and what may be read now."""
+        """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         match work:
             case Unread():
                 return self._weigh(work)
@@ -209,8 +211,8 @@ class TextEngine:
         return []
 
     def due(self, now: float) -> float | None:
-        """Say when the next step is due: at once while there is work, else when what waits for memory may ask again,
-        or when the recent height falls, or an unused model leaves or has left."""
+        """Return the time of the next step; now while there is work. Otherwise it is the next retry for memory, fall of
+        the recent height, unload of an unused model, or memory check."""
         works = self.generation.due(now)
         if (works is not None and works <= now) or self.shelf.ended:
             return now
@@ -221,8 +223,8 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
-        """Decode, read a piece of a load, write one chunk of a prompt; what each has to say is given before the next
-        begins, so that no token waits for a chunk."""
+        """Decode, load a piece of a model, prefill one chunk. The frames of each part are yielded before the next part
+        starts: no token waits for a chunk."""
         self.generation.decode()
         yield from self.generation.said()
         if self._may_load():
@@ -243,7 +245,7 @@ class TextEngine:
             self.canary.tend(now)
 
     def report(self, now: float) -> EngineReport:
-        """Give the snapshot."""
+        """Return the report."""
         running, waiting, queued = self.generation.load()
         queued += sum(prepared.tokens for prepared, _ in self._pending.values())
         memory = replace(
@@ -264,7 +266,7 @@ class TextEngine:
         self.forwards.halted = True
 
     def close(self) -> None:
-        """Wait for what runs on the device, and give back rows, prefixes, models and free buffers."""
+        """Wait for work on the device; release rows, cached prefixes, models and free buffers."""
         try:
             self.generation.still()
         finally:
@@ -285,7 +287,7 @@ class TextEngine:
             )
 
     def _hold(self, limits: Limits) -> None:
-        """Put limits in force. The wired limit does not depend on them."""
+        """Apply new limits. The wired limit does not depend on them."""
         self.gate.hold(limits)
         self.canary.hold(limits.cap)
         self.shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
@@ -297,10 +299,11 @@ class TextEngine:
                 resident.bound_waste(waste_under(limits.cap))
 
     def _enforce(self, order: Enforce) -> list[Frame]:
-        """Give back what can be had again, judged between forwards; where that is not enough, the newest request."""
+        """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
+        that is not enough, abort the load, then end the newest request."""
         self._enforced = order.poll
         if order.level < Level.OVER_HARD:
-            # A height that has passed asks nobody for anything.
+            # A past height in the recent readings is no reason to free memory.
             self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
             return []
         before = excess(self._memory())
@@ -319,12 +322,13 @@ class TextEngine:
     # requests
 
     def _read(self, frame: Generate | Count) -> Read:
-        """Put a prompt into tokens, or only count them."""
+        """Tokenize a prompt, or only count its tokens."""
         counts = isinstance(frame, Count)
         return Read(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
 
     def _weigh(self, unread: Unread) -> Collection[Frame | Unread]:
-        """Let a long prompt be read if there is room for that, and promise it. Its model does not leave meanwhile."""
+        """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
+        unloaded meanwhile."""
         number = unread.frame.request
         if number in self._cancelled:
             del self._cancelled[number]
@@ -346,7 +350,7 @@ class TextEngine:
         return [unread]
 
     def _put_by(self, number: int) -> None:
-        """End the promise for a prompt that was being read."""
+        """Release the reservation of a prompt after its tokenization."""
         _, resident = self._unread.pop(number, (0, None))
         if resident is not None:
             resident.users -= 1
@@ -368,14 +372,15 @@ class TextEngine:
         return self._await_model(prepared, now)
 
     def _unlike(self, request: Generate) -> Refused | None:
-        """Refuse to continue an answer that another model of this name began: the router knows only the last report."""
+        """Refuse to resume an answer that another model of this name started, because the router knows only the last
+        report."""
         found = self.library.find(request.model)
         if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
             return None
         return Refused(Code.NOT_READY, f"{request.model} is another model here than the one that began the answer")
 
     def _await_model(self, prepared: Prepared, now: float) -> list[Frame]:
-        """Let a request wait for its model, unless the model cannot come."""
+        """Queue a request until its model is loaded; refuse it if the model cannot be loaded."""
         request = prepared.request
         found = self.library.find(request.model)
         if found is None:
@@ -398,11 +403,11 @@ class TextEngine:
         return preflight.shape_of(prepared.request, prepared.tokens, self._settings.max_tokens, context)
 
     def _context(self, found: Found) -> int:
-        """Give the most tokens of a row: what the model takes, or fewer by setting."""
+        """Return the most tokens of a row: the model's context, or fewer by setting."""
         return min(found.context, self._settings.context or found.context)
 
     def _admit(self, resident: Resident, prepared: Prepared, arrived: float, now: float) -> list[Frame]:
-        """Judge a request against the memory of this moment, promise it what it needs, and line it up."""
+        """Check a request against the memory now, commit its memory, and start it; or refuse it."""
         request = prepared.request
         shape = self._shape(prepared, resident.found)
         refused = self._improper(resident, prepared, shape, now)
@@ -410,7 +415,7 @@ class TextEngine:
             return [Refusal(request.request, refused, shape.prompt)]
         sequence = self._sequence(resident, prepared, shape, arrived)
         writing = list(sequence.writing())
-        if not writing:  # all was said before it came here, only its end was not heard
+        if not writing:  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = sequence.joined = now
             return [Admitted(request.request, shape.prompt), finished(sequence, now)]
         refused = self._crowded(resident, shape.of(len(writing)), now, request.owner)
@@ -424,9 +429,9 @@ class TextEngine:
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
     def _sequence(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, arrived: float) -> Sequence:
-        """Make a request's rows, which are promised nothing yet; a resumed one stands where it was."""
+        """Create a request's rows, without commitments; resumed rows contain their known tokens."""
         request = prepared.request
-        assert prepared.voice is not None  # noqa: S101  only a refused request has none
+        assert prepared.voice is not None  # noqa: S101 only a refused request has none
         seed = _seed() if request.params.seed is None else request.params.seed
         sequence = Sequence(request, prepared, shape, sampling_of(request.params, resident.defaults), seed, arrived)
         for choice in range(shape.choices):
@@ -436,7 +441,7 @@ class TextEngine:
         return sequence
 
     def _improper(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
-        """Say why no state of the memory would let this request run; None when one might."""
+        """Return the refusal of a request that no state of the memory would allow; None if one might."""
         model = self._model(resident.found, now)
         refused = preflight.impossible(prepared.request, shape, model, self._settings.batch)
         if refused is not None:
@@ -450,8 +455,8 @@ class TextEngine:
         return None
 
     def _crowded(self, resident: Resident, shape: preflight.Shape, now: float, owner: Owner) -> Refused | None:
-        """Return why there is no room for a request of this key now; None when there is. What can be had again is freed
-        for it, and then requests of keys that hold more memory are preempted."""
+        """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
+        caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
         model = self._model(resident.found, now)
         held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
         cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
@@ -464,8 +469,8 @@ class TextEngine:
         return answer
 
     def _make_way(self, owner: Owner, held: int, cost: int, now: float) -> bool:
-        """Preempt requests of keys that hold more memory than this one would with a request that holds `held` bytes and
-        costs `cost` at its admission; return whether any was."""
+        """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
+        The request will hold `held` bytes and costs `cost` at its admission."""
         room = self._offered(now, owner.name).headroom
         if room is None or now < self._way_at or not self.generation.make_way(owner, held, cost - room):
             return False
@@ -500,7 +505,7 @@ class TextEngine:
         return []
 
     def _ordered(self, name: str, now: float) -> Refused | None:
-        """Begin to load what somebody asked for by name; or say why it cannot be."""
+        """Queue the load of a model ordered by name; return the refusal if it cannot be loaded."""
         found = self.library.find(name)
         if found is None:
             return Refused(Code.NO_MODEL, f"this node has no model {name}")
@@ -542,7 +547,7 @@ class TextEngine:
         return any(prepared.request.model == model for prepared, _ in self._pending.values())
 
     def _make_room(self, site: Site, need: int) -> bool:
-        """Free memory for a forward. For a request that runs, a load under way is given up."""
+        """Free memory for a forward. For a running request, a load in progress is aborted."""
         return self.shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
@@ -556,12 +561,12 @@ class TextEngine:
             self.shelf.tick()
 
     def _ended_loads(self) -> list[Frame]:
-        """Answer everyone who waited for a load that has ended."""
+        """Return the answers for all requests and orders whose load has ended."""
         ended, self.shelf.ended = self.shelf.ended, []
         return [frame for outcome in ended for frame in self._loaded(outcome)]
 
     def _loaded(self, outcome: Outcome) -> list[Frame]:
-        """Go on with those who waited for a load, or tell them why it failed."""
+        """Admit the requests that waited for a load, or refuse them with the reason of its failure."""
         self._rewire()
         if isinstance(outcome, Loaded):
             outcome.resident.bound_waste(waste_under(self._cap))
@@ -598,7 +603,7 @@ class TextEngine:
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
     def _released(self) -> None:
-        """Forget the recent height of memory that was given back on purpose; a model may have gone with it."""
+        """Reset the recent height after memory was freed on purpose; a model may be among it."""
         self.footprint.forget()
         self._rewire()
 
@@ -612,7 +617,7 @@ class TextEngine:
         self._wiring.follow(self._coming + sum(one.weights for one in self.shelf.residents.values()))
 
     def _held(self) -> int:
-        """Sum up what is known to be in memory: weights, as far as they are read, rows, kept prefixes."""
+        """Return the known bytes in memory: weights as far as they are loaded, rows and cached prefixes."""
         rows = sum(one.weights + one.ledger.written() for one in self.shelf.residents.values())
         return rows + self.shelf.read + self.reuse.nbytes
 
@@ -621,7 +626,8 @@ class TextEngine:
         return self.shelf.weights(model)
 
     def _reserved(self) -> int:
-        """Sum up what is promised: rows, weights on their way, the rows that wait for these, and prompts being read."""
+        """Return the committed bytes: rows, weights still to load, rows that wait for them, and prompts in
+        tokenization."""
         reserved = self.shelf.left + sum(one.ledger.reserved() for one in self.shelf.residents.values())
         reserved += sum(need for need, _ in self._unread.values())
         for prepared, _ in self._pending.values():
@@ -664,7 +670,7 @@ class TextEngine:
         return model if resident is None else self._measured(model, resident, memory)
 
     def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
-        """Add what follows from the measurements under the cap in force."""
+        """Add the results of measurements under the cap in force."""
         profile = resident.profile
         return replace(
             model, profiled=profile is not None, observed=resident.estimator.highest,
@@ -675,16 +681,16 @@ class TextEngine:
         )  # fmt: skip
 
     def _longest(self, resident: Resident) -> int:
-        """Give the longest row that follows from what a model takes, in tokens."""
+        """Return the longest row that the measured costs of a model allow, in tokens."""
         model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
         return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
 
     def _alone(self, resident: Resident) -> bool:
-        """Whether a model is the only one here, used by nobody but a sweep."""
+        """Return whether a model is the only loaded one, used only by a sweep."""
         return list(self.shelf.residents.values()) == [resident] and resident.users == 1
 
     def _pieces(self, found: Found) -> Iterator[Step | Resident]:
-        """Load a model and measure its profile, piece by piece, and how long that takes."""
+        """Load a model and measure its profile, piece by piece, with the seconds of each part."""
         begun = read = time.monotonic()
         try:
             for piece in load(found, self._weighed):
@@ -705,8 +711,8 @@ class TextEngine:
         return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
 
     def _residual(self) -> int | None:
-        """Give the worst residual of all that is loaded, measured then or seen since; None where nothing is, or one has
-        not been measured up to the smallest chunk that is cut here."""
+        """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
+        loaded, or if one was not measured up to the smallest chunk of this engine."""
         residents = self.shelf.residents.values()
         profiles = [one.profile for one in residents]
         floor = min(self._settings.chunk, self._settings.chunk_floor)
@@ -715,7 +721,7 @@ class TextEngine:
         return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
     def _transients(self, transient: Transient) -> "_Transients":
-        """Say what a model's forwards take for a moment, with the smallest chunk that is cut here."""
+        """Return the transients of a model's forwards, with the smallest chunk of this engine."""
         floor = min(self._settings.chunk, self._settings.chunk_floor)
         return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
 
@@ -730,7 +736,7 @@ def _seed() -> int:
 
 
 def build(settings: NodeSettings, recorder: Recording) -> TextEngine:
-    """Make the text engine with the models that the settings let it find."""
+    """Return the text engine with the models that the settings allow."""
     library = Library(settings.models)
     library.scan()
     gc.freeze()

@@ -1,11 +1,11 @@
-"""What an answer has to be like (wire.frames.Grammar), compiled for a model's tokenizer: the I/O thread's part.
+"""Grammar compiler: compile a request's answer format (wire.frames.Grammar) for a model's tokenizer.
 
-    size, depth, shape ─► written as llguidance's grammar ─► kept already? ─► vetted, in a process that may die of it ─►
-    compiled here ─► kept, by hash, the last few for each model
+    size, depth, shape ─► rendered as llguidance's grammar ─► cached? ─► vetted, in a process that may die of it ─►
+    compiled here ─► cached, by hash, the last few for each model
 
-Whoever sends grammars may mean harm, and this thread is the engine's life line. So what is too long or too deep is not
-even read, and nothing is compiled here of which is not known, from a process of its own (`vetting`), that it ends. A
-grammar that was refused is remembered, too.
+A client may send a grammar with harmful intent, and the calling thread must not block. Grammars that are too long or
+too deep are therefore not even parsed. A grammar is compiled here only after a separate process (`sandbox`) has shown
+that its compilation ends. Refused grammars are cached as well.
 """
 
 import hashlib
@@ -30,16 +30,17 @@ from node.engine.text.tokenizer import Prompt, Tokenizer
 from wire.frames import Grammar as Asked
 
 LONGEST: Final = 1 << 17
-"""Bytes of a schema or grammar, and of the tools where these are part of it."""
+"""Most characters of a schema or grammar, and of the tools if they are part of it."""
 LONGEST_GBNF: Final = 1 << 13
+"""Most characters of a grammar in GBNF."""
 KEPT: Final = 64
-"""Compiled grammars, of all models together; a usual one takes 100 kB."""
+"""Most cached compiled grammars of all models; a usual one takes 100 kB."""
 REMEMBERED: Final = 256
-"""Refused grammars."""
+"""Most cached refusals."""
 
 
 class Grammars:
-    """Compiles what is asked for, for the tokenizers of one engine."""
+    """Compiler and cache of grammars for the tokenizers of one engine."""
 
     def __init__(self, vetting: Vetting | None = None) -> None:
         self._vetting = vetting or Vetting()
@@ -48,14 +49,14 @@ class Grammars:
         self._wrong: OrderedDict[bytes, str] = OrderedDict()
 
     def compile(self, tokenizer: Tokenizer, asked: Asked, tools: str, prompt: Prompt, *, one: bool) -> "Grammar":
-        """Give the grammar of a request with these tools and this prompt; `one`: of no more than one call. Unfit with a
-        sentence for the client where there can be none."""
+        """Return the grammar of a request with these tools and this prompt; `one`: at most one call. Raise `Unfit`,
+        with a sentence for the client, if there is none."""
         if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > LONGEST:
             raise Unfit(f"{PREFIX}it has more than {LONGEST} characters")
         guide = self._guide(tokenizer)
         outline = outline_of(tokenizer, asked, prompt)
         calling = tokenizer.calling if asked.calls else None
-        # whoever vets it knows no tokens, so there the markers are words
+        # the vetting process has no tokenizer: there the markers are words
         plain = write(asked, tools, None if calling is None else calling.in_words(), one=one)
         matcher = self._matcher(guide, plain, lambda: write(asked, tools, calling, one=one))
         known = "" if calling is None else as_read(calling.parser, tools_of(tools, asked.tool))
@@ -63,11 +64,11 @@ class Grammars:
 
     @property
     def kept(self) -> int:
-        """Number of compiled grammars that are kept."""
+        """Number of cached compiled grammars."""
         return len(self._kept)
 
     def knows(self, tokenizer: Tokenizer) -> bool:
-        """Whether this tokenizer's tables are made."""
+        """Return whether the tables of this tokenizer exist."""
         return id(tokenizer) in self._guides
 
     def _guide(self, tokenizer: Tokenizer) -> "Guide":
@@ -77,7 +78,8 @@ class Grammars:
         return guide
 
     def _matcher(self, guide: "Guide", plain: str, written: Callable[[], str]) -> LLMatcher:
-        """Compile what is `written` for a tokenizer, once the same in `plain` words, which decide it, was vetted."""
+        """Return the matcher of a grammar, compiled from `written` after its `plain` form was vetted. The plain form is
+        the cache key."""
         digest = hashlib.sha256(plain.encode()).digest()
         key = id(guide), digest
         kept = self._kept.get(key)
@@ -114,15 +116,19 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guide:
-    """What of a tokenizer every grammar needs: llguidance's form of it, and the mask of all tokens but the endings."""
+    """Tokenizer data for all grammars."""
 
     owner: Tokenizer
+    """Tokenizer of the model."""
     tokenizer: LLTokenizer
+    """llguidance's form of the tokenizer."""
     unending: bytes
+    """Mask of all tokens but those that end an answer."""
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "Guide":
-        """Make it, which takes a second for a large vocabulary; Unfit where it cannot be made."""
+        """Return the data of a tokenizer, which takes a second for a large vocabulary. Raise `Unfit` if llguidance
+        cannot use it."""
         made = tokenizer.guide()
         if made is None:
             raise Unfit(
@@ -133,16 +139,19 @@ class Guide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, of which every answer gets a copy. `tools` are those of the request as the parser has to know
-    them to read its calls, empty where it is to know them as they came."""
+    """Compiled grammar; every answer gets a copy."""
 
     matcher: LLMatcher
+    """Matcher, copied for each answer."""
     guide: Guide
+    """Tokenizer data."""
     outline: Outline
+    """Places of thoughts and calls."""
     tools: str = ""
+    """Tools of the request in the form for the parser of calls; empty if the parser needs the original form."""
 
     def begin(self) -> Constraint:
-        """Stand at the beginning of an answer."""
+        """Return the state at the start of an answer."""
         owner, thought = self.guide.owner, self.outline.thought
         thinking = Thinking(self.outline.think[1].encode(), owner.token_bytes) if thought else None
         opener = owner.single(self.outline.think[0]) if thought is Thought.MAY else None
@@ -155,13 +164,14 @@ class Grammar:
         return self.outline.beginning()
 
     def cutter(self) -> FormatCutter:
-        """Give the cutter of an answer's text."""
+        """Return a cutter for the text of one answer."""
         return FormatCutter(self.outline)
 
 
 def outline_of(tokenizer: Tokenizer, asked: Asked, prompt: Prompt) -> Outline:
-    """Say where thoughts and calls may stand in the answer. A thought that the prompt has not opened may only be begun
-    where one token does it, and not where the prompt has closed one already, as templates do to forbid it."""
+    """Return where thoughts and calls may occur in the answer. If the prompt has not opened a thought, the answer may
+    start one only with a single token. It may not if the prompt has closed a thought already, because templates do that
+    to forbid thoughts."""
     think, calling = tokenizer.think, tokenizer.calling
     thought = Thought.NONE
     if prompt.thinking:
@@ -176,7 +186,7 @@ def outline_of(tokenizer: Tokenizer, asked: Asked, prompt: Prompt) -> Outline:
 
 
 def write(asked: Asked, tools: str, calling: Calling | None, *, one: bool) -> str:
-    """Write what is asked for as llguidance's grammar, a JSON text; Unfit if it makes no sense."""
+    """Render the requested format as llguidance's grammar, a JSON text. Raise `Unfit` if it is invalid."""
     answer: list[Json] = [_answer(asked)] if asked.kind else []
     if not asked.calls:
         return _grammar("start: @answer\n", answer)
@@ -212,7 +222,8 @@ def _schema(asked: Asked) -> Json:
 
 
 def _blanks(asked: Asked) -> Json:
-    """Give the blanks between JSON's signs: a few, as a model that goes on with them for ever says nothing."""
+    """Return the options for blanks in JSON. Blanks are limited to a few, because a model that only repeats blanks
+    never ends."""
     return {**STRICT, "whitespace_pattern": asked.whitespace} if asked.whitespace else STRICT
 
 
@@ -222,7 +233,8 @@ def _regex(pattern: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """Give a grammar in Lark's notation, or turn one in GBNF's, which is read here and so has to be short, into it."""
+    """Return a grammar in Lark's notation. GBNF is converted; it is parsed here, and its length is therefore
+    limited."""
     if "::=" not in text:
         return text
     if len(text) > LONGEST_GBNF:

@@ -1,9 +1,8 @@
-"""Text that a grammar rules, cut at its markers: a thought before it, then words, or calls.
+"""Splitter for text under a grammar: a thought first, then words or calls.
 
-The cutter of `pipeline` for constrained answers, in place of mlx-lm's machine, which finds markers everywhere: also
-within a JSON string, where they are words like any others. Here a thought can only stand before everything else, and a
-call's end only outside of JSON's quotes, in formats that have them. What a thought contains is thought,
-whatever it looks like.
+It replaces mlx-lm's state machine in the text pipeline of constrained answers. That machine finds markers everywhere,
+also within JSON strings, where they are ordinary text. Here a thought can only precede all other text. A call's end can
+only be outside of JSON's quotes, in formats with quotes. The content of a thought always counts as reasoning.
 
     open ──think end──► words            beginning ──think start──► open, or words
     words ──call start──► call ──call end──► words
@@ -19,7 +18,7 @@ Segments = list[tuple[Place, str]]
 
 
 class Calls(StrEnum):
-    """Where calls may stand: nowhere, at the beginning (then nothing else does), or anywhere."""
+    """Places of calls: none, only at the beginning (then there is no other text), or anywhere."""
 
     NONE = ""
     FIRST = "first"
@@ -27,7 +26,7 @@ class Calls(StrEnum):
 
 
 class Thought(StrEnum):
-    """How an answer begins: the prompt left a thought `open`, it `may` begin with one, or there is `none`."""
+    """Start of an answer: the prompt left a thought `open`, the answer `may` start with one, or there is `none`."""
 
     OPEN = "open"
     MAY = "may"
@@ -36,22 +35,27 @@ class Thought(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The markers of an answer and where they may stand. `quoted`: calls have JSON's quotes, in which no marker ends
-    them; the grammars of all others keep the marker out of everything that they say."""
+    """Markers of an answer and their places."""
 
     think: tuple[str, str] = ("", "")
+    """Start and end of a thought."""
     thought: Thought = Thought.NONE
+    """Start of the answer."""
     call: tuple[str, str] = ("", "")
+    """Start and end of a call."""
     calls: Calls = Calls.NONE
+    """Places of calls."""
     quoted: bool = True
+    """Whether calls contain JSON's quotes, in which no marker ends them. All other grammars exclude the marker from the
+    values."""
 
     def beginning(self) -> Place:
-        """Give the place where the answer begins."""
+        """Return the place where the answer starts."""
         return Place(REASONING if self.thought is Thought.OPEN else NORMAL)
 
 
 class FormatCutter:
-    """See the module's text, and `pipeline.Cutter`."""
+    """Cutter of constrained text (see the module's docstring and `detokenizer.Cutter`)."""
 
     def __init__(self, outline: Outline) -> None:
         self._outline = outline
@@ -62,7 +66,7 @@ class FormatCutter:
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> Segments:
-        """Take text; give each place passed with the text in it, from the current place on."""
+        """Add text; return each place passed with its text, starting with the current place."""
         self._held += text
         found: Segments = []
         while self._step(found):
@@ -70,12 +74,12 @@ class FormatCutter:
         return found
 
     def flush(self) -> str:
-        """Give what was held back: text of the current place."""
+        """Return the held text; it belongs to the current place."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, found: Segments) -> bool:
-        """Take text up to the next marker; whether there was one."""
+        """Consume text up to the next marker; return whether there was one."""
         if self._fresh:
             return self._begin(found)
         if self._place.state == REASONING:

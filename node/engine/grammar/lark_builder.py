@@ -1,8 +1,8 @@
-"""The grammar of a request's calls while it is written: rules and terminals in Lark, and the JSON schemas beside them.
+"""Builder of a Lark grammar for a request's calls: rules and terminals, with the JSON schemas that they use.
 
-A terminal is one lexeme, and llguidance takes the longest. So text that a mark ends is written together with the mark
-as one lexeme, where the mark is text too, and the text cannot contain it; where it is a token of the model's own, no
-text can be mistaken for it.
+A terminal is one lexeme, and llguidance takes the longest. Text that ends with a mark is therefore one lexeme together
+with the mark, if the mark is text as well. The text cannot contain the mark. If the mark is a token of the model's own,
+no text can be mistaken for it.
 """
 
 import json
@@ -13,29 +13,33 @@ from node.engine.grammar.tool_arguments import Guard, Text
 from node.engine.grammar.tool_spec import PREFIX, Calling, Json, Unfit
 
 LONGEST: Final = 1 << 18
-"""Characters of all schemas together: the definitions that several of them need are written into each."""
+"""Most characters of all schemas together; shared definitions are repeated in each."""
 MOST_RULES: Final = 3000
-"""One to three for a parameter."""
+"""Most rules; a parameter takes one to three."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
-"""What Python's `strip` takes off."""
+"""Blanks that Python's `strip` removes."""
 _SLASH: Final = "\\/"
 
 
 @dataclass(slots=True)
 class Sheet:
-    """Collects what forms write. Whatever is written twice gets one name."""
+    """Rules and schemas of a grammar; equal ones share a name."""
 
     calling: Calling
+    """Format of the model's calls."""
     rules: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of the rules by `name: body`."""
     schemas: dict[str, Json] = field(default_factory=dict[str, Json])
+    """Schemas by their JSON text."""
     size: int = 0
+    """Characters of all schemas."""
 
     def mark(self, text: str) -> str:
-        """Write text with the model's own tokens in it."""
+        """Return text in Lark's notation, with the model's own tokens."""
         return self.calling.mark(text)[0]
 
     def json(self, schema: Json) -> str:
-        """Add JSON of a schema."""
+        """Add JSON of a schema; return its reference."""
         written = json.dumps(schema)
         if written not in self.schemas:
             self.size += len(written)
@@ -45,15 +49,15 @@ class Sheet:
         return f"@{self.schemas[written]['name']}"
 
     def rule(self, body: str, name: str = "part") -> str:
-        """Add a rule or, for a name in capitals, a terminal; give what it is called."""
+        """Add a rule or, for a name in capitals, a terminal; return its name."""
         key = f"{name}: {body}"
         if len(self.rules) > MOST_RULES:
             raise Unfit(f"{PREFIX}its tools have too many parameters together, or too much within them")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
     def text(self, asked: Text, end: str, guard: Guard, *, null: bool, section: bool = False) -> str:
-        """Write text and its end, without the marks of the guard. With `null` the word null is no text; in a `section`
-        what ends one is none either."""
+        """Return text and its end, without the marks of the guard. With `null` the word null is excluded; in a
+        `section` the end of a CDATA section is excluded as well."""
         if asked.choices:
             chosen = [json.dumps(one) for one in (*asked.choices, *(["null"] if asked.nullable else []))]
             return f"({' | '.join(chosen)}) {self.mark(end)}"
@@ -69,9 +73,9 @@ class Sheet:
         return f"{body} {marked}" if token else self.rule(f"{body} {json.dumps(end)}", "TEXT")
 
     def written(self) -> str:
-        """Give all rules."""
+        """Return all rules."""
         return "".join(f"{name}: {key.partition(': ')[2]}\n" for key, name in self.rules.items())
 
     def parts(self) -> list[Json]:
-        """Give all schemas."""
+        """Return all schemas."""
         return list(self.schemas.values())

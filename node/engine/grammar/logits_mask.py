@@ -1,10 +1,10 @@
-"""A grammar's mask on logits, for one row of a batch.
+"""Logits mask of a grammar, for one row of a batch.
 
-The mask is computed while the forward runs: what it needs, the ids so far, is known once the forward before has ended.
-That is the one wait of a step with such rows in it; a batch without them waits for nothing.
+The mask is computed while the forward runs. Its input, the ids of the answer, is complete once the previous forward has
+ended. That is the only wait of a step with such rows; a batch without them does not wait.
 
-Where an answer may begin with a thought, it does if that is what the model would do first of all things: a grammar that
-leaves it little else is no reason to think.
+An answer that may start with a thought does if the thought is the model's most likely token without the mask. A grammar
+that excludes most other tokens is no reason to think.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from node.engine.requests.prepared import Follower, Rules
 
 
 class Masker:
-    """The last processor of a row: takes the answer's ids as they are heard, and leaves only what may come next."""
+    """Last processor of a row: receives the answer's ids and masks all tokens that may not come next."""
 
     def __init__(self, grammar: Rules, known: Iterable[int]) -> None:
         self._grammar = grammar
@@ -25,11 +25,11 @@ class Masker:
         self._new = list(known)
 
     def hear(self, token: int) -> None:
-        """Take an id of the answer."""
+        """Add an id of the answer."""
         self._new.append(token)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Mask logits (1, vocabulary); `constraint.GrammarFailed` if the grammar cannot be followed."""
+        """Mask logits (1, vocabulary). Raise `matcher.GrammarFailed` if no token can follow."""
         cast("Any", mx).async_eval(logits)
         if self._constraint is None:
             self._constraint = self._grammar.begin()
@@ -46,8 +46,8 @@ class Masker:
 
 
 def masked(logits: mx.array, mask: bytes) -> mx.array:
-    """Give logits (1, vocabulary) with -inf for every token that a mask (`Constraint.mask`) does not allow, or does not
-    know."""
+    """Return logits (1, vocabulary) with −inf for every token that a mask (`Constraint.mask`) excludes or does not
+    contain."""
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)
     allowed = bits[None, : logits.shape[-1]].astype(mx.bool_)

@@ -1,11 +1,11 @@
-"""Where one answer stands in its grammar: the tokens that may come next, after the ids so far.
+"""State of one answer in its grammar: the allowed next tokens after the ids so far.
 
-    thought (anything but an ending) ──end of the thought──► grammar ──an ending that it allows──► over
+    thought (any token but an ending) ──end of the thought──► grammar ──an ending that it allows──► over
 
-Like everything of a row it follows from the ids alone, so that a row can be rebuilt, or resumed elsewhere, by feeding
-them to a new one. No MLX here: masks are bytes, a bit for each token of the vocabulary, lowest first.
+The state depends on the ids alone. A row is therefore rebuilt, or resumed on another node, by feeding them to a new
+state. MLX is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.
 
-What goes wrong raises GrammarFailed, which ends the row's request. A row is never let on without its grammar.
+Errors raise `GrammarFailed`, which ends the row's request. A row never continues without its grammar.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llguidance import LLMatcher, LLTokenizer
 
 MOST_DETAIL = 200
-"""Characters of llguidance's own words in an error."""
+"""Most characters of llguidance's own message in an error."""
 
 
 class GrammarFailed(RuntimeError):
@@ -21,7 +21,7 @@ class GrammarFailed(RuntimeError):
 
 
 class Thinking:
-    """Waits for the end of a thought. `end` is its marker in bytes; `token_bytes` gives a token's."""
+    """Search for the end of a thought. `end` is its marker in bytes; `token_bytes` returns the bytes of a token."""
 
     def __init__(self, end: bytes, token_bytes: Callable[[int], bytes]) -> None:
         self._end = end
@@ -29,7 +29,7 @@ class Thinking:
         self._tail = b""
 
     def feed(self, token: int) -> bytes | None:
-        """Take a token; give what stands after the thought's end in it, None while there is no end."""
+        """Add a token; return its bytes after the thought's end, None while the thought continues."""
         text = self._tail + self._bytes(token)
         at = text.find(self._end)
         if at < 0:
@@ -39,9 +39,12 @@ class Thinking:
 
 
 class Constraint:
-    """One answer. `matcher` is its own. `thinking`: the prompt left a thought open, or, where the token `opener` is
-    given, one may be begun by it before everything else; after the first id `opener` is None. `unending` is the mask of
-    all tokens but the endings."""
+    """State of one answer.
+
+    `matcher` belongs to this answer alone. `thinking` searches for the end of a thought that the prompt left open. With
+    the token `opener`, that thought may be started by this token before all other text. `unending` is the mask of all
+    tokens but the endings.
+    """
 
     def __init__(
         self, matcher: LLMatcher, tokenizer: LLTokenizer, thinking: Thinking | None, opener: int | None,
@@ -52,12 +55,13 @@ class Constraint:
         self._waiting = thinking if opener is None else None
         self._thinking = thinking
         self.opener = opener
+        """Token that may start a thought now; None after the first id."""
         self._unending = unending
         self._eos = eos
         self._over = False
 
     def feed(self, token: int) -> None:
-        """Take the next id of the answer; GrammarFailed if the grammar does not allow it."""
+        """Add the next id of the answer. Raise `GrammarFailed` if the grammar does not allow it."""
         opener, self.opener = self.opener, None
         if self._over:
             return
@@ -82,7 +86,8 @@ class Constraint:
             raise GrammarFailed(f"what follows the thought in its last token does not fit: {self._detail()}")
 
     def mask(self) -> bytes | None:
-        """Give the tokens that may come next, without the `opener`; None after the end, where nothing matters."""
+        """Return the mask of allowed next tokens, without the `opener`; None after the end, where any token is
+        allowed."""
         if self._over:
             return None
         if self._waiting is not None:
@@ -96,8 +101,11 @@ class Constraint:
         return mask if allowed & (allowed - 1) else self._only(mask, allowed.bit_length() - 1)
 
     def _only(self, mask: bytes, token: int) -> bytes:
-        """Look at the only token of a mask. Where the text that must follow is a marker's, llguidance (1.9.1) gives the
-        marker's token, and then does not take it: it is no text to it. Then it is written in other tokens."""
+        """Return a mask for the only allowed token.
+
+        Where the text of a marker must follow, llguidance (1.9.1) allows the marker's token but does not accept it. For
+        llguidance that token is no text. The marker's text is then generated in other tokens.
+        """
         if token in self._eos or self._matcher.validate_tokens([token]):
             return mask
         forced = self._matcher.compute_ff_bytes().decode(errors="ignore")
@@ -111,13 +119,13 @@ class Constraint:
 
 
 def with_token(mask: bytes, token: int) -> bytes:
-    """Give a mask that also allows a token."""
+    """Return a mask that also allows a token."""
     at = token // 8
     return mask[:at] + bytes([mask[at] | 1 << token % 8]) + mask[at + 1 :]
 
 
 def all_but(vocabulary: int, tokens: frozenset[int]) -> bytes:
-    """Give the mask, in whole words of 32 bits, of every token of a vocabulary but some."""
+    """Return the mask, in whole words of 32 bits, of all tokens of a vocabulary except `tokens`."""
     mask = bytearray(b"\xff" * (vocabulary // 8) + bytes([(1 << vocabulary % 8) - 1]))
     mask += bytes(-len(mask) % 4)
     for token in tokens:

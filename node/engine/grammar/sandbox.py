@@ -1,8 +1,8 @@
-"""Asks a process of its own whether a grammar can be compiled, before anybody compiles it who cannot be spared.
+"""Sandbox of grammar compilation: check in a separate process whether a grammar can be compiled.
 
-The process is started at the first question and again after it died of one; when this one ends, it ends. Its CPU is
-limited by a timer, not by the clock: a busy Mac refuses nothing that an idle one takes. The clock has the last word
-only where the process gets no CPU at all.
+The process is started at the first check, and again after a grammar has killed it; it ends with this process. Its CPU
+time is limited by a timer, not by elapsed time: a busy Mac refuses no grammar that an idle one accepts. Elapsed time
+decides only if the process gets no CPU at all.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import IO, cast
 
 CPU = 0.05
-"""Seconds of CPU that a grammar may take. A hundred tools of three parameters take 0.03."""
+"""Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
 PATIENCE = 3.0
-"""Seconds of the clock."""
+"""Limit of elapsed seconds."""
 TOO_LONG = "it takes too long to compile: make it smaller, or its patterns simpler"
 
 
 class Vetting:
-    """The process and how to ask it; for one thread."""
+    """Client of the sandbox process; for one thread."""
 
     def __init__(self, cpu: float = CPU) -> None:
         self._cpu = cpu
         self._child: subprocess.Popen[bytes] | None = None
 
     def why_not(self, grammar: str) -> str:
-        """Say what is wrong with a grammar (llguidance's JSON or Lark); nothing if it can be compiled."""
+        """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled."""
         child = self._child or self.start()
         try:
             said = self._ask(child, grammar.encode())
@@ -41,7 +41,8 @@ class Vetting:
         return TOO_LONG
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start the process; it says nothing before it is asked, and what it costs to start is not the grammar's."""
+        """Start the process. It sends nothing before the first check, and its start does not count in a grammar's
+        time."""
         script = Path(__file__).with_name("sandbox_main.py")
         child = subprocess.Popen(
             [sys.executable, "-I", str(script), str(self._cpu)],
@@ -64,7 +65,7 @@ class Vetting:
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End the process and leave nothing of it."""
+    """Kill the process and close its pipes."""
     child.kill()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:

@@ -1,9 +1,9 @@
-"""Compiles grammars that somebody sent, to see whether they can be: in a process of its own, which may be killed.
+"""Sandbox process: compile grammars of clients to check them, in a process that may be killed.
 
-Some patterns take llguidance hours, and nothing in a process can end a native call. So a timer of the kernel's ends the
-process at the first grammar that takes too much CPU. Run as a file, with nothing of this project:
+Some patterns take llguidance hours, and a process cannot end its own native call. A timer of the kernel therefore ends
+the process at the first grammar that takes too much CPU. Run as a file, without imports from this project:
 
-    python -I sandbox_main.py SECONDS      u32 length | grammar ─► u32 length | why not, empty where nothing is wrong
+    python -I sandbox_main.py SECONDS      u32 length | grammar ─► u32 length | fault, empty if there is none
 """
 
 import signal
@@ -22,13 +22,14 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""llguidance's own limits, for whoever compiles. A state of a lexer takes 1 to 2 kB: one row may take 40 MB of them.
-Fuel for a step lasts 14 ms, items 3 ms. Large lexemes are not computed ahead: that takes longer than all else."""
+"""Limits of llguidance, for this process and for the engine. A state of a lexer takes 1 to 2 kB: one row may take 40 MB
+of them. Fuel for a step lasts 14 ms, items 3 ms. Large lexemes are not precomputed, because that takes longer than all
+other work."""
 
 
 def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
-    """Vet one grammar after the other until there are no more. Single bytes stand for a model's tokens: what takes long
-    does so with any vocabulary."""
+    """Check one grammar after the other until the input ends. Single bytes replace a model's tokens: slow grammars are
+    slow with any vocabulary."""
     tokenizer = LLTokenizer("byte")
     while head := source.read(4):
         text = source.read(int.from_bytes(head)).decode()
@@ -41,7 +42,7 @@ def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
 
 
 def why_not(matcher: LLMatcher) -> str:
-    """Say why a grammar leads nowhere, at its beginning; nothing if it goes on."""
+    """Return the fault of a grammar at its start; empty if a first token exists."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     wrong = matcher.get_error()

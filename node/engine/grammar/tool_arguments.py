@@ -1,14 +1,14 @@
-"""The arguments of a tool one by one, for formats that do not write them as one JSON object.
+"""Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
-Such formats know two kinds of values: text as it is, up to a mark, and JSON. Which of the two an argument is follows
-from its schema, and the parser is told the same (`told`), so that it reads what was written:
+Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
+schema. The parser gets the same kinds (`told`), and therefore reads each value as it was generated:
 
-    text    a string that its schema leaves free, but for a choice among given ones, or not to be empty
-    JSON    everything else, strings with a pattern or a format too: these then stand in quotes
+    text    a string without constraints in its schema, except a choice of values or not being empty
+    JSON    all other values, including strings with a pattern or a format, in quotes
 
-Text cannot contain the marks that end it, nor can strings within JSON, because parsers look for marks everywhere.
-Schemas are changed to say so (`Guard`). They also lose what the parser could not tell from a mark: keys that are not
-named in an object which names some.
+Text cannot contain the marks that end it. Strings within JSON cannot either, because parsers search for marks
+everywhere. Schemas are changed accordingly (`Guard`). They also lose keys that the parser could not tell from a mark:
+unnamed keys of an object that names some.
 """
 
 import json
@@ -24,51 +24,58 @@ UNHELD: Final = frozenset({
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "minProperties", "maxProperties", "propertyNames",
     "dependentRequired", "dependentSchemas", "dependencies", "enum", "const",
 })  # fmt: skip
-"""What the parameters of a tool as a whole may not say where each of them is written for itself."""
+"""Keywords that the parameters of a tool as a whole must not use where each parameter is written separately."""
 RULING: Final = frozenset({
     "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
 })  # fmt: skip
-"""Keywords that make more of a string than text, apart from those that text can keep to."""
+"""Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
+them."""
 LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
 WITHIN: Final = LISTED | {"properties", "patternProperties", "$defs", "definitions", "items", "additionalProperties"}
-"""Keywords that hold other schemas, or values, and those of them that are lists."""
+"""Keywords that hold other schemas or values; `LISTED` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
 LONGEST: Final = 1 << 19
-"""Characters of the definitions of a tool, times the arguments that refer to some."""
+"""Limit of the characters of a tool's definitions times the arguments that refer to some."""
 MOST: Final = 1000
-"""Arguments of a tool."""
+"""Most arguments of a tool."""
 MOST_STEPS: Final = 8
-"""References that are followed one after the other."""
+"""Most consecutive references that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """An argument that is text: one of the `choices` if there are any, not blank if it is `filled`, or null."""
+    """Argument that is unquoted text."""
 
     choices: tuple[str, ...] = ()
+    """Allowed values; empty: any."""
     filled: bool = False
+    """Whether the text must not be blank."""
     nullable: bool = False
+    """Whether null is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument. `schema` stands for itself: with the definitions it refers to, and llguidance's options."""
+    """One argument."""
 
     name: str
+    """Name of the argument."""
     needed: bool
+    """Whether it is required."""
     schema: Json
+    """Complete schema, with the definitions that it refers to and llguidance's options."""
 
     def text(self, *, nullable: bool) -> Text | None:
-        """Say how it is text; None where it is JSON. `nullable`: the parser reads the word null as null."""
+        """Return its text form; None if it is JSON. `nullable`: the parser reads the word null as null."""
         found = _text(_resolved(self.schema))
         return None if found is None or (found.nullable and not nullable) else found
 
 
 def check(schema: object) -> None:
-    """Refuse what is no schema where it would be looked into."""
+    """Raise `Unfit` if a schema, or a part of it, is no schema."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -89,7 +96,7 @@ def check(schema: object) -> None:
 
 
 def arguments_of(tool: Tool) -> list[Argument]:
-    """Give the arguments that a tool's parameters name; Unfit where these say what cannot be held to."""
+    """Return the named arguments of a tool's parameters. Raise `Unfit` if they use keywords that cannot be enforced."""
     whole = _resolved(tool.schema)
     if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
         raise Unfit(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
@@ -112,7 +119,7 @@ HERE: Final = "at their top, which calls in this model's format cannot be held t
 
 
 def names(found: object) -> list[str]:
-    """Give the texts of a list, each once."""
+    """Return the texts of a list without duplicates."""
     listed = cast("list[object]", found) if isinstance(found, list) else []
     return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
 
@@ -128,7 +135,7 @@ def _document(schema: object, whole: Json, tool: Tool) -> Json:
 
 
 def _resolved(schema: Json) -> Json:
-    """Follow a reference to a definition of the same schema; what stands beside it goes before."""
+    """Return the schema with its reference to a definition resolved. Keywords next to the reference take precedence."""
     for _ in range(MOST_STEPS):
         found = referred(schema, schema.get("$ref"))
         if found is None:
@@ -138,7 +145,7 @@ def _resolved(schema: Json) -> Json:
 
 
 def referred(document: Json, reference: object) -> Json | None:
-    """Give the definition that is referred to; None where this is no reference to one."""
+    """Return the definition of a reference; None if it is no reference to one."""
     match = REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
     if match is None:
         return None
@@ -167,7 +174,7 @@ def _text(schema: Json) -> Text | None:
 
 
 def _optional(options: list[object], schema: Json) -> Text | None:
-    """Look at a choice between text and null."""
+    """Return the text form of a choice between text and null; None for other choices."""
     others = [one for one in options if one != {"type": "null"}]
     if len(others) != 1 or not isinstance(others[0], dict):
         return None
@@ -177,18 +184,18 @@ def _optional(options: list[object], schema: Json) -> Text | None:
 
 
 def _plain(text: str) -> bool:
-    """Whether text is itself after blanks at its ends are dropped, and is not read as null."""
+    """Return whether text is unchanged without blanks at its ends, and is not read as null."""
     return bool(text) and text == text.strip() and text.lower() != "null"
 
 
 def kinds(schema: Json) -> list[str]:
-    """Give the types that a schema names."""
+    """Return the types that a schema names."""
     named = schema.get("type")
     return [named] if isinstance(named, str) else names(named)
 
 
 def told(tools: Sequence[Tool], *, nullable: bool) -> str:
-    """Write the tools as a parser has to know them to read text as text and JSON as JSON."""
+    """Return the tools in the form in which a parser distinguishes text from JSON."""
     functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
 
@@ -199,9 +206,11 @@ def _told(tool: Tool, nullable: bool) -> Json:
 
 
 def ways(tools: list[object]) -> tuple[list[object], ...]:
-    """Give the tools as a parser should know them, and as they came, if that is something else. Parsers look no further
-    than `type`, and read a number as text where it is said by a choice with null, a list, or a reference; so parameters
-    that have one type beside null say it plainly in the first. Never raises."""
+    """Return the tools in a form for parsers, and the original form if it differs.
+
+    Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
+    the first form, parameters with a single type besides null therefore name it directly. Never raises.
+    """
     plain = [_settled_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
     return (tools,) if plain == tools else (plain, tools)
 
@@ -225,7 +234,7 @@ def _settled(schema: object, whole: Json) -> object:
 
 
 def _types(schema: object, whole: Json, steps: int) -> set[str]:
-    """Name the types of a schema; a question mark stands for what is not known."""
+    """Return the types of a schema; a question mark stands for an unknown type."""
     if not isinstance(schema, dict) or not steps:
         return {"?"}
     found = cast("Json", schema)
@@ -243,15 +252,15 @@ def _types(schema: object, whole: Json, steps: int) -> set[str]:
 
 @dataclass(frozen=True)
 class Guard:
-    """Keeps marks out of the strings of a schema, and out of text. A mark begins with the only `<` in it, or is a
-    single sign."""
+    """Exclusion of marks from the strings of a schema, and from text. A mark starts with its only `<`, or is a single
+    sign."""
 
     marks: tuple[str, ...]
 
     @cached_property
     def body(self) -> str:
-        """Write text without the marks as a regular expression: between a `<` and the next nothing may begin with what
-        follows the `<` of a mark. (Complements and intersections say it shorter, and take llguidance far longer.)"""
+        """Return the regular expression of text without the marks. After a `<`, up to the next, no text may start with
+        the rest of a mark. (Complements and intersections are shorter, and take llguidance far longer.)"""
         signs = "".join(re.escape(mark) for mark in self.marks if len(mark) == 1)
         if "<" in self.marks:
             return f"[^{signs}]*"
@@ -260,17 +269,17 @@ class Guard:
 
     @property
     def pattern(self) -> str:
-        """Write the same as a schema has it."""
+        """Return the same expression as a schema's pattern."""
         return f"^{self.body}$"
 
     def document(self, schema: Json) -> Json:
-        """Give a schema of JSON in which no mark stands; Unfit where it asks for one."""
+        """Return a JSON schema whose values contain no mark. Raise `Unfit` if it requires one."""
         made = self._node(schema)
         definitions = cast("Json", made.get("$defs", {}))
         return {**made, "$defs": {**definitions, ANY: self._anything()}}
 
     def free(self, text: str) -> bool:
-        """Whether there is no mark in a text."""
+        """Return whether a text contains no mark."""
         return not any(mark in text for mark in self.marks)
 
     def _anything(self) -> Json:
@@ -309,7 +318,7 @@ class Guard:
         return self._inside(value) if key in ("items", "additionalProperties") else value
 
     def _close(self, made: Json) -> None:
-        """Let an object have the keys that it names, or, where it names none, such without a mark."""
+        """Restrict an object to its named keys or, without any, to keys without a mark."""
         if "patternProperties" in made:
             raise Unfit(f"{PREFIX}patternProperties cannot be held to in this model's format")
         more = made.get("additionalProperties", ANYTHING)
@@ -326,7 +335,7 @@ class Guard:
 
 
 def _beside(tails: list[str], signs: str) -> str:
-    """Write text without `<`, or any of the signs, that begins with none of the tails."""
+    """Return the expression of text without `<` and the signs that starts with none of the tails."""
     heads: dict[str, list[str]] = {}
     for tail in tails:
         heads.setdefault(tail[0], []).append(tail[1:])

@@ -1,8 +1,8 @@
-"""Calls whose arguments stand in brackets: as keywords of a Python call, or as an object with bare keys.
+"""Tool formats with arguments in brackets: keywords of a Python call, or an object with unquoted keys.
 
-Gemma writes text between marks of its own. So schemas are written as rules here, but for numbers and words:
+Gemma puts text between marks of its own. Schemas are therefore rendered as rules here, except numbers and words:
 
-    value ─┬─ number, true, false, null      JSON, by llguidance's own reading of the schema
+    value ─┬─ number, true, false, null      JSON, from the schema by llguidance
            ├─ <mark>text<mark>
            └─ {key:value,…}  [value,…]       where the parser reads more than one level
 """
@@ -27,11 +27,12 @@ UNWRITTEN: Final = frozenset({
     "minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "unevaluatedItems",
 })  # fmt: skip
-"""Keywords that are not written as rules."""
+"""Keywords that are not rendered as rules."""
 
 
 def keyworded(sheet: Sheet, tool: Tool) -> str:
-    """Write a call as Python has it. JSON is Python there: mlx-lm's parser knows its true, false and null."""
+    """Return the rule of a call in Python's notation. JSON is valid there, because mlx-lm's parser knows true, false
+    and null."""
     for name in (tool.name, *(one.name for one in arguments_of(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
             raise Unfit(f"{PREFIX}{name[:40]!r} is no name in Python, in which this model writes its calls")
@@ -46,7 +47,7 @@ def _literal(sheet: Sheet, one: Argument) -> str:
 
 
 def members(sheet: Sheet, parts: Sequence[tuple[str, bool]]) -> str:
-    """Write parts in their order with commas between; those that are not needed may be left out."""
+    """Return parts in their order, separated by commas; optional parts may be omitted."""
     first = more = sheet.rule('""')
     for part, needed in reversed(parts):
         first = sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -55,7 +56,7 @@ def members(sheet: Sheet, parts: Sequence[tuple[str, bool]]) -> str:
 
 
 def braced(sheet: Sheet, tool: Tool, quote: str, *, nested: bool) -> str:
-    """Write a call as Gemma has it. `nested`: its parser reads objects and lists within others."""
+    """Return the rule of a call in Gemma's notation. `nested`: its parser reads nested objects and lists."""
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
         raise Unfit(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot write")
     written = Braces(sheet, tool, quote, nested)
@@ -65,28 +66,34 @@ def braced(sheet: Sheet, tool: Tool, quote: str, *, nested: bool) -> str:
 
 @dataclass(slots=True)
 class Braces:
-    """The values of one tool's arguments."""
+    """Rules of the values of one tool's arguments."""
 
     sheet: Sheet
+    """Rules of the request."""
     tool: Tool
+    """The tool."""
     quote: str
+    """Mark around text."""
     nested: bool
+    """Whether the parser reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of rules by reference."""
     level: int = 0
+    """Current depth of references."""
 
     @property
     def guard(self) -> Guard:
-        """Give what may not stand in text."""
+        """Return the guard of text against marks."""
         return Guard((self.quote, self.sheet.calling.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def member(self, name: str, schema: Json) -> str:
-        """Write a key and its value."""
+        """Return the rule of a key and its value."""
         if not KEY.fullmatch(name):
             raise Unfit(f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot write")
         return f"{json.dumps(name + ':')} {self.value(schema, schema)}"
 
     def joined(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Write members with commas between, and no blanks: a key is one only right after a bracket or a comma."""
+        """Return members separated by commas, without blanks: a key must directly follow a bracket or a comma."""
         first = more = self.sheet.rule('""')
         for part, needed in reversed(parts):
             first = self.sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -94,7 +101,7 @@ class Braces:
         return first
 
     def value(self, found: object, document: Json) -> str:
-        """Write a value of a schema, a part of the document that has the definitions."""
+        """Return the rule of a value with this schema, a part of the document that has the definitions."""
         schema: Json = cast("Json", found) if isinstance(found, dict) else {}
         if not isinstance(found, dict) and found is not True:
             raise Unfit(f"{PREFIX}a parameter of {self.tool.name} has no schema")
@@ -198,7 +205,7 @@ class Braces:
         return f'"{{" {self.joined(parts)} "}}"'
 
     def _mapping(self, values: object, document: Json) -> str:
-        """Write an object whose keys nobody named."""
+        """Return the rule of an object without named keys."""
         if values is False:
             return '"{}"'
         value = self._anything() if values is True else self.sheet.rule(self.value(values, document))
@@ -206,7 +213,7 @@ class Braces:
         return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
     def _anything(self) -> str:
-        """Write any value at all."""
+        """Return the rule of any value."""
         if "anything" not in self.references:
             self.references["anything"] = f"anything_{len(self.sheet.rules)}"
             body = self._either([self._kind(kind, {}, {}) for kind in KINDS])

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, each by itself: text as it is, everything else as JSON."""
+"""Tool formats with one tag pair per argument: text unquoted, all other values as JSON."""
 
 import re
 from collections.abc import Sequence
@@ -15,21 +15,26 @@ NAME: Final = re.compile(r"[^\s<>\"'&=]+")
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """How a format writes a call: what stands before its arguments, after them, and around each of them.
-
-    `marks` are what may not stand in a value, where the parser looks for them. `inner` parts a name from its value.
-    `several`: the markers hold more than one call. `nullable`: text that says null is null to the parser. `wrapped`:
-    text with a `<` in it stands in a CDATA section."""
+    """Tags of a format."""
 
     open: str
+    """Text before the arguments."""
     close: str
+    """Text after the arguments."""
     before: str
+    """Text before each argument."""
     after: str
+    """Text after each argument."""
     marks: Sequence[str]
+    """Marks that a value must not contain, because the parser searches for them."""
     inner: str = ""
+    """Separator of an argument's name and value."""
     several: bool = False
+    """Whether the markers enclose more than one call."""
     nullable: bool = False
+    """Whether the parser reads the text null as null."""
     wrapped: bool = False
+    """Whether text that contains `<` is enclosed in a CDATA section."""
 
 
 QWEN: Final = Tags(
@@ -55,7 +60,7 @@ KIMI_K3: Final = Tags(
 
 
 def tagged(sheet: Sheet, tags: Tags, tool: Tool) -> str:
-    """Write a call of a tool, between the markers of calls."""
+    """Return the rule of a tool's call, between the markers of calls."""
     guard = Guard(tuple(tags.marks))
     parts = [_argument(sheet, tags, guard, one) for one in arguments_of(tool)]
     end = sheet.mark(tags.close) if tags.close else ""
@@ -77,7 +82,7 @@ def _argument(sheet: Sheet, tags: Tags, guard: Guard, one: Argument) -> str:
 
 
 def kind_of(one: Argument) -> str:
-    """Name the type of an argument that is JSON."""
+    """Return the type name of a JSON argument."""
     named = kinds(one.schema)
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 

@@ -1,8 +1,8 @@
-"""Tool calls as a grammar: what each family of models writes between its markers.
+"""Grammars of tool calls: the text of each model family between its markers.
 
-The counterpart of `calls`, which reads what came of it: whatever a form lets through, mlx-lm's parser of the same name
-has to read as the call that it says. What a parser cannot read apart is not let through, and where nothing would be
-left of what a tool asks for, there is no grammar but a sentence that says why: nothing is enforced by half.
+Counterpart of `tool_call_parser`: mlx-lm's parser of the same name must read every text that a form allows as the
+intended call. Text that a parser cannot separate is excluded. If that would exclude part of a tool's requirements,
+there is no grammar but an error with the reason. No requirement is enforced in part.
 
     calls    one call or several, with their markers
     rest     the same after the first marker, for calls between words
@@ -19,17 +19,17 @@ from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, 
 from node.engine.grammar.tool_spec import Calling, Tool, Unfit
 
 Form = Callable[[Sheet, Sequence[Tool], bool], str]
-"""Writes `calls` and `rest` of tools; the last argument: no more than one call."""
+"""Renders `calls` and `rest` of tools; with True as the last argument, for at most one call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
-"""Parsers of models that write all arguments as JSON: their schemas are llguidance's matter alone."""
+"""Parsers of models whose arguments are all JSON; only llguidance handles their schemas."""
 SPOKEN_FOR: Final = frozenset({"kimi_k3"})
-"""Parsers of models that put their words between marks as well, so that calls cannot be told apart among them."""
+"""Parsers of models that put words between marks as well; calls cannot be separated from such words."""
 
 
 def rules(sheet: Sheet, tools: Sequence[Tool], *, free: bool, one: bool) -> str:
-    """Give the rules `calls` and, for calls between words, `spoken`; `one`: no more than one call."""
+    """Return the rules `calls` and, for calls between words, `spoken`; `one`: at most one call."""
     calling = sheet.calling
     form = FORMS.get(calling.parser)
     if form is None:
@@ -47,17 +47,18 @@ def rules(sheet: Sheet, tools: Sequence[Tool], *, free: bool, one: bool) -> str:
 
 
 def as_read(parser: str, tools: Sequence[Tool]) -> str:
-    """Write the tools as the parser has to know them; empty where it reads them as they came."""
+    """Return the tools in the form for the parser; empty if it reads the original form."""
     return told(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
 def quoted(parser: str) -> bool:
-    """Whether markers within JSON's quotes are words like any others; else they stand nowhere but at an end."""
+    """Return whether markers within JSON's quotes are ordinary text. In other formats markers occur only at an end."""
     return parser not in TAGS and parser not in ("gemma4", "function_gemma")
 
 
 def _spoken(calling: Calling) -> str:
-    """Give words with calls between them. A marker that is text ends the words at the first place where it stands."""
+    """Return the rule of words with calls between them. A marker that is text ends the words at its first
+    occurrence."""
     marker, token = calling.mark(calling.markers[0])
     opening = f"opening: WORDS {marker}\n" if token else f"opening[lazy]: WORDS {marker}\n"
     return f"spoken: (opening rest)* words\nwords: WORDS\n{opening}WORDS: /(.|\\n)*/\n"
@@ -68,7 +69,7 @@ def _calls(one: bool) -> str:
 
 
 def _object(sheet: Sheet, tools: Sequence[Tool]) -> str:
-    """Give a call as an object with a name and arguments."""
+    """Return the rule of a call as an object with a name and arguments."""
     chosen = " | ".join(
         f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {sheet.json(tool.schema)}' for tool in tools
     )  # fmt: skip
@@ -138,7 +139,7 @@ def _braced(quote: str, *, nested: bool) -> Form:
 TAGS: dict[str, Tags] = {
     "qwen3_coder": QWEN, "glm47": GLM, "laguna": GLM, "minimax_m2": MINIMAX, "minicpm5": MINICPM, "kimi_k3": KIMI_K3,
 }  # fmt: skip
-"""Formats that put each argument between tags."""
+"""Formats with tags around each argument."""
 FORMS: dict[str, Form] = {
     "json_tools": _json_tools,
     "longcat": _json_tools,
@@ -149,5 +150,5 @@ FORMS: dict[str, Form] = {
     "function_gemma": _braced("<escape>", nested=False),
     **{parser: _tagged(tags) for parser, tags in TAGS.items()},
 }
-"""mlx-lm's parsers, and how their calls are written as a grammar. The one that is missing (muse_spark) belongs to
-models whose whole answer has a format of its own, into which no grammar can be put."""
+"""Forms by mlx-lm's parser. The missing parser (muse_spark) belongs to models whose whole answer has its own format,
+which no grammar can extend."""

@@ -1,4 +1,4 @@
-"""What is known of a model's calls and of a request's tools before a grammar is made of them (see `forms`)."""
+"""Input of tool grammars (`tool_formats`): a model's call format and a request's tools."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Final, cast
 Json = dict[str, object]
 
 DEEPEST: Final = 64
-"""Levels of a JSON text. Whatever reads one calls itself for each."""
+"""Most levels of a JSON text. JSON parsers recurse once per level."""
 MOST_DETAIL: Final = 300
 PREFIX: Final = "the grammar cannot be used: "
 
@@ -17,45 +17,52 @@ STRICT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}"}
 
 
 class Unfit(ValueError):
-    """No grammar can be made of this; the text says why, for the client."""
+    """No grammar can be made; the text states the reason for the client."""
 
 
 def in_words(marker: str) -> tuple[str, bool]:
-    """Write a marker as text; see `Calling.mark`."""
+    """Return a marker as text in Lark's notation, as for `Calling.mark`."""
     return json.dumps(marker), False
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How a model writes calls: the parser's name, the markers, the chat template; `mark` gives text as Lark has it
-    (the special tokens in it as such, the rest in quotes), and whether it begins with a token."""
+    """Format of a model's calls."""
 
     parser: str
+    """Name of the parser."""
     markers: tuple[str, str]
+    """Start and end of a call."""
     template: str
+    """Chat template."""
     mark: Callable[[str], tuple[str, bool]]
+    """Returns text in Lark's notation (special tokens as such, other text in quotes), and whether it starts with a
+    token."""
 
     def in_words(self) -> "Calling":
-        """Give the same with every marker as text."""
+        """Return the same format with every marker as text."""
         return replace(self, mark=in_words)
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function, the schema of its arguments with llguidance's options, and whether it is strict."""
+    """Function that a model may call."""
 
     name: str
+    """Name of the function."""
     schema: Json
+    """Schema of its arguments, with llguidance's options."""
     strict: bool
+    """Whether the schema must be enforced exactly."""
 
     @property
     def quoted(self) -> str:
-        """Give the name as JSON within Lark."""
+        """Return the name as JSON within Lark."""
         return json.dumps(json.dumps(self.name))
 
 
 def tools_of(text: str, only: str) -> list[Tool]:
-    """Read the tools (see wire.frames.Generate); those of a name, if it is given."""
+    """Parse the tools (see wire.frames.Generate); with `only`, those of that name."""
     found = read(text or "[]")
     if not isinstance(found, list):
         raise Unfit("the tools are not a JSON array")
@@ -75,11 +82,11 @@ def _tool(function: Json) -> Tool:
     return Tool(str(function.get("name")), schema, strict)
 
 
-# reading
+# JSON
 
 
 def read(text: str) -> object:
-    """Read JSON that is not too deep; how deep it is at most can be told without reading it."""
+    """Parse JSON of limited depth. The limit is checked before parsing."""
     if _depth(text) > DEEPEST:
         raise Unfit(f"{PREFIX}it is nested deeper than {DEEPEST} levels")
     try:
@@ -89,7 +96,7 @@ def read(text: str) -> object:
 
 
 def _depth(text: str) -> int:
-    """Count the levels of a JSON text, or more where brackets stand within its strings."""
+    """Return the levels of a JSON text, or more if its strings contain brackets."""
     deepest = level = 0
     for sign in text:
         if sign in "[{":
@@ -101,5 +108,5 @@ def _depth(text: str) -> int:
 
 
 def told(wrong: str) -> str:
-    """Put what was said of a grammar into one bounded line."""
+    """Return an error text as one line of bounded length."""
     return " ".join(wrong.split())[:MOST_DETAIL]

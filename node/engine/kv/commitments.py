@@ -1,13 +1,13 @@
-"""Commitment: KV promised to admitted rows, and how much of it is written.
+"""Commitments: KV promised to admitted rows, and the part of it that is written.
 
-A decode batch is padded, so a group of rows takes rows × longest row. Groups are kept by *promised* length: a row
-counts with all that it may come to from the moment it is admitted, so
+A decode batch is padded: a group of rows takes rows × longest row. Groups are computed by *promised* length. From its
+admission a row counts with all tokens that it may reach:
 
     written + reserved = Σ rows × bytes of the longest promised row
 
-That sum rises only by `commit` and `extend`, whose costs the gate judges first. Writing moves bytes from reserved to
-written and never over the sum: half-done prompts cannot wedge on each other. A row that is still in prefill has a cache
-of its own, without padding; it counts as padded from its join.
+Only `commit` and `extend` raise that sum, and the gate judges their costs first. A write moves bytes from reserved to
+written and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
+without padding; from its join it counts as padded.
 """
 
 from dataclasses import dataclass, field
@@ -18,13 +18,16 @@ from wire.report import Group, Kv
 
 @dataclass(slots=True, eq=False)
 class Commitment:
-    """One row's promise: tokens promised, tokens written so far, and whether it is in the decode batch. While a prompt
-    is written, its growing layers have `room` for so many."""
+    """Commitment of one row."""
 
     promised: int
+    """Promised tokens."""
     written: int = 0
+    """Tokens written so far."""
     joined: bool = False
+    """Whether the row is in the decode batch."""
     room: int = 0
+    """Tokens for which the growing layers have room during prefill."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +39,7 @@ class _Batch:
         return _group([row.promised for row in self.rows])
 
     def written(self, kv: Kv) -> int:
-        """Before every forward: one pass."""
+        """Return the written bytes of all rows. Runs before every forward, hence one pass."""
         own = joined = longest = 0
         for row in self.rows:
             if not row.joined:
@@ -48,7 +51,7 @@ class _Batch:
         return own + joined * row_bytes(kv, longest)
 
     def promised_bytes(self, kv: Kv) -> int:
-        """Before every forward, too."""
+        """Return the promised bytes of all rows. Runs before every forward, hence a plain loop."""
         longest = 0
         for row in self.rows:
             if row.promised > longest:
@@ -61,7 +64,7 @@ def _group(lengths: list[int]) -> Group:
 
 
 class Ledger:
-    """All rows of one model, in padded groups."""
+    """Commitments of all rows of one model, in padded groups."""
 
     def __init__(self, kv: Kv) -> None:
         self.kv = kv
@@ -72,27 +75,29 @@ class Ledger:
         return sum(len(batch.rows) for batch in self._batches)
 
     def holds(self, row: Commitment) -> bool:
-        """Return whether a commitment is in force: made here and not released."""
+        """Return whether a commitment is in force: created here and not released."""
         return any(row in batch.rows for batch in self._batches)
 
     def groups(self) -> tuple[Group, ...]:
-        """Give rows and longest promised row of every group, for the report."""
+        """Return the rows and the longest promised row of every group, for the report."""
         return tuple(batch.promised() for batch in self._batches)
 
     def written(self) -> int:
-        """Give the bytes of all rows that are begun, padding included."""
+        """Return the written bytes of all rows, padding included."""
         return sum(batch.written(self.kv) for batch in self._batches)
 
     def reserved(self) -> int:
-        """Give the bytes promised and not yet written."""
+        """Return the bytes promised and not yet written."""
         return sum(batch.promised_bytes(self.kv) - batch.written(self.kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
-        """Give what `rows` equal rows of `length` tokens would add: exactly what `commit` then promises."""
+        """Return the bytes that `rows` equal rows of `length` tokens would add: exactly the amount that `commit` then
+        promises."""
         return join_bytes(self.groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
-        """Promise: the first row joins the batch where it adds least, its equals form one without padding."""
+        """Create commitments. The first row joins the batch where it adds least; equal rows form a batch without
+        padding."""
         made = [Commitment(length) for _ in range(rows)]
         best = self._best(length)
         if best is not None:
@@ -104,20 +109,21 @@ class Ledger:
         return made
 
     def batch_of(self, row: Commitment) -> int:
-        """Give the number of the batch that a row decodes in; no other batch ever has it."""
+        """Return the number of the row's decode batch. Numbers are never used twice."""
         return self._batch_of(row).number
 
     def joining(self, row: Commitment, rows: int) -> int:
-        """Give the bytes of a row's batch once it and its equals (`rows` in all) have joined with what they hold."""
+        """Return the bytes of a row's batch after the row and its equals (`rows` in all) have joined with their written
+        tokens."""
         joined = [other.written for other in self._batch_of(row).rows if other.joined]
         return padded(_group([*joined, *[row.written] * rows]), self.kv)
 
     def joined_rows(self, row: Commitment) -> int:
-        """Return how many rows decode in this row's batch."""
+        """Return the number of rows that decode in this row's batch."""
         return sum(other.joined for other in self._batch_of(row).rows)
 
     def extension(self, row: Commitment, more: int) -> int:
-        """Give what `more` tokens for a row would add to its group."""
+        """Return the bytes that `more` tokens for a row would add to its group."""
         batch = self._batch_of(row)
         group = batch.promised()
         longest = max(group.longest, row.promised + more)
@@ -128,7 +134,7 @@ class Ledger:
         row.promised += more
 
     def release(self, row: Commitment) -> None:
-        """Take back a promise and what was written under it."""
+        """Release a commitment and its written bytes."""
         batch = self._batch_of(row)
         batch.rows.remove(row)
         if not batch.rows:

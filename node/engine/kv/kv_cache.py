@@ -1,4 +1,4 @@
-"""What we use of mlx-lm's models and caches, as types, and what a cache says about the bytes that a row takes."""
+"""Types of mlx-lm's models and caches, with the operations of the engine and the bytes of a row."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ evaluate = cast("Callable[..., None]", mx.eval)
 
 
 class Layer(Protocol):
-    """The cache of one layer, of one row or of a batch."""
+    """Cache of one layer, for one row or for a batch."""
 
     @property
     def state(self) -> object:
-        """All its arrays, for mx.eval."""
+        """All its arrays, for `mx.eval`."""
         ...
 
     @property
@@ -34,11 +34,11 @@ class Layer(Protocol):
         ...
 
     def merge(self, caches: "Sequence[Layer]") -> "Layer":
-        """Make a batch of rows."""
+        """Merge rows into a batch."""
         ...
 
     def extract(self, idx: int) -> "Layer":
-        """Take one row out of a batch."""
+        """Return one row of a batch."""
         ...
 
 
@@ -46,7 +46,7 @@ Layers = list[Layer]
 
 
 class TextModel(Protocol):
-    """A model of mlx-lm: tokens (rows, length) to logits (rows, length, vocabulary), writing into the caches."""
+    """Model of mlx-lm: maps tokens (rows, length) to logits (rows, length, vocabulary) and writes into the caches."""
 
     def __call__(self, tokens: mx.array, cache: "Sequence[Layer]") -> mx.array:
         """Run a forward."""
@@ -54,26 +54,27 @@ class TextModel(Protocol):
 
 
 def new_cache(model: TextModel) -> Layers:
-    """Make an empty cache for one row."""
+    """Return an empty cache for one row."""
     return cast("Layers", make_prompt_cache(cast("Any", model)))
 
 
 def nbytes_of(layers: Iterable[Layer]) -> int:
-    """Give the bytes of all layers."""
+    """Return the bytes of all layers."""
     return sum(layer.nbytes for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a row's cache takes of its promise in bytes (a window holds more than it shows, for a chunk), and the tokens
-    that its growing layers have room for."""
+    """Size of a row's cache."""
 
     size: int
+    """Bytes that count against the row's commitment. During a chunk a window holds more bytes than count here."""
     room: int
+    """Tokens for which the growing layers have room."""
 
 
 def extent_of(layers: Iterable[Layer]) -> Extent:
-    """Measure a cache, between two forwards."""
+    """Measure a cache between two forwards."""
     size = room = 0
     for layer in _leaves(layers):
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
@@ -87,8 +88,8 @@ def extent_of(layers: Iterable[Layer]) -> Extent:
 
 
 def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
-    """Let caches that the next `tokens` outgrow double at once, up to room for `most`. By steps of their own every
-    growth copies all that is held: a prompt would be copied as often as it has steps."""
+    """Double caches that the next `tokens` exceed, up to room for `most`. With fixed steps, mlx-lm would copy all held
+    tokens at every step of a prompt."""
     for layer in _growing(layers):
         held: int = layer.offset
         if held + tokens > layer.keys.shape[2]:
@@ -97,8 +98,8 @@ def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
 
 
 def widen(layers: Iterable[Layer], tokens: int, most: int) -> bool:
-    """Double one of the caches that soon have no room for another `tokens`, and say if there was one. Beside rows that
-    decode each is copied in a turn of its own, so that none of their gaps is as long as the copies of all."""
+    """Double one cache that soon has no room for another `tokens`; return whether there was one. While other rows
+    decode, each cache is copied in a separate iteration. No gap between their tokens is then as long as all copies."""
     growing = list(_growing(layers))
     for layer in growing:
         held: int = layer.offset
@@ -116,7 +117,7 @@ def _step(held: int, tokens: int, most: int) -> int:
 
 
 def room_of(layers: Iterable[Layer]) -> int:
-    """Give the tokens that growing layers have room for, by and large; 0 where none grows."""
+    """Return the mean number of tokens for which growing layers have room; 0 where none grows."""
     rooms = [layer.keys.shape[2] for layer in _growing(layers)]
     return sum(rooms) // len(rooms) if rooms else 0
 
@@ -128,10 +129,10 @@ def _growing(layers: Iterable[Layer]) -> Iterator[Any]:
 
 
 def kv_of(layers: Iterable[Layer]) -> Kv:
-    """Say what a row takes, from a cache that a short forward has filled.
+    """Return the bytes of a row from a cache that a short forward has filled.
 
-    Layers with keys and values take bytes for each token; those with a `max_size` only for their window; all others
-    (states of hybrids) are as large for one token as for many.
+    Layers with keys and values take bytes per token. Layers with a `max_size` do only within their window. All other
+    layers (states of hybrids) have a fixed size.
     """
     fixed = per_token = windowed = window = 0
     for layer in _leaves(layers):
@@ -159,12 +160,12 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
 
 
 def plain(layers: Iterable[Layer]) -> bool:
-    """Whether padding at a row's right cannot be seen in these caches: keys and values by place, and nothing else."""
+    """Return whether right padding of a row is invisible in these caches: plain keys and values by position only."""
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
 
 def row_of(layers: Iterable[Layer], place: int, length: int) -> Layers:
-    """View a row's first `length` tokens in plain caches of many rows."""
+    """Return a view of a row's first `length` tokens in plain caches of many rows."""
     return [_row(layer, place, length) for layer in layers]
 
 
@@ -176,7 +177,7 @@ def _row(layer: Any, place: int, length: int) -> Layer:
 
 
 class Manner(Enum):
-    """How a model's caches can be kept and used again: cut to any beginning, only as they are, or not at all."""
+    """Reuse of a model's caches: cut to any prefix, only whole, or not at all."""
 
     CUT = "cut"
     EXACT = "exact"
@@ -184,7 +185,7 @@ class Manner(Enum):
 
 
 def manner_of(layers: Iterable[Layer]) -> Manner:
-    """Say how these caches can be used again; of kinds that we do not know, not at all."""
+    """Return how these caches can be reused. Unknown kinds of caches are not reused."""
     kinds = {_manner(layer) for layer in _leaves(layers)}
     return next((manner for manner in (Manner.NEVER, Manner.EXACT) if manner in kinds), Manner.CUT)
 
@@ -198,8 +199,8 @@ def _manner(layer: object) -> Manner:
 
 
 def owned(layers: Iterable[Layer]) -> Layers:
-    """Copy a row's caches into arrays of their own, no longer than what they hold, and evaluate them: a lazy copy, or a
-    view, would keep the arrays that it was taken from, a whole batch perhaps."""
+    """Copy a row's caches into arrays of their own, cut to the held tokens, and evaluate them. A lazy copy or a view
+    would keep its source arrays alive, possibly a whole batch."""
     mine = [deepcopy(layer) for layer in layers]
     for layer in _leaves(mine):
         _shrink(layer)
@@ -221,8 +222,8 @@ def _shrink(layer: Any) -> None:
 
 
 def copied(layers: Iterable[Layer], length: int) -> Layers:
-    """Give another row a beginning of `length` tokens of these caches: no bytes until it writes, then its own. Caches
-    that cannot be cut must hold just these tokens."""
+    """Copy the first `length` tokens of these caches for another row. The copy takes no bytes until the row writes.
+    Caches that cannot be cut must hold exactly these tokens."""
     mine = [deepcopy(layer) for layer in layers]
     for layer in _leaves(mine):
         if type(layer) is KVCache:

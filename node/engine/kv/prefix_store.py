@@ -1,18 +1,18 @@
-"""What is kept of ended rows: whole sequences with their caches, by model, least recently used first to go. Pure.
+"""Prefix cache: token sequences of ended rows with their caches, per model, evicted least recently used first. Pure.
 
-    kept:   ids of prompt and answer  →  the row's cache, of exactly these ids
-    asked:  a prompt  →  the longest beginning of it that some kept sequence shares
+    stored:    ids of prompt and answer  →  the row's cache, of exactly these ids
+    looked up: a prompt  →  its longest prefix that some stored sequence shares
 
-Of caches that can be cut (keys and values of every token) any shared beginning serves. States of hybrids and windows
-that have turned cannot be cut: there only a kept sequence that is *wholly* a beginning of the prompt serves.
+If caches can be cut (keys and values of every token), any shared prefix is usable. States of hybrids and rotated
+windows cannot be cut. For those, only a stored sequence that is *wholly* a prefix of the prompt is usable.
 
-At least one token of a prompt is always left to compute: its logits are kept nowhere.
+At least one token of a prompt is always computed, because no logits are stored.
 
-Every sequence belongs to a scope, the name of an API key: a prompt finds those of its own scope alone, so that neither
-a count nor a time shows what another key has asked.
+Every sequence belongs to a scope, the name of an API key. A prompt finds only sequences of its own scope. Neither a
+count nor a time therefore reveals the requests of another key.
 
-The caches themselves are opaque here (`value`), their bytes are what the caller counted. Whoever keeps an `Entry` asks
-`alive` before using it: one that was given back holds nothing any more, so that nobody keeps its memory by accident.
+The caches are opaque here (`value`); the caller counts their bytes. A holder of an `Entry` checks `alive` before using
+it. A removed entry has no value, and a forgotten reference therefore keeps no memory.
 """
 
 from collections import deque
@@ -27,18 +27,19 @@ from wire.report import CacheState
 BLOCK = 256
 """Tokens of a block of the hash."""
 LEAST = 16
-"""Tokens below which a beginning is neither kept nor used: templates alone share as much."""
+"""Fewest tokens of a prefix that is stored or used: chat templates alone share as many."""
 TOLD = 64
-"""Evictions of which the hash is told."""
+"""Number of evictions whose hashes are reported."""
 
 V = TypeVar("V")
 
 
 def hash_of(fingerprint: str, key: bytes) -> bytes:
-    """Give 16 bytes that name a prompt (packed ids) of a model: blake2b, chained over blocks of 256 tokens.
+    """Return 16 bytes that name a prompt (packed ids) of a model: blake2b, chained over blocks of 256 tokens.
 
-    h₀ = blake2b(fingerprint), hₙ = blake2b(hₙ₋₁ ‖ block n), the last block as long as it is. So two prompts have the
-    same hash after each block that they share, and who has only whole blocks finds them by the same chain.
+    The chain starts with h₀ = blake2b(fingerprint). It continues with hₙ = blake2b(hₙ₋₁ ‖ block n). The last block may
+    be shorter. Two prompts have the same hash after each block that they share. A store of whole blocks finds them by
+    the same chain.
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
     for start in range(0, len(key), BLOCK * WIDTH):
@@ -48,67 +49,75 @@ def hash_of(fingerprint: str, key: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[V]):
-    """A kept sequence: packed ids, its cache (None once given back), its bytes, the hash of its prompt, and its scope.
-    A `snapshot` was taken within a prompt, for many to begin with."""
+    """Stored sequence."""
 
     model: str
+    """Model of the sequence."""
     key: bytes
+    """Packed ids."""
     value: V | None
+    """Cache of the sequence; None once removed."""
     nbytes: int
+    """Bytes of the cache."""
     prompt_hash: bytes = b""
+    """Hash of the prompt."""
     snapshot: bool = False
+    """Whether it was taken within a prompt, as a common prefix of many."""
     scope: str = ""
+    """Name of the API key, or the scope of all keys."""
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.key) // WIDTH
 
     @property
     def alive(self) -> bool:
-        """Whether it is still kept."""
+        """Whether the entry is still stored."""
         return self.value is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[V]):
-    """The first `length` tokens of a prompt are those of `entry` (None: nothing serves). `shared`: with how many tokens
-    of it any kept sequence begins, whether it serves or not."""
+    """Result of a lookup."""
 
     entry: Entry[V] | None = None
+    """Entry that starts with the first `length` tokens of the prompt; None: none is usable."""
     length: int = 0
+    """Tokens of the prompt that the entry provides."""
     shared: int = 0
+    """Tokens of the prompt with which any stored sequence starts, usable or not."""
 
 
 class PrefixStore(Protocol[V]):
-    """What a place for sequences must give: this one in RAM, others later."""
+    """Interface of a store of sequences. The only implementation is in RAM."""
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
-        """Find the longest beginning of a prompt in a scope; `cut`: whether the model's caches can be cut."""
+        """Return the longest stored prefix of a prompt in a scope; `cut`: whether the model's caches can be cut."""
         ...
 
     def store(self, entry: Entry[V]) -> None:
-        """Keep a sequence."""
+        """Store a sequence."""
         ...
 
     def evict(self, size: int) -> int:
-        """Give back at least `size` bytes if there are so many; say how many it were."""
+        """Evict at least `size` bytes if there are as many; return the evicted bytes."""
         ...
 
 
 class PrefixCache(Generic[V]):
-    """All kept sequences of all models. Bytes are those that were said at `store`."""
+    """Stored sequences of all models, in RAM. Bytes are those of `Entry.nbytes` at `store`."""
 
     def __init__(self) -> None:
         self._tries: dict[tuple[str, str], Trie[Entry[V]]] = {}
-        """By model and scope."""
+        """Tries by model and scope."""
         self._order: dict[Entry[V], None] = {}
         self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
         self._evicted: deque[bytes] = deque(maxlen=TOLD)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all entries."""
         return self._nbytes
 
     def __len__(self) -> int:
@@ -116,16 +125,17 @@ class PrefixCache(Generic[V]):
 
     @property
     def entries(self) -> tuple[Entry[V], ...]:
-        """Kept entries, least recently used first."""
+        """Entries, least recently used first."""
         return tuple(self._order)
 
     @property
     def scopes(self) -> frozenset[tuple[str, str]]:
-        """Pairs of model and scope with kept entries."""
+        """Pairs of model and scope that have entries."""
         return frozenset(self._tries)
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
-        """See PrefixStore. What is found was used just now."""
+        """Return the longest stored prefix of a prompt, as in `PrefixStore`. The entry becomes the most recently
+        used."""
         trie = self._tries.get((model, scope))
         if trie is None:
             return Found()
@@ -143,12 +153,12 @@ class PrefixCache(Generic[V]):
         return Found(entry, length, match.shared)
 
     def hit(self, tokens: int) -> None:
-        """Count a beginning that was used."""
+        """Count a prefix that was used, with its tokens."""
         self._hits += 1
         self._hit_tokens += tokens
 
     def covers(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> bool:
-        """Return whether a kept sequence of the scope already serves every prompt that this one would serve."""
+        """Return whether a stored sequence of the scope already serves every prompt that this one would serve."""
         trie = self._tries.get((model, scope))
         if trie is None:
             return False
@@ -157,12 +167,12 @@ class PrefixCache(Generic[V]):
         return match.shared == size and (cut or (match.whole is not None and match.whole.length == size))
 
     def replaced(self, model: str, key: bytes, scope: str = "") -> list[Entry[V]]:
-        """List what a sequence makes needless, where caches can be cut: its own beginnings."""
+        """Return the entries that a new sequence makes redundant where caches can be cut: its own prefixes."""
         trie = self._tries.get((model, scope))
         return [] if trie is None else trie.beginnings(key)
 
     def store(self, entry: Entry[V]) -> None:
-        """Keep a sequence, in the place of one with the same ids."""
+        """Store a sequence; it replaces one with the same ids."""
         trie = self._tries.setdefault((entry.model, entry.scope), Trie())
         same = trie.match(entry.key, entry.length).whole
         if same is not None and same.key == entry.key:
@@ -174,9 +184,9 @@ class PrefixCache(Generic[V]):
         self._stores += 1
 
     def take(self, entry: Entry[V]) -> V:
-        """Take a sequence out; its cache belongs to the caller now."""
+        """Remove a sequence and return its cache, which the caller then owns."""
         value = entry.value
-        assert value is not None  # noqa: S101  who takes has looked that it is alive
+        assert value is not None  # noqa: S101 the caller has checked `alive`
         entry.value = None
         del self._order[entry]
         place = entry.model, entry.scope
@@ -187,19 +197,20 @@ class PrefixCache(Generic[V]):
         return value
 
     def evict(self, size: int) -> int:
-        """Give back the least recently used until `size` bytes are free, or nothing is left; say how many it were."""
+        """Evict the least recently used entries until `size` bytes are free or none is left; return the evicted
+        bytes."""
         before = self._nbytes
         while self._order and before - self._nbytes < size:
             self._evict(next(iter(self._order)))
         return before - self._nbytes
 
     def drop(self, model: str) -> None:
-        """Give back all of a model."""
+        """Evict all entries of a model."""
         for entry in [entry for entry in self._order if entry.model == model]:
             self._evict(entry)
 
     def discard(self, entries: Iterable[Entry[V]]) -> None:
-        """Give back what something better takes the place of: no eviction, since nobody loses by it."""
+        """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
         for entry in entries:
             if entry.alive:
                 self.take(entry)
@@ -210,7 +221,7 @@ class PrefixCache(Generic[V]):
         self.take(entry)
 
     def state(self) -> CacheState:
-        """Say what is kept, and what it was good for."""
+        """Return the size and the counters of the cache."""
         return CacheState(
             self._nbytes, len(self._order), self._hits, self._hit_tokens, self._stores, self._evictions,
             tuple(self._evicted),

@@ -1,10 +1,10 @@
-"""A radix trie over token ids: the longest common beginning of a prompt with all that is stored, in one walk. Pure.
+"""Radix trie over token ids: find the longest common prefix of a prompt and all stored sequences in one walk. Pure.
 
-Ids are packed into four bytes each (`pack`), so that every step compares bytes, not Python ints: a prompt of 6,000
-tokens takes some tens of microseconds, and a stored one four bytes for each token. (mlx-lm's `PromptTrie` has a dict
-for each token, 230 bytes, and its search for a longer entry copies the rest of it once for each of its tokens.)
+Ids are packed into four bytes each (`pack`). Every step therefore compares bytes, not Python ints. A prompt of 6,000
+tokens takes some tens of microseconds. A stored sequence takes four bytes per token. `PromptTrie` of mlx-lm has a dict
+of 230 bytes per token. Its search for a longer entry copies the rest of the entry once per token of that rest.
 
-Every leaf holds a value, and every node without one has two children or more.
+Every leaf holds a value, and every node without a value has two or more children.
 """
 
 from array import array
@@ -19,12 +19,12 @@ V = TypeVar("V")
 
 
 def pack(ids: Iterable[int]) -> bytes:
-    """Pack ids, each below 2**32, into the form that the trie takes."""
+    """Pack ids, each below 2**32, into the key format of the trie."""
     return array("I", ids).tobytes()
 
 
 def common(one: bytes, other: bytes) -> int:
-    """Give the length in bytes of the common beginning, in whole ids."""
+    """Return the length of the common prefix in bytes, in whole ids."""
     size = min(len(one), len(other))
     one, other = one[:size], other[:size]
     if one == other:
@@ -49,27 +49,29 @@ class _Node(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Match(Generic[V]):
-    """What a walk found: tokens that the key shares with something stored, any value that has these, and the value with
-    the longest key that is wholly a beginning of the key asked for (and not too long)."""
+    """Result of a walk along a key."""
 
     shared: int
+    """Tokens of the key that some stored key shares."""
     below: V | None
+    """Any value whose key starts with the shared tokens."""
     whole: V | None
+    """Value with the longest stored key that is wholly a prefix of the key and within the allowed length."""
 
 
 class Trie(Generic[V]):
-    """Values by key; see the module's text."""
+    """Radix trie from packed keys to values."""
 
     def __init__(self) -> None:
         self._root: _Node[V] = _Node()
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing is stored."""
+        """Return whether the trie is empty."""
         return not self._root.children and self._root.value is None
 
     def put(self, key: bytes, value: V) -> None:
-        """Store a value; it takes the place of one with the same key."""
+        """Store a value; it replaces one with the same key."""
         node, at = self._root, 0
         while at < len(key):
             child = node.child(key, at)
@@ -87,7 +89,7 @@ class Trie(Generic[V]):
         node.value = value
 
     def remove(self, key: bytes) -> None:
-        """Take out the value with this key, and the nodes that stood for it alone."""
+        """Remove the value of this key, and nodes that only led to it."""
         path = list(self._path(key))
         node = path[-1]
         node.value = None
@@ -101,7 +103,7 @@ class Trie(Generic[V]):
             path[-2].adopt(child)
 
     def match(self, key: bytes, most: int) -> Match[V]:
-        """Walk along a key; `most` is the greatest length in tokens that `whole` may have."""
+        """Walk along a key. `most` is the greatest length of the key of `Match.whole`, in tokens."""
         node, at = self._root, 0
         whole: V | None = None
         while at < len(key):
@@ -117,7 +119,7 @@ class Trie(Generic[V]):
         return Match(at // WIDTH, _any(node) if at else None, whole)
 
     def beginnings(self, key: bytes) -> list[V]:
-        """Give the values whose keys are beginnings of this one, itself left out."""
+        """Return the values whose keys are proper prefixes of this key."""
         found: list[V] = []
         node, at = self._root, 0
         while at < len(key):
@@ -130,7 +132,7 @@ class Trie(Generic[V]):
         return found
 
     def _path(self, key: bytes) -> Iterator[_Node[V]]:
-        """Give the nodes from the root to that of a stored key; KeyError when it is not stored."""
+        """Yield the nodes from the root to a stored key. Raise KeyError if the key is not stored."""
         node, at = self._root, 0
         yield node
         while at < len(key):

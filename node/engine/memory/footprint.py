@@ -1,4 +1,4 @@
-"""The engine's own memory, read on the inference thread between forwards: the readings that its gate judges by."""
+"""Memory readings of the engine process, taken on the inference thread between forwards for the gate."""
 
 import gc
 import os
@@ -19,21 +19,23 @@ from wire.units import MIB, show_size
 
 POOL_SHARE = 0.01
 POOL_MOST = 256 * MIB
-"""MLX keeps free buffers for the next forward: to fault in fresh memory for each cost much of a join on Linux. At
-most this, and this share of the cap, because a reading counts them; they are given back before anything is refused."""
+"""Upper bound of MLX's pool of free buffers, in bytes; `POOL_SHARE` of the cap applies if it is less. The pool serves
+the next forward: on Linux, page faults in fresh memory took much of the time of a join. The bound is small because a
+reading counts the pool. The engine empties the pool before it refuses a request."""
 
 log = structlog.get_logger("engine.footprint")
 
 
 class Footprint:
-    """Reads this process and MLX; remembers the highest of the last polls. Made before any model is loaded: what is
-    read then is the engine's own base.
+    """Memory sensor of this process and MLX, with the highest reading of the last polls.
 
-    `held()` gives the bytes that the engine knows it holds: weights, rows, kept prefixes. What is remembered is how far
-    a reading stood above them, so that what was given back on purpose is not held against anybody afterwards.
+    Construct it before any model is loaded: the first reading is the base of the engine without models.
 
-    A footprint that cannot be read is the last good one, and what MLX has taken or given back since, for
-    `reading.STALE` seconds.
+    `held()` returns the bytes of weights, rows and cached prefixes. The recent height is kept as the distance of a
+    reading above `held()`. Memory that the engine freed on purpose therefore does not count against later requests.
+
+    When the footprint cannot be read, the last good reading stands in for `reading.STALE` seconds. MLX's allocations
+    and frees since then are added to that reading.
     """
 
     def __init__(self, total: int, held: Callable[[], int]) -> None:
@@ -46,16 +48,18 @@ class Footprint:
         self._base = self.sensor.phys().phys or 0
 
     def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
-        """Read now, and put it into the form that is judged and reported. `reserved` in bytes."""
+        """Read the footprint now and return the `Memory` that the gate judges and the report carries. `reserved` in
+        bytes."""
         reading, held = self._read(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
-        # The pool is given back before a refusal, so a height that it had a moment ago is held against nobody.
+        # The pool is emptied before a refusal. Its bytes therefore do not count in the recent height.
         self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache) - held, now)
         use = Use(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
     def _read(self) -> Reading:
-        """Read the footprint, or return the last good one, of its own time, moved by what MLX counts since."""
+        """Read the footprint. If that fails, return the last good reading at its own time, moved by MLX's counters
+        since."""
         reading, counted = self.sensor.phys(), mx.get_active_memory() + mx.get_cache_memory()
         if reading.phys is not None:
             self._good, self._counted = reading, counted
@@ -63,63 +67,66 @@ class Footprint:
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
     def falls_at(self, now: float) -> float | None:
-        """Say when the recent height falls; None when nothing changes by itself."""
+        """Return the time at which the recent height falls; None if the height cannot change before another reading."""
         present = max(mx.get_active_memory(), self._read().phys or 0)
         return self._recent.falls_at(present - self._held(), now)
 
     def forget(self) -> None:
-        """Let go of the recent height: what stood there was given back on purpose."""
+        """Reset the recent height after memory was freed on purpose."""
         self._recent = Recent()
 
 
 class Height:
-    """MLX's peak from one mark to the next, and ever. MLX keeps one for the process, so nobody else sets it back."""
+    """MLX's peak memory since the last mark and since the start. MLX has one peak per process, and only this class
+    resets it."""
 
     def __init__(self) -> None:
         self._ever = self._from = 0
         self.marks = 0
-        """Marks so far: who finds another number than at his own measures something else."""
+        """Number of marks so far. A caller that finds another number than at its own mark measures another call."""
 
     def mark(self) -> None:
-        """Measure from here: what is active now is the ground."""
+        """Start a measurement: the active memory of this moment is its ground."""
         self.marks += 1
         self._ever = self.ever()
         mx.reset_peak_memory()
         self._from = mx.get_active_memory()
 
     def ever(self) -> int:
-        """Give the highest that was ever active, in bytes."""
+        """Return the highest active memory since the start, in bytes."""
         return max(self._ever, self._top())
 
     def above(self) -> int:
-        """Give how far above the ground it went since the mark, in bytes."""
+        """Return the peak since the mark minus the ground, in bytes."""
         return self._top() - self._from
 
     def sunk(self) -> int:
-        """Give how far it has come down from its highest since the mark, in bytes."""
+        """Return the peak since the mark minus the active memory now, in bytes."""
         return self._top() - mx.get_active_memory()
 
     def _top(self) -> int:
-        return max(mx.get_peak_memory(), mx.get_active_memory())  # a peak that was set back is 0, not what is active
+        return max(mx.get_peak_memory(), mx.get_active_memory())  # after a reset MLX's peak is 0, not the active memory
 
 
 @dataclass(frozen=True, slots=True)
 class Metal:
-    """The GPU's memory as MLX knows it: its limit in bytes (0: no Metal), and the call that sets the wired limit."""
+    """GPU memory as MLX describes it."""
 
     limit: int = 0
+    """Metal's limit in bytes; 0 without Metal."""
     set_wired: Callable[[int], object] = mx.set_wired_limit
+    """Call that sets the wired limit."""
 
 
 def open_metal() -> Metal:
-    """Return this machine's Metal. MLX reads the limit once for each process. Unverified on macOS."""
+    """Return the Metal device of this machine. MLX reads the limit once per process. Unverified on macOS."""
     if not mx.metal.is_available():
         return Metal()
     return Metal(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
 class Wiring:
-    """The wired limit in force (`wired`, bytes; 0: none), set for the weights in memory (`wiring`)."""
+    """Wired limit for the weights in memory. `wired` is the limit in force in bytes; 0: none."""
 
     def __init__(self, wire: Wire, open_metal: Callable[[], Metal]) -> None:
         self._wire = wire
@@ -129,18 +136,18 @@ class Wiring:
 
     @cached_property
     def metal(self) -> Metal:
-        """This machine's Metal, opened when it is first needed, because only the inference thread may call MLX."""
+        """Metal device of this machine, opened at first use because only the inference thread may call MLX."""
         metal = self._open()
         log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)
         return metal
 
     def follow(self, weights: int) -> None:
-        """Set the wired limit for these weights (bytes), unless they are the same as at the last call."""
+        """Set the wired limit for these weights (bytes), unless they are the same as in the last call."""
         if weights == self._weights:
             return
         self._weights = weights
         if self.metal.limit:
-            give_back()  # free buffers are in MLX's residency set, too, and would take the place of weights
+            give_back()  # MLX's residency set contains free buffers as well: they would take the place of weights
         size = wired_bytes(self._wire, weights, mx.get_active_memory(), self.metal.limit)
         if size == self.wired:
             return
@@ -154,18 +161,18 @@ class Wiring:
 
 
 def limit_pool(cap: int) -> None:
-    """Bound MLX's pool of free buffers for this cap (bytes)."""
+    """Limit MLX's pool of free buffers for this cap (bytes)."""
     mx.set_cache_limit(min(POOL_MOST, int(cap * POOL_SHARE)))
 
 
 def clear_pool() -> None:
-    """Give MLX's free buffers back, and on Linux what malloc kept of those who made them."""
+    """Free MLX's buffer pool; on Linux, trim malloc's heap as well."""
     mx.clear_cache()
     trim()
 
 
 def give_back() -> None:
-    """Give free memory back to the system: what Python holds in cycles, MLX in its pool, and on Linux malloc."""
+    """Return free memory to the system: Python's reference cycles, MLX's pool and, on Linux, malloc's heap."""
     gc.collect()
     mx.clear_cache()
     trim()

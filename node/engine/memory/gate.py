@@ -1,8 +1,9 @@
-"""The engine's side of the memory verdict: may this prefill, this join, this growth be written now?
+"""Memory gate of the engine: check whether a prefill, a join or a growing batch has room now.
 
-The arithmetic is wire/verdict's; the gate holds the limits that the agent sent, insists on a live reading, and counts.
-It fails closed: before the first limits, with a cap of 0 or without a reading, nothing passes. Only `memory.guard =
-"off"` (`Limits.guard`) lets everything pass, and then the gate does not call itself armed.
+The arithmetic is in `wire/capacity/arithmetic.py`. The gate holds the limits from the agent, requires a live reading
+and counts its checks. It fails closed: before the first limits, with a cap of 0 or without a reading it refuses every
+request. Only `memory.guard = "off"` (`Limits.guard`) passes every request, and then the gate does not report itself as
+armed.
 """
 
 from collections import Counter
@@ -19,11 +20,11 @@ from wire.refusals import Code, Refused
 from wire.report import Memory
 
 RETRY_NOT_READY = 1.0
-"""Seconds until the agent's first limits should have come."""
+"""Retry delay in seconds: the agent's first limits should have arrived by then."""
 
 
 class Site(StrEnum):
-    """Where the gate stands."""
+    """Place of a check in the engine."""
 
     PREFLIGHT = "preflight"
     PREFILL = "prefill"
@@ -35,19 +36,26 @@ class Site(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What the engine itself knows of its memory, in bytes: active now, the recent height, promised and not written;
-    and MLX's free buffers and highest mark, which are told and not judged."""
+    """The engine's own memory counters, in bytes. `cache` and `peak` are reported and not judged."""
 
     active: int
+    """MLX's active memory now."""
     recent: int
+    """Recent height."""
     reserved: int
+    """Bytes committed and not yet written."""
     cache: int = 0
+    """MLX's free buffers."""
     peak: int = 0
+    """MLX's peak memory."""
 
 
 class Gate:
-    """Limits in force, and every check against them. `residual()` is what the profiles say that no estimate sees, in
-    bytes; None where a loaded model has none. An automatic margin follows from it."""
+    """Checks of memory against the limits in force.
+
+    `residual()` returns the bytes of measured profiles that no estimate covers; None if a loaded model has no profile.
+    An automatic margin follows from the residual.
+    """
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
         self._residual = residual
@@ -59,21 +67,22 @@ class Gate:
         self._limits: Limits | None = None
 
     def hold(self, limits: Limits) -> None:
-        """Judge by these limits from now on."""
+        """Replace the limits in force."""
         self._limits = limits
 
     @property
     def held(self) -> int:
-        """The number of the limits in force, 0 before the first."""
+        """Number of the limits in force; 0 before the first."""
         return 0 if self._limits is None else self._limits.number
 
     def armed(self, reading: Reading, now: float) -> bool:
-        """Whether this gate could refuse on facts: limits came, they are not 0, not off, and the reading is live."""
+        """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
+        live."""
         limits = self._limits
         return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
 
     def memory(self, use: Use, reading: Reading, total: int, now: float, base: int = 0) -> Memory:
-        """Put one consistent reading and the limits in force into the form that is judged and reported."""
+        """Combine one consistent reading with the limits in force into the `Memory` that is judged and reported."""
         limits = self._limits or Limits(0, 0, 0, "")
         phys = reading.phys if reading.live(now) else None
         margin, current = self._margin(limits), arithmetic.current(use.active, phys, use.recent)
@@ -91,12 +100,12 @@ class Gate:
         return limits.margin if residual is None else arithmetic.profiled_margin(limits.cap, residual)
 
     def narrowed(self) -> int:
-        """Give the bytes by which the margin in force is narrower than it would be without profiles."""
+        """Return the bytes by which profiles narrow the margin in force."""
         return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
 
     def check(self, site: Site, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
-        """Judge whether `estimate` more bytes may be written under this reading; with `load` as the bytes of a load,
-        which are judged without the margin."""
+        """Check whether there is room for `estimate` more bytes under this reading. With `load` the bytes are those of
+        a load, which is judged without the margin."""
         self.checks[site] += 1
         if memory.headroom is not None and memory.ceiling > 0:
             self.predicted.observe(1 + (estimate - memory.headroom) / memory.ceiling)
@@ -107,7 +116,7 @@ class Gate:
         return answer
 
     def measures(self) -> GateMeasures:
-        """Give what was counted since the start."""
+        """Return the counters since the start."""
         checks = tuple((site.value, count) for site, count in self.checks.items())
         refusals = tuple((code.value, count) for code, count in self.reasons.items())
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
@@ -116,7 +125,7 @@ class Gate:
         return self.closed() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
 
     def closed(self) -> Refused | None:
-        """Say why nothing at all is started here; None once limits are in force."""
+        """Return the refusal of all work before limits are in force; None once they are."""
         limits = self._limits
         if limits is not None and (limits.cap > 0 or not limits.guard):
             return None
@@ -125,7 +134,7 @@ class Gate:
         )
 
     def describe(self) -> dict[str, object]:
-        """Give what the guard resolved to, for the log: everything but the ceiling, which moves all the time."""
+        """Return the guard's resolved settings for the log, without the ceiling, which changes all the time."""
         limits = self._limits
         if limits is None:
             return {"state": "closed"}

@@ -1,10 +1,10 @@
-"""The way to every forward: the gate on readings of this moment, and the call published before it begins.
+"""Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-`ask` is the only way to the gate once a request is admitted, `native` the only way into MLX. What they did is counted,
-so that a test, or a person, can see from outside that nothing ran.
+`ask` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted. A
+test can therefore verify from outside that no forward ran.
 
-The first call for a model after its load or after a rest is expected to take as long as reading the weights again
-would, beside its own time: macOS unwires Metal memory that rests and may have paged it out by then.
+The first call for a model after its load or after a rest may take as much longer as reading the weights again takes.
+The reason: macOS unwires Metal memory that rests, and may have paged it out.
 """
 
 import time
@@ -28,16 +28,19 @@ REST = 1.0
 (a pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
 LOAD_SPEED = 200 * MIB
-"""Bytes per second that a load should reach at least (an external disk)."""
+"""Lowest load speed to expect, in bytes per second (an external disk)."""
 
 log = structlog.get_logger("engine.forwards")
 
 
 class Forwards:
-    """`reserved()` returns the bytes promised and not written. `make_room(site, bytes)` frees what can be freed and
-    returns whether that was enough; `give_up_load(why)` aborts a load under way and returns whether there was one.
-    `read(model)` returns the bytes of its weights that are in memory.
-    `clock()` returns seconds and also runs while the machine sleeps."""
+    """Gated native calls of the engine.
+
+    `reserved()` returns the bytes committed and not yet written. `make_room(site, bytes)` frees memory and returns
+    whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
+    `read(model)` returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while the
+    machine sleeps.
+    """
 
     def __init__(
         self,
@@ -66,26 +69,26 @@ class Forwards:
         self._read = read
         self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
-        """When each model's last call ended."""
+        """Time of the end of each model's last call."""
         self._waited: Counter[str] = Counter()
-        """Calls since each model's load or rest, up to the one that waited for a forward."""
+        """Calls since each model's load or rest, up to the call that waited for a forward."""
         self.halted = False
         """Whether no further native call may begin; set by any thread."""
 
     def memory(self, now: float) -> Memory:
-        """Read now."""
+        """Return the memory as of a reading now."""
         return self._footprint.judged(self.gate, self._reserved(), now)
 
     def ask(self, site: Site, estimate: int) -> Refused | None:
-        """Ask the gate on a reading of this moment; before a no, give back what can be given, and ask once more."""
+        """Check a fresh reading. Before a refusal for lack of room, free memory and check once more."""
         answer = self._check(site, estimate)
         if answer is not None and answer.code is Code.NO_ROOM and self._make_room(site, estimate):
             return self._check(site, estimate)
         return answer
 
     def ask_shrinking(self, site: Site, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
-        """Give the first of `sizes` whose estimate passes. Before a smaller one is tried only the pool is emptied; for
-        the last of them all is given back that can be."""
+        """Return the first of `sizes` whose estimate passes, or the refusal of the last. Before the next smaller size
+        only the pool is emptied. For the last size, all memory that can be freed is freed."""
         *larger, last = sizes
         for size in larger:
             if self.passes(site, estimate(size)):
@@ -94,7 +97,7 @@ class Forwards:
         return self.ask(site, estimate(last)) or last
 
     def passes(self, site: Site, estimate: int) -> bool:
-        """Ask the gate, for what can be made smaller: nothing that is kept is given back for it, but for the pool."""
+        """Check work that can be made smaller. Only the pool is emptied for it; caches stay."""
         if self._check(site, estimate) is None:
             return True
         clear_pool()
@@ -107,8 +110,8 @@ class Forwards:
         return answer if isinstance(answer, Refused) else None
 
     def over(self) -> Refused | None:
-        """After a forward, return the refusal for the request that has to end because the engine is over its cap; None
-        when it is not. A load under way is given up before any request."""
+        """Return the refusal for the request that must end because the engine is over its cap after a forward; None
+        otherwise. A load in progress is aborted before any request."""
         memory = self.memory(time.monotonic())
         if not memory.guard or excess(memory) <= 0:
             return None
@@ -128,13 +131,13 @@ class Forwards:
         return shed(memory, excess(memory))
 
     def falls_at(self) -> float | None:
-        """Say when the recent height falls, if it still stands over the present reading."""
+        """Return the time at which the recent height falls, if it is still above the present reading."""
         return self._footprint.falls_at(time.monotonic())
 
     @contextmanager
     def native(self, doing: Doing, model: str, request: int, expected: float) -> Generator[Call]:
-        """Publish and count a native call for as long as it lasts; `expected` in seconds, of weights that are wired.
-        Raises Halted where none may begin."""
+        """Publish and count a native call while it runs. `expected` is its duration in seconds with wired weights.
+        Raise `Halted` if no call may begin."""
         if self.halted:
             raise Halted
         self._forwards += doing in (Doing.PREFILL, Doing.JOIN)
@@ -146,7 +149,7 @@ class Forwards:
                 yield call
         finally:
             self._recorder.end()
-            # The forward of a prefill has ended by then, that of a decode step is waited for in the call after it.
+            # By then the forward of a prefill has ended. The forward of a decode step is awaited in the call after it.
             self._waited[model] += 2 if doing is Doing.PREFILL else 1
             self._used[model] = 0.0 if doing is Doing.LOAD else self._clock()
             if doing in (Doing.PREFILL, Doing.JOIN):
@@ -154,7 +157,7 @@ class Forwards:
 
     @contextmanager
     def waits(self, doing: Doing, model: str, expected: float) -> Generator[Call]:
-        """Publish a call, or the wait for what one has launched, and how long it should last."""
+        """Publish a call, or the wait for a launched one, with its expected duration in seconds."""
         self.call = call = Call(doing.name.lower(), time.monotonic(), expected + self._rewiring(model))
         try:
             yield call
@@ -162,13 +165,13 @@ class Forwards:
             self.call = None
 
     def _rewiring(self, model: str) -> float:
-        """Return the seconds that it may take to read a model's weights again; 0 once a forward has used them."""
+        """Return the seconds that reading a model's weights again may take; 0 once a forward has used them."""
         if self._clock() - self._used.get(model, 0.0) > REST:
             self._waited[model] = 0
         return self._read(model) / LOAD_SPEED if self._waited[model] < 2 else 0.0
 
     def counts(self) -> Counts:
-        """Say what was asked, refused and done so far."""
+        """Return the counters of checks, refusals and calls."""
         return Counts(
             self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures,
             sheds=self.sheds, shrinks=self.shrinks, preemptions=self.preemptions, overs=self.overs,

@@ -1,11 +1,11 @@
-"""Whether the memory of unloaded models is really back. Pure.
+"""Leak detection: check that the memory of unloaded models was returned. Pure.
 
-A process does not always give back what it was given: an allocator keeps a page for one live byte on it, a library
-keeps a cache, a reference was forgotten. Nothing but a new process helps against that. So once the last model is gone,
-the footprint is compared with what it was before the first: what is missing then is told, and the agent, which alone
-can, puts a new process in this one's place (`node.engine_process.supervisor`).
+A process does not always return freed memory. An allocator keeps a page for one live byte on it, a library keeps a
+cache, or a reference was forgotten. Only a new process helps against that. After the last unload the footprint is
+therefore compared with the footprint before the first load. Missing bytes are reported, and the agent replaces the
+process (`node.engine_process.supervisor`).
 
-    gone ─(last model, SETTLES)─► look: the footprint − base ─► back, or unreturned until a model comes
+    unloaded ─(last model, SETTLES)─► compare: footprint − base ─► returned, or unreturned until the next load
 """
 
 from dataclasses import dataclass
@@ -13,34 +13,37 @@ from dataclasses import dataclass
 from wire.units import MIB
 
 SETTLES = 1.0
-"""Seconds from an unload to the look: some memory is given back behind the scenes."""
+"""Seconds from an unload to the comparison, because some memory is returned with a delay."""
 LEAST = 64 * MIB
+"""Missing bytes that are always tolerated."""
 SHARE = 0.1
-"""Of the weights that went: with this, or LEAST if it is more, an engine may have grown for good. Tokenizers stay, and
-compiled kernels."""
+"""Share of the unloaded weights that may be missing; `LEAST` applies if it is more. Tokenizers and compiled kernels
+stay in memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Returns:
-    """`weights` are the bytes that went since the engine was last without a model, `at` is when to look (None: there
-    is nothing to look for), `unreturned` the bytes that were missed at the last look."""
+    """State of leak detection."""
 
     weights: int = 0
+    """Bytes unloaded since the engine last had no model."""
     at: float | None = None
+    """Time of the next comparison; None: none is due."""
     unreturned: int = 0
+    """Bytes missing at the last comparison."""
 
     def gone(self, weights: int, now: float) -> None:
-        """Take in that a model went."""
+        """Record the unload of a model with `weights` bytes."""
         self.weights += weights
         self.at = now + SETTLES
 
     def came(self) -> None:
-        """Take in that a model came: what it takes cannot be told from what was not given back."""
+        """Record a model load. Leak detection pauses, because new weights and leaked memory look alike."""
         self.at, self.unreturned = None, 0
 
     def look(self, phys: int | None, base: int) -> int:
-        """Compare the footprint of an engine without models with what it was before the first; None: unreadable. Give
-        the bytes that are missing, 0 where that is little."""
+        """Compare the footprint of an engine without models with `base`, its footprint before the first load. `phys` is
+        None if unreadable. Return the missing bytes, 0 if they are within the tolerance."""
         missing = 0 if phys is None else phys - base
         self.unreturned = missing if missing > max(LEAST, SHARE * self.weights) else 0
         self.at, self.weights = None, 0

@@ -1,11 +1,11 @@
-"""The last reserve: memory that this process holds only so that there is something to give up before anything else.
+"""Emergency reserve: memory that the engine holds only to release it first.
 
-It is random, so that no system compresses it away, and every page of it was written, so that readings count it like
-anything else. It is the first to go when something does not fit or a line is crossed, at once and for certain, where
-all else that could be given back costs somebody work. It comes back when there has been room for it twice over for
-some seconds.
+The reserve is random, because then no system can compress it. Every page is written, because then readings count it. It
+is the first memory to be released when a request does not fit or a watermark is crossed. Its release is immediate and
+certain, and unlike any other memory it costs no work. The engine takes it again after some seconds with room for twice
+its size.
 
-    held ─► give ─► gone ─► looked at while the engine rests ─► roomy for 10 s ─► held
+    held ─► give ─► released ─► checked while the engine is idle ─► room for 10 s ─► held
 """
 
 import mmap
@@ -20,24 +20,24 @@ from wire.units import MIB, parse_size, show_size
 AUTO, OFF = "auto", "off"
 MOST = 256 * MIB
 SHARE = 0.01
-"""Of the cap, where that is less than MOST."""
+"""Share of the cap; applies where it is less than `MOST`."""
 ROOMY = 10.0
-"""Seconds for which there must have been room before it is taken."""
+"""Seconds of room before the reserve is taken again."""
 LOOK = 1.0
-"""Seconds between two looks while there is room."""
+"""Seconds between two checks while there is room."""
 
 log = structlog.get_logger("engine.canary")
 
 
 def canary_size(setting: str | int, cap: int) -> int:
-    """Give the bytes to hold under a cap, from `memory.canary`; 0: none."""
+    """Return the bytes to hold under a cap, from `memory.canary`; 0: none."""
     if setting == AUTO:
         return min(MOST, int(cap * SHARE))
     return 0 if setting == OFF else parse_size(setting)
 
 
 class Canary:
-    """See the module. `memory()` reads now."""
+    """Emergency reserve, described in the module's docstring. `memory()` reads the memory now."""
 
     def __init__(self, setting: str | int, memory: Callable[[], Memory]) -> None:
         self._setting = setting
@@ -54,17 +54,17 @@ class Canary:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Held bytes."""
         return 0 if self._held is None else len(self._held)
 
     def hold(self, cap: int) -> None:
-        """Hold what is due under this cap (bytes) from now on; what is too much goes at once."""
+        """Set the size for this cap (bytes). A larger reserve is released at once."""
         self._size = canary_size(self._setting, cap)
         if self.nbytes > self._size:
             self.give()
 
     def give(self) -> None:
-        """Give it back now."""
+        """Release the reserve now."""
         if self._held is None:
             return
         log.info("canary given up", size=show_size(self.nbytes))
@@ -72,11 +72,11 @@ class Canary:
         self._held, self._roomy_since, self._look_at = None, None, 0.0
 
     def due(self) -> float | None:
-        """Say when to look whether it can be taken; None when it is held, or none is wanted."""
+        """Return the time of the next check; None if the reserve is held or switched off."""
         return None if self._held is not None or not self._size else self._look_at
 
     def tend(self, now: float) -> None:
-        """Take it where there has been room for it for long enough. To be called while the engine rests."""
+        """Take the reserve if there has been room for long enough. Call this while the engine is idle."""
         due = self.due()
         if due is None or now < due:
             return

@@ -1,19 +1,21 @@
-"""What a forward will take for a moment: fitted to what forwards have taken, from the config alone before the first.
+"""Estimate the transient bytes of a forward: from the config at first, then fitted to measured forwards.
 
 The form is `wire.report.Transient`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the coefficients.
 
-- Before there are samples it is the attention formula (`node.models.catalogue.forecast`), which alone reaches 0.1 to
-  0.8 of the measured bytes.
-- With a few it is that formula, scaled up to the highest of them.
-- With samples of several shapes, some far into a prompt, it is a fit: non-negative least squares of relative errors
-  (relative, because a small chunk must be as well foreseen as a large one), raised until no sample lies above it.
+- No samples: Without samples the estimate is the attention formula (`node.models.catalogue.forecast`). That alone
+  reaches 0.1 to 0.8 of the measured bytes.
+- Few samples: With a few samples the formula is scaled up to the highest of them.
+- Many samples: With samples of several shapes, some far into a prompt, it is a fit by non-negative least squares.
+  Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised until no
+  sample lies above it.
 
-A sample above the estimate counts at once; one far below it does when it is the first of its kind. The samples are
-bounded: one of each kind of shape, and of many kinds those that are far apart.
+A sample above the estimate counts at once. A sample far below it counts if it is the first of its kind. The number of
+samples is bounded: one for each kind of shape, and kinds that are far apart are preferred.
 
-A measured profile narrows the gate's margin, and it covers only forwards as large as it has measured: chunks by tokens,
-joins and decode steps by rows. A larger one is charged with what the margin was narrowed by, until a few such have run
-(`Coverage`). A covered forward that takes more than was foreseen raises the residual from which the margin follows.
+A measured profile narrows the gate's margin. It covers only forwards up to the measured size: chunks by tokens, joins
+and decode steps by rows. A larger forward is charged with the bytes by which the margin was narrowed, until a few such
+forwards have run (`Coverage`). A covered forward that exceeds its estimate raises the residual, from which the margin
+follows.
 """
 
 import math
@@ -28,26 +30,26 @@ from wire.capacity.arithmetic import prefill_transient, step_transient
 from wire.report import Transient
 
 MOST_SAMPLES = 32
-"""Kinds of shapes that are remembered of each kind of forward."""
+"""Kinds of shapes kept per kind of forward."""
 ROOM = 1.08
-"""The same forward takes up to this much more another time: the order of frees varies (measured: 6 %)."""
+"""Factor between two runs of the same forward, because the order of frees varies (measured: 6 %)."""
 NOISE = 0.006
 """Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
 LARGE = 0.2
-"""Share of the largest sample from which one counts as large."""
+"""Share of the largest sample from which a sample counts as large."""
 LOOSE = 1.2
-"""An estimate this far above a sample is worth a new fit."""
+"""Factor of an estimate above a sample that justifies a new fit."""
 TELLING = 64
-"""Tokens from which a last chunk tells what logits take: what few tokens take is hardly theirs."""
+"""Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
 RICH = 4
-"""Samples that a fit takes: fewer do not tell its terms apart."""
+"""Samples that a fit needs: fewer cannot separate its terms."""
 PRIOR_WEIGHT = 0.3
-"""What the formula for the scores weighs in a fit, beside 1 for a sample: it holds where the samples see too little."""
+"""Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MOST_LINES = 4
 SEEN = 3
-"""Forwards of at least a size after which a profile covers it."""
+"""Forwards of at least a size after which a profile covers that size."""
 ROUNDS, ABOVE = 5, 20.0
-"""Rounds of a fit, and what a sample above it weighs in the next one."""
+"""Rounds of a fit, and the weight in the next round of a sample above the fit."""
 
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
 """Kinds of forwards that a profile covers, each up to a size."""
@@ -57,8 +59,10 @@ Point = tuple[tuple[float, ...], float, float]
 
 
 class Samples:
-    """Of shapes `(tokens, past, grew)` or `(rows, longest, grew)` that are about the same the one that was hardest to
-    foresee, with the bytes that it took. `grew`: its caches did."""
+    """Samples of one kind of forward: of similar shapes, the one that was hardest to predict with its bytes.
+
+    A shape is `(tokens, past, grew)` or `(rows, longest, grew)`. `grew` states whether the caches grew.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Shape, Sample] = {}
@@ -71,7 +75,7 @@ class Samples:
         return len(self._held)
 
     def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
-        """Keep a sample, and whether it is worth a new fit: it lies above its estimate, or is the first far below."""
+        """Add a sample. Request a new fit if it lies above its estimate, or is the first of its kind and far below."""
         kind, foreseen = _kind(shape), estimate(shape)
         kept = self._held.get(kind)
         if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
@@ -81,25 +85,25 @@ class Samples:
         self.unfitted |= taken > foreseen or (kept is None and foreseen > LOOSE * taken)
 
     def _superfluous(self) -> Shape:
-        """Choose whom to forget: of the two kinds that are nearest to each other the one that took less."""
+        """Return the kind to remove: of the two nearest kinds, the one with fewer bytes."""
         near = min(pairwise(sorted(self._held)), key=lambda pair: math.dist(*pair))
         return min(near, key=lambda kind: self._held[kind][1])
 
 
 def _kind(shape: Shape) -> Shape:
-    """Give thirds of powers of two: shapes within 26 % of each other."""
+    """Round a shape to thirds of powers of two: shapes within 26 % of each other share a kind."""
     return round(3 * math.log2(shape[0])), round(3 * math.log2(shape[1] + 64)), shape[2]
 
 
 @dataclass(slots=True)
 class Coverage:
-    """Up to which size forwards of one kind have been measured. Larger ones extend it once SEEN of them have run."""
+    """Size up to which forwards of one kind were measured. Larger forwards extend it once `SEEN` of them have run."""
 
     most: int
     _larger: list[int] = field(default_factory=list[int])
 
     def ran(self, size: int) -> bool:
-        """Take a forward of this size that ran; return whether it was covered before."""
+        """Record a forward of this size. Return whether it was covered before."""
         if size <= self.most:
             return True
         self._larger = sorted((*self._larger, size))
@@ -109,24 +113,24 @@ class Coverage:
 
 
 class Estimator:
-    """The transients of one model. `prior` is what its config lets one foresee."""
+    """Transient estimates of one model. `prior` is the estimate from its config."""
 
     def __init__(self, prior: Transient) -> None:
         self.transient = prior
         self.highest = 0
-        """The highest transient ever observed, in bytes."""
+        """Highest transient ever observed, in bytes."""
         self.residual = 0
-        """The most by which a forward that the profile covers went above its estimate since, in bytes."""
+        """Most bytes by which a covered forward has exceeded its estimate under this profile."""
         self._covered: dict[str, Coverage] = {}
-        """By kind of forward; empty without a profile, whose margin is the wide one then."""
+        """Coverage by kind of forward; empty without a profile, and then the margin is the wide one."""
         self._narrowed: Callable[[], int] = lambda: 0
         self._prior = prior
         self._chunks = Samples()
         self._steps = Samples()
 
     def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
-        """Give what a prefill of `tokens` behind `past` written ones must have room for, in bytes: what it will take
-        for a moment, and for more tokens than were measured what the margin was narrowed by."""
+        """Return the bytes that a prefill of `tokens` after `past` cached ones needs: its transient and the charge of
+        `uncovered`."""
         return self.foreseen(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
 
     @property
@@ -145,40 +149,41 @@ class Estimator:
         return min((self._covered[kind].most for kind in (JOINS, STEPS)), default=0) if self._covered else 0
 
     def foreseen(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
-        """Give what a prefill of `tokens` behind `past` written ones will take for a moment, in bytes."""
+        """Return the estimated transient of a prefill of `tokens` after `past` cached ones, in bytes."""
         return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
     def together(self, rows: int, tokens: int) -> int:
-        """Give what `rows` prompts of `tokens` each, padding included, must have room for when one forward reads them:
-        as much as one by one, all at once. That is above what they take, for what a forward takes for itself is taken
+        """Return the bytes that one forward over `rows` prompts of `tokens` each, padding included, needs. The result
+        is the sum of single prefills. That is more than the real cost, because the fixed part of a forward occurs
         once."""
         return rows * self.foreseen(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
 
     def cover(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
-        """Begin with a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns
-        the bytes by which the margin is narrower than without profiles."""
+        """Start a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns the
+        bytes by which profiles narrow the margin."""
         self._covered = {CHUNKS: Coverage(tokens), JOINS: Coverage(rows), STEPS: Coverage(rows)}
         self._narrowed, self.residual = narrowed, 0
 
     def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
-        """Give what a decode step of a padded batch will take for a moment, in bytes."""
+        """Return the estimated transient of a decode step of a padded batch, in bytes."""
         return step_transient(self.transient, rows, longest, grows=grows)
 
     def widened_step(self, rows: int, longest: int) -> int:
-        """Return what a decode step must have room for, in bytes: its transient, and what the margin was narrowed by
-        for more rows than were measured."""
+        """Return the bytes that a decode step needs: its transient, and for uncovered rows the charge of
+        `uncovered`."""
         return self.step(rows, longest) + self.uncovered(STEPS, rows)
 
     def join(self, grown: int, layers: int) -> int:
-        """Give what a join takes for a moment: it copies a batch, which then has `grown` bytes, layer by layer."""
+        """Return the transient of a join in bytes: a join copies a batch, which then has `grown` bytes, layer by
+        layer."""
         return grown // max(1, layers)
 
     def widened_join(self, grown: int, layers: int, rows: int) -> int:
-        """Return what a join into a batch of then `rows` rows must have room for, in bytes."""
+        """Return the bytes that a join into a batch of then `rows` rows needs."""
         return self.join(grown, layers) + self.uncovered(JOINS, rows)
 
     def observe(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
-        """Learn from a prefill that took `taken` bytes beside what it wrote."""
+        """Record a prefill that took `taken` bytes in addition to its KV."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._compare(CHUNKS, tokens, taken - self.foreseen(tokens, past, last=last, grows=grew))
@@ -191,8 +196,8 @@ class Estimator:
             self._fit_chunks()
 
     def observe_together(self, rows: int, tokens: int, taken: int) -> None:
-        """Learn from a forward over several prompts that took `taken` bytes beside what it wrote. What one row takes by
-        itself is seen in it only where it took more than was foreseen."""
+        """Record one forward over several prompts that took `taken` bytes in addition to its KV. The share of a single
+        row shows only where the forward exceeded its estimate."""
         self.highest, foreseen = max(self.highest, taken), rows * self.foreseen(tokens, 0)
         self._compare(CHUNKS, rows * tokens, taken - foreseen)
         if taken > foreseen:
@@ -200,17 +205,17 @@ class Estimator:
             self._fit_chunks()
 
     def _compare(self, kind: str, size: int, above: int) -> None:
-        """Take the bytes by which a forward went above its estimate: a covered one raises the residual."""
+        """Record the bytes by which a forward exceeded its estimate. A covered forward raises the residual."""
         covered = self._covered.get(kind)
         if covered is not None and covered.ran(size):
             self.residual = max(self.residual, above)
 
     def observe_join(self, rows: int, above: int) -> None:
-        """Learn from a join into a batch of then `rows` rows, which took `above` bytes more than was foreseen."""
+        """Record a join into a batch of then `rows` rows that exceeded its estimate by `above` bytes."""
         self._compare(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
-        """Learn from a decode step that took `taken` bytes beside what it wrote."""
+        """Record a decode step that took `taken` bytes in addition to its KV."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._compare(STEPS, rows, taken - self.step(rows, longest, grows=grew))
@@ -225,12 +230,12 @@ class Estimator:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
     def adopt(self, transient: Transient, highest: int) -> None:
-        """Start from what was fitted before: it stands until there are samples enough for another fit."""
+        """Start from an earlier fit. It stays in force until there are enough samples for another one."""
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)
 
     def settle(self) -> None:
-        """Fit to all that was observed so far."""
+        """Fit to all samples so far."""
         if len(self._chunks):
             self._fit_chunks()
         if len(self._steps):
@@ -261,8 +266,9 @@ class Estimator:
     def _raise(
         self, names: Sequence[str], samples: Sequence[Sample], estimate: Callable[[Shape], int], least: float
     ) -> None:
-        """Raise an estimate above all samples: by a factor (`least` at least) for the large ones, by what is still
-        missing, which is few bytes, for the small ones; and both by what the same forward may take another time."""
+        """Raise an estimate above all samples. Large samples scale it by a factor of at least `least`. The few bytes
+        still missing for small samples are added to the first term. Both are then raised by `ROOM`, the variation
+        between runs."""
         most = max(taken for _, taken in samples)
         large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE * most]
         self.transient = _scaled(self.transient, names, max(least, *large))
@@ -281,15 +287,19 @@ def _scaled(transient: Transient, names: Iterable[str], by: float) -> Transient:
 
 
 def _tells_apart(samples: Sequence[Sample]) -> bool:
-    """Say whether samples are enough for a fit: several sizes, at several places, some behind more than they are."""
+    """Return whether samples are enough for a fit: several sizes at several places, some after a past longer than they
+    are."""
     shapes = [shape for shape, _ in samples]
     sizes, places = {shape[0] for shape in shapes}, {shape[1] for shape in shapes}
     return len(shapes) >= RICH and len(sizes) > 1 and len(places) > 1 and any(past > size for size, past, _ in shapes)
 
 
 def _fit_rich(samples: Sequence[Sample], prior: Transient) -> Transient:
-    """Fit a prefill's terms. Where layers without attention are the higher ones, as in hybrids where a prompt begins,
-    the samples lie on another line, `least` for each token: of the lines that the samples offer the best is taken."""
+    """Fit the terms of a prefill.
+
+    In hybrids, layers without attention dominate where a prompt begins. Those samples lie on another line, `least`
+    bytes per token. Of the candidate lines from the samples, the one with the smallest error is used.
+    """
     lines = sorted({taken / shape[0] for shape, taken in samples if shape[1] <= shape[0]})[:MOST_LINES]
     return min((_above(samples, line, prior) for line in (0.0, *lines)), key=lambda found: _error(samples, found))
 
@@ -308,15 +318,16 @@ def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transie
 
 
 def _error(samples: Sequence[Sample], found: Transient) -> float:
-    """Give how far apart the ratios of estimate and sample are: scaling mends what they have in common."""
+    """Return the spread of the ratios of estimate and sample. A common factor does not count, because scaling removes
+    it."""
     ratios = [prefill_transient(found, tokens, past, grows=grew) / taken
               for (tokens, past, grew), taken in samples if taken > 0]  # fmt: skip
     return sum(ratios) / len(ratios) / max(min(ratios), 1e-9) if ratios else 0.0
 
 
 def _least_squares(points: Sequence[Point]) -> tuple[float, ...]:
-    """Fit non-negative terms to `(features, value, weight)`, by relative error. What lies above the fit weighs more in
-    the next round, so that the fit comes to lie above nearly all."""
+    """Fit non-negative terms to `(features, value, weight)` by relative error. Samples above the fit weigh more in the
+    next round, which moves the fit above nearly all samples."""
     rows = [(tuple(one / value for one in features), weight) for features, value, weight in points if value > 0]
     weights = [weight for _, weight in rows]
     terms: tuple[float, ...] = (0.0,) * len(points[0][0])
@@ -328,7 +339,7 @@ def _least_squares(points: Sequence[Point]) -> tuple[float, ...]:
 
 
 def _positive(rows: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, ...]:
-    """Solve weighted least squares for `row · terms = 1`: of all subsets of the terms the best that is positive."""
+    """Solve weighted least squares for `row · terms = 1`: of all subsets of terms, the best with positive terms."""
     width = len(rows[0])
     both = list(zip(rows, weights, strict=True))
     gram = [[sum(w * row[i] * row[j] for row, w in both) for j in range(width)] for i in range(width)]

@@ -1,8 +1,8 @@
-"""The longest row that a fit promises, held against a reading: 5 % less until it passes, then the knobs by name.
+"""Search for the longest row that passes a reading, with 5 % fewer tokens at each attempt, and its diagnosis.
 
-A promise is arithmetic over a fit; a reading sees what no fit does (the process's own growth, a system that is short of
-memory). So the promise is tried, with the largest forward that was measured, and made smaller where it does not hold.
-Pure; what a pass is, is the caller's.
+The promised length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
+system that is short of memory). The length is therefore tried, with the largest measured forward, and reduced where it
+does not hold. Pure; the caller defines when a length passes.
 """
 
 from collections.abc import Callable, Generator
@@ -17,21 +17,26 @@ KNOBS = (
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The tokens of the last attempt, of how many wanted, after how many attempts, and whether it passed."""
+    """Result of a search."""
 
     tokens: int
+    """Tokens of the last attempt."""
     wanted: int
+    """Tokens of the first attempt."""
     attempts: int
+    """Number of attempts."""
     ok: bool
+    """Whether the last attempt passed."""
 
     @property
     def share(self) -> float:
-        """How much of what was wanted passed."""
+        """Share of the wanted tokens that passed."""
         return min(1.0, self.tokens / self.wanted) if self.tokens > 0 else 1.0
 
 
 def settle(tokens: int, passes: Callable[[int], bool], *, search: bool) -> Generator[None, None, Settled]:
-    """Take 5 % less until it passes, in four attempts at most, one at a step; without `search` there is one."""
+    """Reduce the length by 5 % until it passes, in at most four attempts, one per step; without `search` in one
+    attempt."""
     wanted, attempts = tokens, ATTEMPTS if search else 1
     for attempt in range(1, attempts + 1):
         if tokens > 0 and passes(tokens):
@@ -43,6 +48,6 @@ def settle(tokens: int, passes: Callable[[int], bool], *, search: bool) -> Gener
 
 
 def diagnosis(model: str, settled: Settled) -> str:
-    """Say what can be done when no attempt passed."""
+    """Return the next step for the owner when no attempt passed."""
     attempts = "1 attempt" if settled.attempts == 1 else f"{settled.attempts} attempts"
     return f"the profile of {model} failed after {attempts}, the last with a row of {settled.tokens} tokens: {KNOBS}"

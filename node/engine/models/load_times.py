@@ -1,8 +1,8 @@
-"""How long a load is expected to take, from earlier loads on this machine.
+"""Expected seconds of a load, from earlier loads on this machine.
 
-A load reads the weights, compiles kernels in its warm-up, and measures a profile where none is kept. Each part is
-measured and kept beside the profiles, because the router places by these seconds: weights alone would predict 0.08 s
-where a load takes 7.6 s. The profile counts only until it is kept, so it is no part of the seconds of a model.
+A load reads the weights, compiles kernels in its warm-up, and measures a profile if none is stored. Each part is
+measured and stored with the profiles, because the router places requests by these seconds. Weights alone would predict
+0.08 s where a load takes 7.6 s. The seconds of a model exclude the profile, because it is measured only once.
 """
 
 import os
@@ -16,10 +16,10 @@ from node.engine.scheduling.chunk_policy import mean
 from wire.units import MIB
 
 WARM_SECONDS = 2.0
-"""Seconds of a warm-up until one was measured: kernels take 0.4 to 1.6 s each with g++."""
+"""Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
 FILE = "load-times.json"
 MIN_BYTES = 256 * MIB
-"""Weights below this say nothing about the speed of the disk."""
+"""Fewest bytes of weights from which the speed of the disk is measured."""
 MAX_MODELS = 256
 MAX_SECONDS = 3600.0
 
@@ -27,17 +27,20 @@ log = structlog.get_logger("engine.load_times")
 
 
 class Kept(msgspec.Struct):
-    """What was measured; 0: nothing yet. `speed` in bytes per second, the rest in seconds; `models` by fingerprint,
-    without the profile, the newest last."""
+    """Measured values; 0: none yet."""
 
     speed: float = 0.0
+    """Bytes per second."""
     warm: float = 0.0
+    """Seconds of a warm-up."""
     probe: float = 0.0
+    """Seconds of measuring a profile."""
     models: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Seconds of a load without the profile, by fingerprint, the newest last."""
 
 
 class LoadTimes:
-    """The measured parts of loads, in a file of `folder`; None: kept in memory only."""
+    """Measured parts of loads, in a file of `folder`; None: in memory only."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
@@ -49,8 +52,8 @@ class LoadTimes:
         return self._kept
 
     def expected(self, fingerprint: str, weights: int, probe: float) -> float:
-        """Return the expected seconds of a load. `probe` are those of a first profile until one was measured; 0: this
-        model has a profile."""
+        """Return the expected seconds of a load. `probe` is the assumed time of a first profile until one was measured;
+        0: this model has a profile."""
         kept = self._kept
         seconds = kept.models.get(fingerprint)
         if seconds is None:
@@ -58,7 +61,7 @@ class LoadTimes:
         return seconds + ((kept.probe or probe) if probe else 0.0)
 
     def measured(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load in seconds; `probe` is 0 where its profile was kept."""
+        """Record the parts of a load in seconds; `probe` is 0 if its profile was stored already."""
         kept = self._kept
         if weights >= MIN_BYTES:
             kept.speed = mean(kept.speed, weights / max(read, 1e-3))
@@ -84,7 +87,7 @@ class LoadTimes:
 
 
 def _read(file: Path | None) -> Kept:
-    """Read what was kept; nothing where there is no file, or its numbers cannot be."""
+    """Read the stored values; return empty ones if there is no file or its numbers are impossible."""
     if file is None:
         return Kept()
     try:

@@ -1,9 +1,8 @@
-"""A loaded model: its weights, its ledger, its decode batches, and how fast it has been.
+"""Loaded model: its weights, ledger, decode batches and measured speeds; and the loader.
 
-Loading is a generator, so that the loop can decode between its pieces: each `next` evaluates about TICK bytes of
-weights. mlx-lm builds the model with lazy arrays; nothing is read before its turn. So the bytes that the model takes
-once its checkpoint is converted are known exactly before the first of them is read, and each piece can be judged before
-it is evaluated.
+Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about `TICK` bytes of
+weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation. The exact bytes of the model
+after conversion are therefore known before the first read. Each piece can be checked before it is evaluated.
 """
 
 import json
@@ -34,77 +33,94 @@ if TYPE_CHECKING:
     from node.engine.models.profile import Profile
 
 TICK = 256 * MIB
-"""Bytes of weights between two chances for others to decode: about 0.1 s from an internal SSD."""
+"""Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
 WARM_TOKENS = 32
 STACKED, CONVERTED = 1, 3
-"""What evaluating an array takes for a moment, as a multiple of its bytes. Stacking the experts of a layer reads them
-all first. Converting fp8 blocks goes through a padded copy and a product in float32: 2 + 4 + 2 bytes for each final
-number of 2 bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
+"""Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
+first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2
+bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
 UNCONVERTED = 1.02
-"""Size after the conversion over size of the files, up to which a checkpoint counts as loaded as it is."""
+"""Ratio of the size after conversion to the size of the files, up to which a checkpoint counts as unconverted."""
 MEASURED_TOKENS = 64
-"""Prompts below this say little about bytes per token."""
+"""Fewest prompt tokens from which bytes per token are measured."""
 FIRST_SPEED = 50.0
-"""Tokens per second assumed of a prefill before the first was measured: slow, so that the first chunks are short."""
+"""Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """`batches` by the ledger's batch (`Ledger.batch_of`), `vocabulary` the number of logits, `pace` what its
-    chunks take, `reads` the speed of its prefills, `writes` that of a row that decodes alone, `step_seconds` a decode
-    step of late. `plain`: its prompts may be padded (`cache.plain`)."""
+    """Loaded model."""
 
     found: Found
+    """Its descriptor."""
     model: TextModel
+    """Its mlx-lm model."""
     kv: Kv
+    """Bytes of its rows."""
     weights: int
+    """Bytes of its weights."""
     vocabulary: int
+    """Number of logits."""
     defaults: Defaults
+    """Defaults of its generation config."""
     ledger: Ledger
+    """Commitments of its rows."""
     estimator: Estimator
+    """Its transient estimates."""
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
+    """Decode batches by batch number (`Ledger.batch_of`)."""
     reads: Speed = field(default_factory=Speed)
+    """Speed of its prefills."""
     writes: Speed = field(default_factory=Speed)
+    """Speed of a row that decodes alone."""
     step_seconds: float = 0.0
+    """Running mean of a decode step, in seconds."""
     pace: Pace = field(default_factory=Pace)
+    """Duration of its chunks."""
     load_seconds: float = 0.0
+    """Seconds of its load."""
     bytes_per_token: float = 0.0
+    """Running mean of text bytes per prompt token; 0.0: not measured."""
     used_at: float = 0.0
+    """Monotonic time of its last use."""
     users: int = 0
+    """Requests, sweeps and tokenizations that use it."""
     profile: "Profile | None" = None
+    """Its profile; None: not measured."""
     plain: bool = False
+    """Whether its prompts may be padded (`kv_cache.plain`)."""
 
     @property
     def name(self) -> str:
-        """The model's name."""
+        """Name of the model."""
         return self.found.name
 
     def prefilled(self, tokens: int, seconds: float, back: float) -> None:
-        """Note how long a chunk took whose tokens looked back at `back` others on the average."""
+        """Record the duration of a chunk whose tokens attended to `back` earlier tokens on average."""
         self.reads.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
     def stepped(self, seconds: float, rows: int) -> None:
-        """Note how long a decode step of one batch took, and what it would have taken with one row: the last one is no
-        measure of a machine that may be at rest by now."""
+        """Record the duration of a decode step of one batch. The speed of a single row follows from it. It is a running
+        mean, because the last step alone would describe a machine that may be idle by now."""
         self.step_seconds = mean(self.step_seconds, seconds)
         self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
 
     def rested(self, now: float) -> float:
-        """Give for how many seconds nobody has used it (monotonic `now`)."""
+        """Return the seconds since the last use (monotonic `now`)."""
         return 0.0 if self.users else now - self.used_at
 
     def bound_waste(self, waste: int) -> None:
-        """Let padding waste at most so many bytes at any rate."""
+        """Set the bytes that padding may waste at any rate."""
         self.kv = self.ledger.kv = replace(self.kv, waste=waste)
 
     def measured_text(self, size: int, tokens: int) -> None:
-        """Note how many bytes of text made so many prompt tokens; short prompts are mostly template."""
+        """Record the bytes of text and their prompt tokens; short prompts are mostly template and are left out."""
         if tokens >= MEASURED_TOKENS and size:
             self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
 
     def rows(self) -> int:
-        """Count the rows that decode."""
+        """Return the number of decoding rows."""
         return sum(len(batch) for batch in self.batches.values())
 
     @property
@@ -114,8 +130,8 @@ class Resident:
 
 
 def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
-    """Write tokens into a cache: one prefill forward, evaluated. With `last` give the logits (1, vocabulary) of the
-    last token, else none are computed."""
+    """Run one evaluated prefill forward into a cache. With `last`, return the logits (1, vocabulary) of the last token;
+    else None."""
     logits = model(mx.array(list(ids))[None], cache=cache)
     wanted = logits[:, -1, :] if last else None
     evaluate([layer.state for layer in cache], *([] if wanted is None else [wanted]))
@@ -124,17 +140,21 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next step of a load, in bytes: weights that are not read yet, and what the step takes for a moment beside
-    them. A step without either judges itself: it is a forward of a profile's probe."""
+    """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which runs its
+    own checks."""
 
     left: int = 0
+    """Weights still to load."""
     transient: int = 0
+    """Transient bytes of the step in addition to the weights."""
 
 
 def load(found: Found, weighed: Callable[[int], None] = lambda weights: None) -> Iterator[Step | Resident]:
-    """Load a model piece by piece. Yields what the next step takes before that step runs, and at last the model. Before
-    the model's first forward `weighed` is called with the bytes of its weights. Raises whatever is wrong with the
-    checkpoint; closing the generator drops what was read."""
+    """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
+
+    Before the model's first forward `weighed` is called with the bytes of its weights. Exceptions of a faulty
+    checkpoint propagate. Closing the generator releases the loaded pieces.
+    """
     folder = Path(found.folder)
     model, config = load_model(folder, lazy=True)
     arrays = _parameters(model)
@@ -179,16 +199,20 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """What a first short run of a model showed: tokens per second of a prefill, seconds of a decode step."""
+    """Result of the first short run of a model."""
 
     kv: Kv
+    """Bytes of a row."""
     vocabulary: int
+    """Number of logits."""
     prefill_speed: float
+    """Tokens per second of a prefill."""
     step_seconds: float
+    """Seconds of a decode step."""
 
 
 def _warm(model: TextModel) -> Warmth:
-    """Run a short prompt through prefill and decode, twice: the first time kernels are compiled, the second counts."""
+    """Run a short prompt through prefill and decode twice: the first run compiles kernels, the second is measured."""
     _try_out(model)
     return _try_out(model)
 
@@ -198,7 +222,7 @@ def _try_out(model: TextModel) -> Warmth:
     ids = [0] * WARM_TOKENS
     begun = time.monotonic()
     logits = forward(model, ids, cache, last=True)
-    assert logits is not None  # noqa: S101  the last were asked for
+    assert logits is not None  # noqa: S101 the last logits were requested
     speed = WARM_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = kv_of(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)

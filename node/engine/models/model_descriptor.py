@@ -1,4 +1,4 @@
-"""A model as it lies in a folder, before anything of it is loaded."""
+"""Model descriptor: a model in a folder, before it is loaded."""
 
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -8,16 +8,23 @@ from wire.report import Kv, Transient
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`weights` are the bytes of its tensors once they are loaded, `stored` those in its files: a checkpoint in fp8 may
-    grow. `kv` and `forward` are what its config lets one foresee of a row and of a forward; `cause` says why it can not
-    be served (then the rest may be empty)."""
+    """Model on disk."""
 
     name: str
+    """Name of the model."""
     folder: PurePath
+    """Folder of its files."""
     fingerprint: str = ""
+    """Hash that identifies its files."""
     weights: int = 0
+    """Bytes of its tensors once loaded."""
     context: int = 0
+    """Most tokens of a row."""
     kv: Kv = field(default_factory=lambda: Kv(0))
+    """Bytes of a row, estimated from its config."""
     cause: str = ""
+    """Why it cannot be served; empty when it can. With a cause the other fields may be unset."""
     forward: Transient = field(default_factory=Transient)
+    """Transient of a forward, estimated from its config."""
     stored: int = 0
+    """Bytes of its tensors on disk; an fp8 checkpoint may grow when loaded."""

@@ -1,21 +1,21 @@
-"""Which models are in memory: loading one at a time in pieces, evicting idle ones for it, keeping out what kills.
+"""Model manager: load one model at a time in pieces, unload idle models for it, and ban models that crash the engine.
 
-A model must be loadable; it is the request that is refused. So a load is judged without the run-time margin
-(`wire.capacity.arithmetic.judge_load`). It first evicts idle models (least recently used, never a preloaded one, never
-one in use), then asks the gate for all of the weights; weights that are not read yet count as reserved. Before each
-piece the gate is asked again, on a reading of that moment. The owner calls `tick` while `busy`, and decodes between the
-ticks.
+A model must be loadable, because requests, not models, are refused for lack of memory. A load is therefore judged
+without the run-time margin (`wire.capacity.arithmetic.judge_load`). It first unloads idle models, least recently used
+first, but no preloaded and no used one. It then checks the gate for all of the weights; weights still to load count as
+reserved. The gate runs again before each piece, on a fresh reading. The engine calls `tick` while `busy`, and decodes
+between the ticks.
 
-A load is given up before any answer is: when the gate refuses its next piece, when a running request needs room, when
-the engine is over its cap, for a lease while no request waits for the model, and when it is unloaded by order. What was
-read is released at once, and the outcome stands in `ended`.
+A load is aborted before any answer is. The reasons: the gate refuses its next piece, a running request needs room, or
+the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the model
+aborts it as well. Loaded pieces are released at once, and the outcome is appended to `ended`.
 
-A model that has been unused for `patience` seconds is unloaded (`leaves_at`, `leave`). One whose files were replaced on
-disk is unloaded as soon as it is idle, and loaded again if it is preloaded; until then it answers under the fingerprint
-that it was loaded with. A load whose files change before its end is given up, and the next request tries again.
+A model that has been unused for `patience` seconds is unloaded (`leaves_at`, `leave`). A model whose files were
+replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it answers under its
+old fingerprint. A load whose files change before its end is aborted, and the next request tries again.
 
-    asked ─► queued ─► (gate) ─► reading, piece by piece, each asked of the gate ─► resident
-               └ never fits / not now   └ given up: no room, an order       └ broken files: `cause`, until they change
+    asked ─► queued ─► (gate) ─► loading, piece by piece, each through the gate ─► loaded
+               └ never fits / not now   └ aborted: no room, an order      └ broken files: `cause`, until they change
 """
 
 import math
@@ -41,38 +41,44 @@ from wire.report import Memory
 from wire.units import MIB, show_size
 
 TRANSIENT_LEAST, TRANSIENT_MOST = 16 * MIB, 64 * MIB
-"""Bytes beside the weights that a load needs for a moment: buffers of the file (half of a small model), the warm-up."""
+"""Bounds of a load's transient bytes in addition to its weights: buffers of the file (half of a small model), the
+warm-up."""
 
 log = structlog.get_logger("engine.loading")
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A load under way, in bytes: `left` are not read yet of `total`, which is exact once the model is built. `step` is
-    what the next piece takes."""
+    """Load in progress; sizes in bytes."""
 
     found: Found
+    """Model to load."""
     pieces: Iterator[Step | Resident]
+    """Remaining pieces."""
     total: int
+    """All weights; exact once the model is built."""
     left: int
+    """Weights still to load."""
     begun: float
+    """Monotonic time of its start."""
     step: Step = field(default_factory=Step)
+    """Cost of the next piece."""
 
 
 class FilesChangedError(Exception):
-    """The files of a model changed while it was loaded."""
+    """The files of a model changed during its load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load ended well."""
+    """Successful load."""
 
     resident: Resident
 
 
 @dataclass(frozen=True, slots=True)
 class NotLoaded:
-    """A load ended, and why."""
+    """Failed load, with its reason."""
 
     model: str
     refused: Refused
@@ -82,7 +88,7 @@ Outcome = Loaded | NotLoaded
 
 
 class Spare(Protocol):
-    """Memory that is given up before any that a request could use again."""
+    """Spare memory, released before any memory that a request could reuse."""
 
     @property
     def nbytes(self) -> int:
@@ -90,50 +96,65 @@ class Spare(Protocol):
         ...
 
     def give(self) -> None:
-        """Give it back now."""
+        """Release the memory now."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """The models in memory and on their way. `memory()` reads now; `released()` hears that memory was given back on
-    purpose, so that the height of a moment ago is no longer held against anybody."""
+    """Loaded and loading models.
+
+    `memory()` reads the memory now. `released()` is called after memory was freed on purpose, because the recent height
+    must then be reset.
+    """
 
     gate: Gate
+    """Memory gate."""
     memory: Callable[[], Memory]
+    """Reads the memory."""
     released: Callable[[], None]
+    """Called after memory was freed."""
     pinned: frozenset[str]
+    """Names of preloaded models, which are never unloaded for lack of memory or use."""
     kept: Reuse
+    """Prefix cache."""
     library: Library
+    """Models on disk."""
     pieces: Callable[[Found], Iterator[Step | Resident]] = load
+    """Loader of a model."""
     patience: float = 0.0
-    """Seconds after which an unused model leaves; 0: never."""
+    """Seconds after which an unused model is unloaded; 0: never."""
     spares: list[Spare] = field(default_factory=list["Spare"])
+    """Spare memory in the order of its release."""
     residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
+    """Loaded models by name."""
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
+    """Fingerprint and error of broken models, by name."""
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
+    """End (monotonic seconds) and cause of bans, by name."""
     evictions: int = 0
-    """Idle models that were given back to make room."""
+    """Idle models that were unloaded to make room."""
     departures: int = 0
-    """Models that left because nobody had used them for long."""
+    """Models that were unloaded because they were unused."""
     returns: Returns = field(default_factory=Returns)
+    """Leak detection."""
     ended: list[Outcome] = field(default_factory=list["Outcome"])
-    """Loads that ended since the owner last took them out."""
+    """Loads that ended since the engine last emptied this list."""
     given_up: int = 0
-    """Loads that were given up for want of memory, or by order."""
+    """Loads that were aborted, for lack of memory or by order."""
     _sizes: dict[str, int] = field(default_factory=dict[str, int])
-    """Bytes of a model once loaded, by fingerprint, as its first load showed."""
+    """Bytes of a model once loaded, by fingerprint, measured in its first load."""
     _queue: deque[Found] = field(default_factory=deque["Found"])
     _reading: Reading | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a tick has something to do."""
+        """Return whether a tick has work."""
         return self._reading is not None or bool(self._queue)
 
     @property
     def empty(self) -> bool:
-        """Whether no model is here or on its way."""
+        """Return whether no model is loaded or loading."""
         return not self.residents and not self.busy
 
     @property
@@ -143,54 +164,54 @@ class Shelf:
 
     @property
     def reading(self) -> str:
-        """The model that is being read, or would be next."""
+        """Name of the model that is loading, or next in the queue."""
         if self._reading is not None:
             return self._reading.found.name
         return self._queue[0].name if self._queue else ""
 
     @property
     def left(self) -> int:
-        """Bytes of weights that are promised and not read yet."""
+        """Reserved bytes of weights still to load."""
         return 0 if self._reading is None else self._reading.left
 
     @property
     def read(self) -> int:
-        """Bytes of weights that are read of a model that is not here yet."""
+        """Bytes already loaded of a model in progress."""
         return 0 if self._reading is None else self._reading.total - self._reading.left
 
     def size_of(self, found: Found) -> int:
-        """Return the bytes of a model's weights once loaded: measured, or as its files let one expect."""
+        """Return the bytes of a model's weights once loaded: measured, or estimated from its files."""
         return self._sizes.get(found.fingerprint, found.weights)
 
     def weights(self, name: str) -> int:
-        """Return the bytes of a model's weights that are in memory, loaded or being loaded."""
+        """Return the bytes of a model's weights in memory, loaded or loading."""
         resident = self.residents.get(name)
         if resident is not None:
             return resident.weights
         return self.read if self._reading is not None and self._reading.found.name == name else 0
 
     def loading(self, name: str) -> bool:
-        """Whether a model is on its way."""
+        """Return whether a model is loading or queued."""
         return self.reading == name or any(found.name == name for found in self._queue)
 
     def progress(self, name: str) -> float:
-        """Give the share of a model's weights that its load has read, 0 to 1; 0 where it is not being read."""
+        """Return the loaded share of a model's weights, 0 to 1; 0 if it is not loading."""
         reading = self._reading
         if reading is None or reading.found.name != name:
             return 0.0
         return 1.0 - reading.left / max(1, reading.total)
 
     def ask(self, found: Found) -> None:
-        """Load a model when its turn comes; does nothing when it is here or on its way."""
+        """Enqueue the load of a model, unless it is loaded, loading or queued."""
         if found.name not in self.residents and not self.loading(found.name):
             self._queue.append(found)
 
     def ban(self, bans: tuple[Ban, ...], now: float) -> None:
-        """Keep models out for a while."""
+        """Ban models for a while."""
         self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
 
     def cause(self, found: Found, now: float) -> str:
-        """Say why a model cannot be loaded now; empty when it can."""
+        """Return why a model cannot be loaded now; empty when it can."""
         until, cause = self._bans.get(found.name, (0.0, ""))
         if now < until:
             return f"{cause}; kept out for {math.ceil(until - now)} s more"
@@ -198,11 +219,11 @@ class Shelf:
         return found.cause or (broken if fingerprint == found.fingerprint else "")
 
     def forgive(self, name: str) -> None:
-        """Try again what was broken: somebody asked for it by name."""
+        """Clear the error of a broken model, because a client ordered it by name."""
         self.causes.pop(name, None)
 
     def tick(self) -> None:
-        """Begin the next load, or ask the gate for its next piece and read that."""
+        """Start the next load, or check and read the next piece of the current one."""
         if self._reading is None:
             self._begin(self._queue.popleft(), time.monotonic())
             return
@@ -226,7 +247,7 @@ class Shelf:
             self._finish(reading, piece)
 
     def _asked(self, step: Step) -> Refused | None:
-        """Ask the gate for the next piece: the weights that are left are reserved already."""
+        """Check the gate for the next piece; the remaining weights are reserved already."""
         if not step.left and not step.transient:
             return None
         memory = self.memory()
@@ -237,7 +258,7 @@ class Shelf:
         return answer if isinstance(answer, Refused) else None
 
     def _advance(self, reading: Reading, step: Step) -> None:
-        """Take the exact sizes of a load that is under way. Over the cap, it is given up at once."""
+        """Record the exact sizes of the current load. Over the cap it is aborted at once."""
         if reading.step.left == 0 and step.left:
             reading.total = self._sizes[reading.found.fingerprint] = step.left
         reading.left, reading.step = step.left, step
@@ -247,8 +268,7 @@ class Shelf:
             self.give_up(Refused(Code.NO_ROOM, text))
 
     def give_up(self, why: Refused, name: str = "") -> bool:
-        """Abort the load under way, or the named one that is queued, and release what it read. Return whether there was
-        one."""
+        """Abort the current load, or the named queued one, and release its pieces. Return whether there was one."""
         reading = self._reading
         if reading is None or name not in ("", reading.found.name):
             queued = next((found for found in self._queue if found.name == name), None)
@@ -279,7 +299,7 @@ class Shelf:
         self.ended.append(Loaded(piece))
 
     def drop(self, name: str) -> None:
-        """Give a model's memory back."""
+        """Unload a model."""
         resident = self.residents.pop(name)
         self.library.release(name)
         self.kept.drop(name)
@@ -290,7 +310,7 @@ class Shelf:
         self.released()
 
     def close(self) -> None:
-        """Give back all models, and what is kept of them, whoever uses them: the process ends."""
+        """Unload all models and their caches, used or not, because the process ends."""
         self._queue.clear()
         self._reading = None
         for one in self.spares:
@@ -300,9 +320,12 @@ class Shelf:
             self.drop(name)
 
     def make_room(self, need: int, *, over_load: bool = False) -> bool:
-        """Empty the pool, then give back what is spare, then the prefix cache, then evict idle models, least recently
-        used first, then give up the load under way if `over_load`, until `need` bytes fit; nothing if all of it would
-        not do. Return whether they fit. A load, which is judged without the margin, needs so much less."""
+        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, only the pool is
+        emptied.
+
+        The order: the pool, spare memory, the prefix cache, idle models (least recently used first), and with
+        `over_load` the current load. A load is judged without the margin, and its `need` is lower by the margin.
+        """
         clear_pool()
         if _fits(self.memory(), need):
             return True
@@ -326,9 +349,9 @@ class Shelf:
         return _fits(self.memory(), need)
 
     def relieve(self, enough: Callable[[], bool]) -> None:
-        """Give back what can be had again until it is `enough`: the pool, what is spare, the prefix cache, then idle
-        models. The only model stays where its size alone leaves no headroom: without it nothing would be gained, for
-        the next request would load it again."""
+        """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models. The only model
+        stays if its size alone leaves no headroom. Unloading it would gain nothing, because the next request would load
+        it again."""
         if not enough():
             clear_pool()
         self.give_spare(enough)
@@ -339,14 +362,15 @@ class Shelf:
             self._evict(name)
 
     def leaves_at(self) -> float | None:
-        """Return when the next model leaves: an unused one, or an idle one that was replaced on disk. None: none."""
+        """Return the time of the next unload of an unused model, or 0.0 if an idle one was replaced on disk. None: none
+        is due."""
         if self._replaced():
             return 0.0
         idle = self._idle() if self.patience else []
         return self.residents[idle[0]].used_at + self.patience if idle else None
 
     def leave(self, now: float) -> None:
-        """Unload the models whose time has come."""
+        """Unload the models that are due."""
         for found in self._replaced():
             log.info("model replaced on disk", model=found.name)
             self.drop(found.name)
@@ -357,12 +381,12 @@ class Shelf:
             self.drop(self._idle()[0])
 
     def _replaced(self) -> list[Found]:
-        """List what the disk holds in place of the models that are loaded and idle."""
+        """Return the new versions on disk of models that are loaded and idle."""
         found = (self.library.replacement(one.found) for one in self.residents.values() if not one.users)
         return [one for one in found if one is not None]
 
     def give_spare(self, enough: Callable[[], bool]) -> bool:
-        """Give back what is spare, in its order, until it is `enough`; say whether it is."""
+        """Release spare memory, in order, until `enough()`; return its result."""
         for one in self.spares:
             if one.nbytes and not enough():
                 one.give()
@@ -370,7 +394,7 @@ class Shelf:
         return enough()
 
     def _idle(self) -> list[str]:
-        """List the models that nobody uses and nobody pinned, least recently used first."""
+        """Return the names of models without users that are not preloaded, least recently used first."""
         idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
         return sorted(idle, key=lambda name: self.residents[name].used_at)
 
@@ -416,6 +440,6 @@ def _fits(memory: Memory, need: int) -> bool:
 
 
 def _by_size(memory: Memory) -> bool:
-    """Return whether only the margin is missing: all that is held fits under cap − leases, and no other application
+    """Return whether only the margin is missing. All held memory then fits under cap − leases, and no other application
     lowers the ceiling below that."""
     return memory.ceiling >= hard_line(memory) and isinstance(judge_load(memory, 0), Fits)

@@ -1,7 +1,7 @@
-"""Profiles of models on this machine, and the folder that holds them.
+"""Memory profiles of models on this machine, and the folder that stores them.
 
-A profile belongs to the fingerprint of a model, the machine and the versions of the libraries. A file that cannot be
-read or has another key is ignored with a log event, and replaced by the next measurement.
+A profile belongs to the fingerprint of a model, the machine and the versions of the libraries. A file that is
+unreadable or has another key is ignored with a log event, and replaced by the next measurement.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from wire.report import Hardware, Kv, Transient
 log = structlog.get_logger("engine.profile")
 
 METHOD = 2
-"""What is measured: 2 since the residual counts joins and decode steps."""
+"""Version of the measurement: since 2 the residual includes joins and decode steps."""
 
 
 class Key(msgspec.Struct, frozen=True):
-    """Of what a profile is: another model, machine or version takes other bytes."""
+    """Key of a profile: another model, machine or version needs other bytes."""
 
     fingerprint: str
     chip: str
@@ -35,33 +35,40 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def file(self) -> str:
-        """The name of its file."""
+        """Name of its file."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32] + ".json"
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What was measured. `residual`: the most by which a forward went above what it wrote and its estimate, in bytes;
-    `chunk`, `reach` and `rows`: how far was measured, in tokens of a chunk, tokens of a row, and rows that joined and
-    decoded together; `share`: how much of the longest row that follows from the fit
-    passed when it was held against a reading."""
+    """Measured memory of a model."""
 
     key: Key
+    """Its key."""
     transient: Transient
+    """Fitted transients."""
     kv: Kv
+    """Bytes of a row."""
     residual: int
+    """Most bytes by which a forward exceeded its KV and its estimate."""
     highest: int
+    """Highest transient, in bytes."""
     chunk: int
+    """Tokens of the largest measured chunk."""
     reach: int
+    """Tokens of the longest measured row."""
     rows: int
+    """Most measured rows that joined and decoded together."""
     seconds: float
+    """Seconds of the measurement."""
     share: float = 1.0
+    """Share of the longest row from the fit that passed a reading."""
     failed: str = ""
-    """What to change, where no attempt to hold the longest row against a reading passed; kept so that the next load
-    says it again instead of measuring for another 10 s."""
+    """Diagnosis if no attempt with the longest row passed a reading. It is stored because the next load then repeats it
+    without measuring for another 10 s."""
 
 
 def key_of(fingerprint: str, hardware: Hardware) -> Key:
-    """Give the key of a model on this machine, as it is installed now."""
+    """Return the key of a model on this machine with the installed versions."""
     device = "metal" if mx.metal.is_available() else "cpu"
     return Key(
         fingerprint, hardware.chip, hardware.memory, device, _version("mlx"), _version("mlx-lm"), _version("macpool")
@@ -76,13 +83,13 @@ def _version(name: str) -> str:
 
 
 class Profiles:
-    """The profiles on disk; without a folder there are none."""
+    """Profiles on disk; empty without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def read(self, key: Key) -> Profile | None:
-        """Give the profile of this key, if it was measured before and can be read."""
+        """Return the profile of this key; None if it is missing or unreadable."""
         if self._folder is None:
             return None
         path = self._folder / key.file
@@ -99,11 +106,11 @@ class Profiles:
         return found
 
     def has(self, key: Key) -> bool:
-        """Return whether a profile of this key is kept."""
+        """Return whether a profile of this key is stored."""
         return self._folder is not None and (self._folder / key.file).exists()
 
     def write(self, profile: Profile) -> None:
-        """Keep a profile; a disk that is full costs the next load a probe, nothing else."""
+        """Store a profile. After a write error the next load measures once more."""
         if self._folder is None:
             return
         path = self._folder / profile.key.file
@@ -117,6 +124,6 @@ class Profiles:
 
 
 def _sane(profile: Profile) -> bool:
-    """Say whether all numbers are such as can be measured."""
+    """Return whether all numbers are within measurable bounds."""
     numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest)
     return all(0 <= number < 2**60 for number in numbers) and 0 < profile.share <= 1

@@ -1,10 +1,10 @@
-"""Sweeps by order: one model measured anew at a time, one forward a turn, so that whoever decodes goes on meanwhile.
+"""Profile sweeps on order: measure one model at a time, one forward per iteration, while other rows continue to decode.
 
-    Profile ─► queued ─► (its model is loaded) ─► forward by forward ─► settled ─► Finished, with what was measured
-                 └ the load fails: Refusal              └ memory is needed for requests, nothing passes: Refusal
+    Profile ─► queued ─► (its model is loaded) ─► forward by forward ─► settled ─► Finished, with the measurements
+                 └ the load fails: Refusal              └ memory is needed for requests, no length passes: Refusal
 
-A sweep takes only what is free: the gate is asked before every forward, nothing is evicted for it, and its row is given
-up before any request is refused for memory.
+A sweep uses only free memory. The gate runs before every forward, and no cache is evicted for a sweep. Its row is
+released before any request is refused for memory.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from wire.refusals import Code, Refused
 from wire.report import Model
 
 EXPECTED = 10.0
-"""Seconds that a step may take: its largest forward, or kernels that are compiled."""
+"""Seconds that a step may take: its largest forward, or compiling kernels."""
 GIVEN_UP = "the memory that measuring {} took was needed for requests: order it again when the node is at rest"
 
 log = structlog.get_logger("engine.sweeps")
@@ -32,19 +32,27 @@ log = structlog.get_logger("engine.sweeps")
 
 @dataclass(slots=True, eq=False)
 class Sweep:
-    """One under way. `settled`: what the longest row came to, at its end."""
+    """Running sweep."""
 
     number: int
+    """Number of the order."""
     resident: Resident
+    """Model to measure."""
     probe: Probe
+    """Its probe."""
     steps: Generator[None] | None = None
+    """Remaining steps."""
     settled: Settled | None = None
+    """Result of the search for the longest row, at its end."""
 
 
 class Sweeps:
-    """`residents()` are the loaded models, `loading(model)` says that one is on its way, `alone(resident)` that nothing
-    but a sweep of this one uses memory; `still()` waits for steps that decode, `told(resident)` describes a model as
-    the node reports it."""
+    """Queue of sweeps.
+
+    `residents()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
+    `alone(resident)` returns whether only a sweep of this model uses memory. `still()` waits for launched decode steps.
+    `told(resident)` returns the reported description of a model.
+    """
 
     def __init__(
         self,
@@ -65,30 +73,30 @@ class Sweeps:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that would be given back."""
+        """Bytes that `give` would release."""
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.held
 
     @property
     def measuring(self) -> str:
-        """Name of the model that is being measured; empty for none."""
+        """Name of the measured model; empty: none."""
         return "" if self._sweep is None else self._sweep.resident.name
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do or to say."""
+        """Return whether a step has work or output."""
         return bool(self._ends) or self._sweep is not None or self._next() is not None or bool(self._lost())
 
     def ask(self, number: int, model: str) -> None:
-        """Measure a model when its turn comes and it is loaded."""
+        """Enqueue a sweep of a model; it starts in turn, once the model is loaded."""
         self._queue.append((number, model))
 
     def failed(self, model: str, refused: Refused) -> None:
-        """Hear that a model cannot be loaded."""
+        """Refuse the orders of a model that cannot be loaded."""
         self._ends += [Refusal(number, refused) for number, name in self._queue if name == model]
         self._queue = deque(one for one in self._queue if one[1] != model)
 
     def cancel(self, number: int) -> bool:
-        """Forget an order, whatever has become of it; whether it was here."""
+        """Cancel an order in any state; return whether it was present."""
         if self._sweep is not None and self._sweep.number == number:
             self._close(self._sweep)
             return True
@@ -97,7 +105,7 @@ class Sweeps:
         return here
 
     def give(self) -> None:
-        """Give back what the sweep under way takes: requests need it."""
+        """Stop the running sweep and release its memory, because requests need it."""
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self._close(sweep)
@@ -105,7 +113,7 @@ class Sweeps:
             self._ends.append(Refusal(sweep.number, refused))
 
     def step(self) -> list[Frame]:
-        """Run one forward of a sweep; give what has ended."""
+        """Run one forward of a sweep; return the frames of ended orders."""
         for model in self._lost():
             self.failed(model, Refused(Code.NO_MODEL, f"{model} was unloaded before it was measured"))
         if self._sweep is None:
@@ -120,7 +128,7 @@ class Sweeps:
         return next((one for one in self._queue if one[1] in here), None)
 
     def _lost(self) -> list[str]:
-        """List what is neither loaded nor on its way any more."""
+        """Return the names of ordered models that are neither loaded nor loading."""
         here = self._residents()
         return [name for _, name in self._queue if name not in here and not self._loading(name)]
 
@@ -141,11 +149,11 @@ class Sweeps:
         sweep.settled = yield from self._profiler.swept(sweep.probe, ask)
 
     def _asked(self, need: int) -> bool:
-        """Ask for the longest row: what would be given back for a request counts as free."""
+        """Check the longest row against the gate: evictable memory counts as free."""
         return self._forwards.ask(Site.PROBE, need) is None
 
     def _go_on(self, sweep: Sweep) -> None:
-        assert sweep.steps is not None  # noqa: S101  it was begun
+        assert sweep.steps is not None  # noqa: S101 `_begin` has set it
         self._still()
         self._stepping = True
         try:

@@ -1,13 +1,15 @@
-"""What a model takes on this machine, measured: a short probe when it is loaded for the first time, a sweep by order.
+"""Memory profiler: measure a model on this machine, by a short probe at its first load or by a sweep on order.
 
-The probe runs the engine's own forwards over real text, from small to large, and asks the gate before each: what the
-gate refuses ends it. There is no blind stress; an out-of-memory of Metal ends the process and can not be caught. Each
-forward is a sample of the estimator, as every later one is, so the probe only makes sure that there are samples of many
-shapes from the start. What no fit can see is the residual: by how much a forward, read by the kernel's high-water mark
-where there is one, went above the bytes that it wrote and the estimate. The margin follows from it.
-The longest row that follows from the fit is then held against a reading (`node.engine.models.context_search`).
+The probe runs the engine's own forwards over real text, from small to large. Each passes the gate first, and a refusal
+ends the probe. There is no blind stress test, because an out-of-memory of Metal ends the process and cannot be caught.
+Each forward is a sample of the estimator, as every later one is. The probe ensures samples of many shapes from the
+start.
 
-Measurements are kept by `node.engine.models.profile`.
+The residual is the part that no fit covers. It is the number of bytes by which a forward exceeded its KV and its
+estimate. It is measured by the kernel's high-water mark where there is one. The margin follows from it. The longest row
+from the fit is then checked against a reading (`node.engine.models.context_search`).
+
+Measurements are stored by `node.engine.models.profile`.
 """
 
 import time
@@ -33,16 +35,16 @@ from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
-"""Most seconds of the probe at a load."""
+"""Longest probe at a load, in seconds."""
 FIRST = (8, 32, 64, 128, 256, 512)
 """Tokens of the first forwards, each of a row of its own."""
 WALK = (512, 64, 256, 32, 128)
-"""Tokens of those that follow one upon the other, in turn."""
+"""Tokens of consecutive forwards of one row, in turn."""
 REACH = 3072
-"""Tokens of the row that the probe at a load writes."""
+"""Tokens of the row of the probe at a load."""
 SWEEP_SECONDS = 600.0
 LARGER = (1024, 2048, 4096, 8192)
-"""Tokens of the further forwards of a sweep, as far as the engine runs such."""
+"""Tokens of the additional forwards of a sweep, up to the engine's chunk."""
 ROWS = (1, 2, 4, 8)
 MORE_ROWS = (16, 32, 64, 128, 256)
 DECODE_TOKENS = 512
@@ -54,69 +56,89 @@ Ask = Callable[[int], bool]
 
 @dataclass(slots=True, eq=False)
 class Spike:
-    """How high a forward goes: by MLX's peak, and by the kernel's where it tells one."""
+    """Peak of a forward: MLX's, and the kernel's where available."""
 
     height: Height
     sensor: Sensor
     _phys: int | None = None
 
     def mark(self) -> None:
-        """Measure from here."""
+        """Start a measurement."""
         self.height.mark()
         self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
 
     def charged(self) -> int:
-        """Give what the process was charged above the mark in bytes; what MLX had active where nobody tells."""
+        """Return the bytes charged to the process above the mark; MLX's active bytes where the kernel has no peak."""
         highest = self.sensor.highs().interval
         return self.height.above() if self._phys is None or highest is None else highest - self._phys
 
 
 @dataclass(slots=True)
 class Taken:
-    """One forward of the probe: its shape, the bytes that it wrote, and those that the process was charged."""
+    """One forward of the probe."""
 
     tokens: int
+    """Tokens of the forward."""
     past: int
+    """Cached tokens before it."""
     grew: bool
+    """Whether the caches grew."""
     wrote: int
+    """Bytes of KV."""
     charged: int
+    """Bytes charged to the process."""
 
 
 @dataclass(slots=True)
 class Stepped:
-    """One decode step of the probe: its shape, and the bytes that the process was charged beside what it wrote."""
+    """One decode step of the probe."""
 
     rows: int
+    """Rows of the step."""
     longest: int
+    """Tokens of the longest row."""
     grew: bool
+    """Whether the caches grew."""
     charged: int
+    """Bytes charged to the process in addition to KV."""
 
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """See the module. `ask(bytes)` asks the gate; `ids` is text of the model's own tokens; `chunk` and `batch` are the
-    most that the engine runs, `reach` the tokens to write. `whole`: a sweep, of the largest forwards, too."""
+    """Probe or sweep of one model, described in the module's docstring."""
 
     resident: Resident
+    """Model to measure."""
     ids: Sequence[int]
+    """Text in the model's own tokens."""
     ask: Ask
+    """`ask(bytes)` checks the gate."""
     spike: Spike
+    """Measurement of peaks."""
     chunk: int
+    """Most tokens of a chunk in this engine."""
     batch: int
+    """Most rows of a batch in this engine."""
     reach: int
+    """Tokens to write."""
     seconds: float
+    """Longest duration in seconds."""
     whole: bool = False
+    """Whether it is a sweep, with the largest forwards."""
     taken: list[Taken] = field(default_factory=list[Taken])
+    """Measured forwards."""
     stepped: list[Stepped] = field(default_factory=list[Stepped])
+    """Measured decode steps."""
     joined: list[int] = field(default_factory=list[int])
-    """Bytes by which each join went above what it wrote and its estimate."""
+    """Bytes by which each join exceeded its KV and its estimate."""
     rows: int = 0
+    """Most rows that decoded together."""
     held: int = 0
-    """Bytes that its rows have now, about."""
+    """Approximate bytes of its rows now."""
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
-        """Measure, one forward at a step; what it took is given back at the end, however it ends."""
+        """Measure, one forward per step; release the memory at any end."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._run()
@@ -126,7 +148,7 @@ class Probe:
             give_back()
 
     def again(self) -> bool:
-        """Run the largest forward that was measured once more; whether there was room for it."""
+        """Repeat the largest measured forward; return whether there was room for it."""
         if not self.taken:
             return False
         largest = max(self.taken, key=lambda one: one.tokens).tokens
@@ -151,7 +173,7 @@ class Probe:
         return sorted({min(tokens, self.chunk) for tokens in wanted})
 
     def _walk(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Write one long row."""
+        """Prefill one long row."""
         cache, past = new_cache(self.resident.model), 0
         for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
             if past + tokens > self.reach or not self._chunk(cache, tokens, past):
@@ -161,7 +183,7 @@ class Probe:
             yield
 
     def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
-        """Run one forward if there are time and room for it; whether it ran."""
+        """Run one forward if there are time and room for it; return whether it ran."""
         resident, estimator = self.resident, self.resident.estimator
         expected = resident.pace.seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
@@ -181,7 +203,7 @@ class Probe:
         return True
 
     def _decode(self) -> Iterator[None]:
-        """Let batches of more and more rows take a few steps."""
+        """Decode a few steps in batches of more and more rows."""
         for tokens in self._sizes((64, DECODE_TOKENS)):
             for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.whole else ())) if rows <= self.batch]:
                 if not self._steps(rows, tokens):
@@ -200,7 +222,7 @@ class Probe:
         cache = new_cache(resident.model)
         forward(resident.model, ids[:-1], cache, last=False)
         logits = forward(resident.model, ids[-1:], cache, last=True)
-        assert logits is not None  # noqa: S101  the last were asked for
+        assert logits is not None  # noqa: S101 the last logits were requested
         batch: DecodeBatch[int] = DecodeBatch(resident.model)
         layers, held = len(cache), extent_of(cache).size
         clear_pool()
@@ -219,8 +241,7 @@ class Probe:
         return True
 
     def residual(self) -> int:
-        """Return the most by which a chunk, a join or a decode step was charged above what it wrote and its fitted
-        estimate, in bytes."""
+        """Return the most bytes by which a chunk, a join or a decode step exceeded its KV and its fitted estimate."""
         estimator = self.resident.estimator
         chunks = (
             one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew) for one in self.taken
@@ -229,7 +250,7 @@ class Probe:
         return max(*self.joined, *chunks, *steps, 0, 0)
 
     def profile(self, key: Key) -> Profile:
-        """Give what was measured."""
+        """Return the measured profile."""
         resident = self.resident
         return Profile(
             key, resident.estimator.transient, resident.kv, max(0, self.residual()), resident.estimator.highest,
@@ -240,8 +261,9 @@ class Probe:
 
 
 def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
-    """Give `count` tokens of real text, this program's own, in the model's tokens; varied numbers where its tokenizer
-    is of another kind. Experts are chosen by what is written: a ramp of numbers would wake few of them."""
+    """Return `count` tokens of real text, this program's own source, in the model's tokens. Varied numbers replace the
+    text if the tokenizer is of another kind. Experts are chosen by content: a ramp of numbers would activate few of
+    them."""
     text = "".join(file.read_text() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     try:
         found: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text[: 16 * count]).ids
@@ -253,9 +275,11 @@ def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
 
 
 class Profiler:
-    """Gives every model that is loaded its profile: the kept one, or a new one. `ask` asks the gate for bytes,
-    `longest` gives the longest row that follows from what a model takes, in tokens, `narrowed` the bytes
-    by which the margin is narrowed, `context` is the one that a person set (0: none)."""
+    """Profiles of loaded models: the stored one, or a new one.
+
+    `ask` checks the gate for bytes. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
+    returns the bytes by which the margin is narrowed. `context` is the context in the settings (0: none).
+    """
 
     def __init__(
         self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, longest: Callable[[Resident], int],
@@ -268,7 +292,7 @@ class Profiler:
         self._known: set[str] = set()
 
     def seconds(self, fingerprint: str) -> float:
-        """Return the most seconds that the profile of a model will take at its next load; 0: it has one."""
+        """Return the longest time of measuring a model's profile at its next load, in seconds; 0: it has a profile."""
         if not self._on or fingerprint in self._known:
             return 0.0
         if fingerprint not in self._keys:
@@ -279,7 +303,7 @@ class Profiler:
         return 0.0
 
     def probe(self, resident: Resident, *, alone: bool) -> Iterator[None]:
-        """Give a model its profile, one forward at a step. A probe that breaks costs the profile, not the load."""
+        """Assign a profile to a model, one forward per step. A failed probe affects only the profile, not the load."""
         if not self._on:
             return
         key = key_of(resident.found.fingerprint, self._hardware)
@@ -300,12 +324,12 @@ class Profiler:
             log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
 
     def sweep(self, resident: Resident) -> Probe:
-        """Give a probe that goes as far as the gate lets it; `swept` makes a profile of what it found."""
+        """Return a probe as large as the gate allows; `swept` makes a profile of its samples."""
         return self._probe(resident, resident.found.context, SWEEP_SECONDS, whole=True)
 
     def swept(self, probe: Probe, ask: Ask | None) -> Generator[None, None, Settled | None]:
-        """Keep what a sweep found in place of what was kept before. Gives what the longest row came to; None where
-        there was other work, so that no reading could be held against it (`ask` is None)."""
+        """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
+        With `ask` None it is None: other work was running, and no reading could be checked."""
         key = key_of(probe.resident.found.fingerprint, self._hardware)
         return (yield from self._measured(probe, key, ask))
 
@@ -315,7 +339,7 @@ class Profiler:
         return Probe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
 
     def _measured(self, probe: Probe, key: Key, ask: Ask | None) -> Generator[None, None, Settled | None]:
-        """Keep what a probe found, held against a reading where one may be asked."""
+        """Store the result of a probe, checked against a reading if `ask` is set."""
         resident, settled, profile = probe.resident, None, probe.profile(key)
         if probe.taken and ask is not None:
             settled = yield from self._settle(probe, ask)
@@ -332,7 +356,7 @@ class Profiler:
         return settled
 
     def _settle(self, probe: Probe, ask: Ask) -> Generator[None, None, Settled]:
-        """Hold the longest row against a reading. One that a person set is not searched for, only tried."""
+        """Check the longest row against a reading. A length from the settings is only tried, not searched for."""
         resident = probe.resident
         tokens = min(self._context, resident.found.context) or self._longest(resident)
 

@@ -1,11 +1,11 @@
-"""What the engine was doing when it died: written before every native call into memory that outlives the process.
+"""Crash recorder: write each native call, before it begins, into memory that outlives the process.
 
-A crash in native code leaves no time to say anything, so the page is shared with the agent (a deleted file, mapped by
-both). It answers one question: which request, or which model's load, was in the forward? That request is never placed
-again, and a model that kills twice is kept out for a while.
+A crash in native code leaves no time for a message. The page is therefore shared with the agent (a deleted file, mapped
+by both). It names the request, or the loading model, whose forward was running. The router never places that request
+again. A model that crashes the engine twice is not loaded for a while.
 
-The page has a slot for the forward and one for each thread that puts prompts into tokens. After a crash the forward is
-the cause, where there was one; after a hang, the call that had been under way for the longest time.
+The page has a slot for the forward and one for each thread that tokenizes prompts. After a crash the forward, if any,
+is the cause. After a hang it is the call that had been running for the longest time.
 """
 
 import mmap
@@ -24,33 +24,36 @@ from node.engine.process.interface import Doing
 
 SIZE = mmap.PAGESIZE
 LONGEST_MODEL = 200
-"""Bytes of a model's name (`wire.identity.valid_model`)."""
+"""Most bytes of a model's name (`wire.identity.valid_model`)."""
 SLOT = 256
-"""Bytes of a slot; the first is that of the forward."""
+"""Bytes of a slot; the first slot is that of the forward."""
 SLOTS = 4
 _LAYOUT = struct.Struct("<BQdH")
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The call that was under way since `since` (monotonic seconds). `request` is 0 where it served many (a decode
-    step) or none."""
+    """Recorded native call."""
 
     doing: Doing
+    """Kind of the call."""
     request: int
+    """Number of the request; 0 if the call served several (a decode step) or none."""
     model: str
+    """Name of the model."""
     since: float = field(default=0.0, compare=False)
+    """Start of the call in monotonic seconds."""
 
 
 class Recorder:
-    """The writing side. Without a descriptor it writes into memory of its own."""
+    """Writer of the page. Without a descriptor it writes into private memory."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._page = mmap.mmap(-1 if descriptor is None else descriptor, SIZE)
         self._slots: dict[int, int] = {}
 
     def begin(self, doing: Doing, model: str, request: int = 0) -> None:
-        """A native call begins. Costs about a microsecond."""
+        """Record the start of a native call. Costs about a microsecond."""
         self._write(0, doing, model, request)
 
     def _write(self, at: int, doing: Doing, model: str, request: int) -> None:
@@ -60,7 +63,7 @@ class Recorder:
 
     @contextmanager
     def reading(self, model: str, request: int = 0) -> Generator[None]:
-        """Record that this thread puts a prompt of a model into tokens, until the context ends."""
+        """Record that this thread tokenizes a prompt for a model, until the context ends."""
         slot = self._slots.setdefault(threading.get_ident(), len(self._slots) + 1)
         if slot >= SLOTS:
             yield
@@ -72,40 +75,41 @@ class Recorder:
             self._page[slot * SLOT] = Doing.NOTHING
 
     def oldest_read(self) -> Last | None:
-        """Return the prompt that has been put into tokens for the longest time; None when there is none."""
+        """Return the prompt that has been tokenized for the longest time; None when there is none."""
         return _oldest(self._page[:], 1)
 
     def end(self) -> None:
-        """It came back."""
+        """Record the end of the native call."""
         self._page[0] = Doing.NOTHING
 
     def crash(self, model: str, request: int) -> None:
-        """End as a Metal out-of-memory would: by SIGABRT in the midst of a forward, without any clean-up."""
+        """End the process like a Metal out-of-memory: by SIGABRT during a forward, without any clean-up."""
         self.begin(Doing.PREFILL, model, request)
         sys.stderr.write("crash: asked for by engine.scripted.crash\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 
     def last(self) -> Last | None:
-        """Give the call under way."""
+        """Return the running native call."""
         return parse(self._page[:])
 
 
 def new_page() -> int:
-    """Make a page to share; give its descriptor, which the caller closes."""
+    """Create a page to share; return its descriptor, which the caller closes."""
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         return os.dup(file.fileno())
 
 
 def read(descriptor: int, *, hung: bool = False) -> Last | None:
-    """Read a page after its writer's death; None when no call was under way."""
+    """Return the recorded call of a page after its writer's death; None when no call was running. With `hung`, it is
+    the oldest call."""
     page = os.pread(descriptor, SIZE, 0)
     return _oldest(page, 0) if hung else parse(page) or _oldest(page, 1)
 
 
 def parse(page: bytes, slot: int = 0) -> Last | None:
-    """Understand a slot of a page; whatever was not written by us reads as nothing."""
+    """Parse a slot of a page; foreign content yields None."""
     at = slot * SLOT
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
     if doing == Doing.NOTHING or doing not in Doing.__members__.values():

@@ -1,4 +1,4 @@
-"""Tells what MLX computes on here, as JSON: `python -m node.engine.process.device_info`. Nothing is allocated."""
+"""MLX device of this machine as JSON: `python -m node.engine.process.device_info`. Allocates no GPU memory."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 def look() -> dict[str, object]:
-    """Give MLX's version and device, or why there is none; sizes in bytes."""
+    """Return MLX's version and device, or the error; sizes in bytes."""
     if find_spec("mlx") is None:
         return {"installed": False, "error": "MLX is not installed"}
     try:

@@ -1,11 +1,11 @@
-"""The kinds of engine, and what each of them must give: frames in, frames out, and a gate.
+"""Interface of an engine: frames in, frames out, and a memory gate; and the loader of engine kinds.
 
-Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory that the other owns; all else is
-called by the inference thread. A third does what `take` lets it: it reads the prompts that are too long to be read
-unasked (`unread`).
+Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory of the inference thread. The
+inference thread calls all other methods. Further threads tokenize long prompts after `take` has admitted them
+(`tokenize_admission`).
 
-A kind is named by its module, not imported, so that the agent can list kinds without loading any model library. Every
-kind provides `build` and asks its gate before every prefill and every join; a test builds each and tries.
+A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
+Every kind provides `build` and runs its gate before every prefill and every join; a test checks this for each kind.
 """
 
 import importlib
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 ROUTES: Final = ("chat", "completions")
-"""What every kind serves, and its gate therefore guards."""
+"""Routes that every kind serves, and that its gate therefore guards."""
 
 
 class UnknownKindError(ValueError):
-    """No engine kind has this name, or what it needs is not installed; the text says what to do."""
+    """Unknown engine kind, or one with a missing dependency; the text names the next step."""
 
 
 class Halted(BaseException):
-    """The engine was halted, so no native call begins any more. No fault of an engine, which may not catch it."""
+    """The engine was halted: no native call may begin. An engine must not catch this, because it is no fault."""
 
 
 Work = Frame | Prepared | Unread | Read
 
 
 class Doing(IntEnum):
-    """What a native call is for."""
+    """Kind of a native call."""
 
     NOTHING = 0
     PREFILL = 1
@@ -49,88 +49,91 @@ class Doing(IntEnum):
     DECODE = 3
     LOAD = 4
     READ = 5
-    """Put a prompt into tokens: the template and the tokenizer come with the model."""
+    """Tokenization of a prompt: template and tokenizer are files of the model."""
 
 
 class Recording(Protocol):
-    """Where it is written what an engine is about to do, so that its death can be understood (`recorder`)."""
+    """Record of native calls from which a crash can be explained (`crash_recorder`)."""
 
     def begin(self, doing: Doing, model: str, request: int = 0) -> None:
-        """A native call begins, for this request or (0) for many."""
+        """Record the start of a native call for this request; 0: for several."""
         ...
 
     def end(self) -> None:
-        """It came back."""
+        """Record the end of the native call."""
         ...
 
     def reading(self, model: str, request: int = 0) -> AbstractContextManager[None]:
-        """Record that this thread puts a prompt of a model into tokens, until the context ends."""
+        """Record that this thread tokenizes a prompt for a model, until the context ends."""
         ...
 
     def crash(self, model: str, request: int) -> None:
-        """End the process as a native crash in this request's prefill would."""
+        """End the process like a native crash in this request's prefill."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A native call under way: what, since when (monotonic seconds), and how long it should take."""
+    """Running native call."""
 
     kind: str
+    """Kind of the call."""
     since: float
+    """Start in monotonic seconds."""
     expected: float
+    """Expected duration in seconds."""
 
 
 class Engine(Protocol):
-    """One engine. `now` is the inference thread's monotonic clock in seconds."""
+    """Engine. `now` is the inference thread's monotonic clock in seconds."""
 
     gate: "Gate"
 
     def prepare(self, frame: Frame) -> Work | None:
-        """On the I/O thread: put a frame into the form that `take` takes, a prompt into tokens. A Ping that has been
-        answered comes here too, and None is its usual answer: there is nothing to take."""
+        """Convert a frame into work for `take`, on the I/O thread; a prompt into tokens. An answered `Ping` is passed
+        as well, and for it the result is usually None."""
         ...
 
     def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
-        """Take in one piece of work and give what is answered at once, and what may be read now."""
+        """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         ...
 
     def step(self, now: float) -> Iterable[Frame]:
-        """Do what is due: at most one decode step of every running row, then at most one gated prefill. It is done as
-        what it has to say is taken."""
+        """Run due work: at most one decode step of every running row, then at most one gated prefill. The work proceeds
+        as the caller consumes the frames."""
         ...
 
     def due(self, now: float) -> float | None:
-        """Say when `step` must be called next; None: only a frame can bring work."""
+        """Return the time of the next `step`; None: only a frame can bring work."""
         ...
 
     def call(self) -> Call | None:
-        """Say which native call is under way, on any thread; None: none that could last."""
+        """Return the running native call, on any thread; None: no long call is running."""
         ...
 
     def report(self, now: float) -> EngineReport:
-        """Read the memory and give the snapshot to publish."""
+        """Read the memory and return the report to publish."""
         ...
 
     def halt(self) -> None:
-        """On any thread: begin no further native call. `take` and `step` may raise Halted from now on."""
+        """Begin no further native call, on any thread. `take` and `step` may raise `Halted` from now on."""
         ...
 
     def close(self) -> None:
-        """Wait for what runs on the device, and give all memory back. Nothing is called after it."""
+        """Wait for work on the device, and release all memory. No method is called after it."""
         ...
 
 
 class Build(Protocol):
-    """What each kind's module has as `build`. The recorder is told of every native call before it begins."""
+    """Type of `build` in each kind's module. The recorder is called before every native call."""
 
     def __call__(self, settings: "NodeSettings", recorder: Recording) -> Engine:
-        """Make the engine."""
+        """Return the engine."""
         ...
 
 
 def builder(kind: str) -> Build:
-    """Load a kind's builder; UnknownKindError lists the kinds that exist."""
+    """Return a kind's builder. `UnknownKindError` lists the kinds that exist."""
     module = KINDS.get(kind)
     if module is None:
         raise UnknownKindError(f"unknown engine kind {kind!r}: there is {', '.join(KINDS)}")

@@ -3,4 +3,4 @@
 from typing import Final
 
 KINDS: Final = {"mlx": "node.engine.engine", "scripted": "node.engine.scripted.engine"}
-"""Kind → the module with its `build`."""
+"""Module with `build`, by kind."""

@@ -1,10 +1,11 @@
-"""The inference thread: the one owner of an engine. Frames come in through `put`, go out through `send`. Beside it two
-threads tokenize the prompts that the I/O thread does not, once the engine has found room for that: one of them only
-long texts.
+"""Inference thread of an engine: frames arrive through `put` and leave through `send`.
 
-One turn: drain the inbox, one decode step of every row, at most one gated prefill, publish. When nothing is due it
-waits on a condition and does not wake. Since when it is busy, and for how long it expects to be, is published before
-every native call, so that the I/O thread can answer for it: dead, busy and hung are three things.
+Only this thread uses the engine. Two more threads tokenize prompts that the I/O thread does not, after the engine has
+found room for them. One of the two handles only long texts.
+
+One iteration: drain the inbox, one decode step of every row, at most one gated prefill, publish. When no work is due
+the thread waits on a condition without wake-ups. Before every native call it publishes the start and the expected
+duration. The I/O thread can therefore tell a dead, a busy and a hung engine apart.
 """
 
 import threading
@@ -21,18 +22,18 @@ from node.engine.requests.tokenize_queue import UnreadQueue
 from wire.frames import EngineReport, Frame
 
 PUBLISH_EVERY = 0.1
-"""Seconds between two published snapshots at least."""
+"""Fewest seconds between two published reports."""
 
 READ_EXPECTED = 60.0
-"""Seconds in which a prompt is in tokens: one of 8 MB takes 9 on a quiet machine."""
+"""Expected seconds of tokenizing a prompt: 8 MB take 9 s on a quiet machine."""
 READ_LONGEST = 5 * READ_EXPECTED
-"""Seconds after which a prompt counts as one that will never be in tokens (`supervise.Patience.turn_factor`)."""
+"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.Patience.turn_factor`)."""
 
 log = structlog.get_logger("engine")
 
 
 class Loop:
-    """Runs an engine on the thread that calls `run`."""
+    """Loop of an engine on the thread that calls `run`."""
 
     def __init__(
         self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], Last | None] = lambda: None
@@ -51,7 +52,7 @@ class Loop:
         self._unread, self._long = UnreadQueue(), UnreadQueue()
 
     def put(self, work: Work) -> None:
-        """Hand in prepared work from another thread."""
+        """Enqueue prepared work from another thread."""
         with self._wake:
             self._inbox.append(work)
             self._wake.notify()
@@ -64,8 +65,8 @@ class Loop:
             self._wake.notify()
 
     def busy(self, now: float) -> tuple[float, float]:
-        """Give for how many seconds the present native call, or else the present turn, lasts already (0: resting), and
-        how many were expected; instead of it a prompt that takes longer than any should, whose tokenizer hangs."""
+        """Return the duration so far and the expected duration, in seconds, of the running native call or else
+        iteration. The duration is 0 while idle. If a tokenizer hangs, its prompt is returned instead."""
         read = self._reading()
         if read is not None and now - read.since > READ_LONGEST:
             return now - read.since, READ_EXPECTED
@@ -88,17 +89,17 @@ class Loop:
             self._busy_since = None
 
     def read(self) -> None:
-        """Tokenize prompts of usual length, one after the other, on a thread of its own. Never returns."""
+        """Tokenize prompts of usual length, one after the other, on the calling thread. Never returns."""
         while True:
             self.put(self._unread.get().read())
 
     def read_long(self) -> None:
-        """Tokenize long texts, one after the other, on a thread of its own. Never returns."""
+        """Tokenize long texts, one after the other, on the calling thread. Never returns."""
         while True:
             self.put(self._long.get().read())
 
     def _next(self) -> Sequence[Work]:
-        """Wait until a frame is here or something is due."""
+        """Wait until a frame arrives or work is due; return the inbox."""
         with self._wake:
             while not self._inbox and not self._stopped:
                 now = time.monotonic()
@@ -135,7 +136,7 @@ class Loop:
                 self._send(frame)
 
     def _publish(self, now: float) -> None:
-        """Send a snapshot, unless the last one said the same."""
+        """Send a report, unless it equals the last one."""
         self._publish_at, self._published_at = None, now
         self._log_guard()
         report = self._engine.report(now)
@@ -144,7 +145,7 @@ class Loop:
             self._send(report)
 
     def _log_guard(self) -> None:
-        """Log what the guard resolved to, once for every change: after new limits, and when profiles come or go."""
+        """Log the guard's resolved settings once per change: after new limits, and when profiles change."""
         guard = self._engine.gate.describe()
         if guard["state"] == "closed" or guard == self._guard:
             return

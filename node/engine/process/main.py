@@ -1,16 +1,18 @@
-"""The engine process: `python -m node.engine.process.main --socket FD`, started by node/supervise and by nobody else.
+"""Engine process: `python -m node.engine.process.main --socket FD`, started only by node/engine_process.
 
-Threads: the main one reads the socket, answers pings, tokenizes short prompts and watches for the socket's end; one
-writes; one owns the engine; one tokenizes prompts, one long texts; one waits for SIGTERM, because Python runs no signal
-handler while the main thread is in native code. The settings come first over the socket (`u32 length | JSON`), so they
-are in no command line; then frames as on the link.
+The main thread reads the socket, answers pings, tokenizes short prompts and watches for the socket's end. One thread
+writes, one owns the engine, one tokenizes prompts, and one tokenizes long texts. One waits for SIGTERM, because Python
+runs no signal handler while the main thread is in native code. The settings come first over the socket (`u32 length |
+JSON`), and therefore appear in no command line. Frames as on the link follow.
 
-The life line is the socket: at its end, because the agent crashed or was killed, this process ends (macOS has no signal
-for a parent's death). It ends in order, as it does on a `Stop` and on SIGTERM, because a process that is cut down with
-a large wired model can leave that memory wired until the Mac restarts (docs/decisions/0018): no native call begins, the
-one in flight returns, the engine gives its memory back, os._exit. At rest that takes no time. It is bounded: at the end
-of the socket and on SIGTERM by LEAVE_SECONDS, on a `Stop` by what it says; then os._exit whatever the other threads are
-doing. A thread that fails ends the process too: half an engine is worse than none, and the agent starts a new one.
+The process ends with its socket, because the agent crashed or was killed (macOS has no signal for a parent's death). It
+ends in order, as on a `Stop` and on SIGTERM. If a process with a large wired model is killed, that memory can stay
+wired until the Mac restarts (docs/decisions/0018).
+
+In order means: no native call begins, the one in flight returns, the engine releases its memory, `os._exit`. While idle
+this takes no time. It is bounded by `LEAVE_SECONDS` at the end of the socket and on SIGTERM, and by its own value on a
+`Stop`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the process as well,
+because the agent can then start a working one.
 """
 
 import argparse
@@ -38,21 +40,23 @@ from wire.frames import Frame, Ping, Pong, Stop
 
 READ_AT_ONCE = 256 * 1024
 MOST_UNSENT = 64 * 1024 * 1024
-"""Bytes that may wait for an agent that does not read; more, and there is no agent worth waiting for."""
+"""Bytes queued for an agent that does not read. Beyond this the process ends."""
 LONGEST_SETTINGS = 1024 * 1024
 LEAVE_SECONDS = 5.0
-"""For a native call in flight to return and for the memory to be given back. A server with 373 GB of wired weights took
-up to 4.1 s to give them back (oMLX#2184)."""
+"""Seconds for a native call in flight to return and for memory to be released. A server with 373 GB of wired weights
+took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
 EXIT_FAILED = 70
-"""sysexits.h: EX_CONFIG, EX_SOFTWARE."""
+"""Exit codes of sysexits.h: EX_CONFIG, EX_SOFTWARE."""
 
 log = structlog.get_logger("engine")
 
 
 class Writer:
-    """The socket's writing side: any thread hands in frames and never waits, one thread sends them in order.
-    `on_stuck()` is called once too many bytes wait for an agent that does not read."""
+    """Writer of the socket: any thread enqueues frames without waiting, one thread sends them in order.
+
+    `on_stuck()` is called once `MOST_UNSENT` bytes are queued for an agent that does not read.
+    """
 
     def __init__(self, line: socket.socket, on_stuck: Callable[[], None]) -> None:
         self._line = line
@@ -62,7 +66,7 @@ class Writer:
         self._wake = threading.Condition()
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame."""
+        """Enqueue a frame."""
         encoded = encode(frame)
         with self._wake:
             self._unsent.append(encoded)
@@ -73,7 +77,7 @@ class Writer:
             self._on_stuck()
 
     def run(self) -> None:
-        """Send whatever is queued until the socket is closed."""
+        """Send queued frames until the socket is closed."""
         while True:
             with self._wake:
                 while not self._unsent:
@@ -89,7 +93,8 @@ class Writer:
 
 
 def read_settings(line: socket.socket) -> NodeSettings:
-    """Read the settings that come before all frames. EOFError when the agent is gone, ValueError for nonsense."""
+    """Read the settings that precede all frames. Raise EOFError if the agent is gone, ValueError for invalid
+    settings."""
     length = int.from_bytes(_exactly(line, 4), "big")
     if length > LONGEST_SETTINGS:
         raise ValueError(f"settings of {length} bytes")
@@ -97,7 +102,7 @@ def read_settings(line: socket.socket) -> NodeSettings:
 
 
 def settings_message(settings: NodeSettings) -> bytes:
-    """Give what the agent writes first."""
+    """Return the message with the settings, which the agent writes first."""
     body = msgspec.json.encode(settings)
     return len(body).to_bytes(4, "big") + body
 
@@ -113,7 +118,7 @@ def _exactly(line: socket.socket, count: int) -> bytes:
 
 
 class Ending:
-    """The one way out of this process, for every thread. Only the inference thread gives the memory back."""
+    """Exit of this process, for every thread. Only the inference thread releases the memory."""
 
     def __init__(self, engine: Engine, loop: Loop) -> None:
         self._engine = engine
@@ -121,18 +126,19 @@ class Ending:
         self._code = 0
 
     def ask(self, code: int = 0) -> None:
-        """Stop the loop, so that the inference thread ends the process with this code."""
+        """Stop the loop; the inference thread then ends the process with this code."""
         self._code = self._code or code
         self._loop.stop()
 
     def within(self, seconds: float, code: int = 0) -> NoReturn:
-        """Ask, and end the process after so many seconds whatever the inference thread does. Not to be called there."""
+        """Stop the loop, and end the process after `seconds` in any state. Must not be called on the inference
+        thread."""
         self.ask(code)
         threading.Event().wait(seconds)
         os._exit(self._code)
 
     def infer(self) -> NoReturn:
-        """Run the engine until stopped, give its memory back, and end the process."""
+        """Run the engine until stopped, release its memory, and end the process."""
         try:
             self._loop.run()
         except BaseException:
@@ -146,7 +152,7 @@ class Ending:
         os._exit(self._code)
 
     def guarded(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
-        """Return `work` for a thread whose end is the end of the process; a failure is told on stderr."""
+        """Return `work` for a thread whose end is the end of the process; a failure is logged on stderr."""
 
         def run() -> NoReturn:
             try:
@@ -161,7 +167,7 @@ class Ending:
 
 def read_frames(line: socket.socket, engine: Engine, loop: Loop, writer: Writer) -> float:
     """Prepare every frame for the loop and answer pings, until a `Stop` or the socket's end. Return the seconds that
-    this process has left then."""
+    this process may then still run."""
     splitter = Splitter(longest=LONGEST_JOINED)
     while data := line.recv(READ_AT_ONCE):
         for tag, body in splitter.feed(data):
@@ -177,15 +183,15 @@ def read_frames(line: socket.socket, engine: Engine, loop: Loop, writer: Writer)
 
 
 def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
-    """Serve one agent over one socket, for as long as the process lives; return an exit code where it cannot begin. A
-    byte from the descriptor `terminations` ends it, too."""
+    """Serve one agent over one socket for the lifetime of the process; return an exit code if the start fails. A byte
+    from the descriptor `terminations` ends the process as well."""
     try:
         settings = read_settings(line)
         engine = builder(settings.engine.kind)(settings, recorder)
     except EOFError:
         return 0
     except (ValueError, UnknownKindError) as error:
-        log.error("settings", error=str(error))  # noqa: TRY400  the sentence is for a person
+        log.error("settings", error=str(error))  # noqa: TRY400 the sentence is for a person
         return EXIT_SETTINGS
     writer = Writer(line, lambda: ending.ask(EXIT_FAILED))
     loop = Loop(engine, writer.send, recorder.oldest_read)
@@ -195,7 +201,7 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
         try:
             ending.within(read_frames(line, engine, loop, writer))
         except WireError as error:
-            log.error("wire", error=str(error))  # noqa: TRY400  the sentence is for a person
+            log.error("wire", error=str(error))  # noqa: TRY400 the sentence is for a person
             ending.ask(EXIT_FAILED)
         except OSError:
             return  # the agent is gone, as at the end of its socket
@@ -211,9 +217,9 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
 
 
 def _terminations() -> int:
-    """Return a descriptor from which a byte can be read once SIGTERM has come, whatever thread the system gave it to:
-    the interpreter writes it in the signal handler itself. A mask would not do, because native libraries have threads
-    from before it could be set."""
+    """Return a descriptor that becomes readable after SIGTERM, whichever thread the system delivers it to. The
+    interpreter writes to it in the signal handler itself. A signal mask would not do, because native libraries start
+    threads before it could be set."""
     source, sink = os.pipe()
     os.set_blocking(sink, False)
     signal.set_wakeup_fd(sink)

@@ -1,6 +1,6 @@
-"""The checks at the door, before anything is promised: is this request possible at all, and is it possible now?
+"""Preflight checks of a request, before any commitment: is it possible at all, and is it possible now?
 
-"Can never fit" is said only with an exact count of tokens, and with the numbers in the sentence.
+"Can never fit" is answered only with an exact count of tokens, and with the numbers in the sentence.
 """
 
 from dataclasses import dataclass
@@ -15,28 +15,33 @@ from wire.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request in numbers: prompt tokens, most tokens of one answer, tokens to promise for it, and answers."""
+    """Size of a request."""
 
     prompt: int
+    """Prompt tokens."""
     limit: int
+    """Most tokens of one answer."""
     promised: int
+    """Tokens to commit for one answer."""
     choices: int
+    """Number of answers."""
 
     @property
     def length(self) -> int:
-        """Tokens of a row as promised."""
+        """Committed tokens of a row."""
         return self.prompt + self.promised
 
     def of(self, choices: int) -> "Shape":
-        """Give the same request with fewer answers to write."""
+        """Return the same request with fewer answers to generate."""
         return Shape(self.prompt, self.limit, self.promised, choices)
 
 
 def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Shape:
-    """Put a request into numbers; `natural` is the length of an answer that no max_tokens limits.
+    """Return the size of a request; `natural` is the length of an answer without max_tokens.
 
-    A resumed one counts as if nothing had happened. Where its answer is longer than this node would have let it become,
-    another limit was in force: it ends with its next token."""
+    A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
+    then ends with its next token.
+    """
     asked = request.params.max_tokens
     known = max(map(len, request.resume), default=0)
     limit = asked if asked is not None else max(1, min(natural, context - prompt))
@@ -46,7 +51,7 @@ def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Shap
 
 
 def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Refused | None:
-    """Say why no state of the memory would let this request run; None when one might."""
+    """Return the refusal of a request that no state of the memory would allow; None if one might."""
     if request.model != model.name:
         return Refused(Code.NO_MODEL, f"this node serves {model.name}, not {request.model}")
     if request.params.grammar is not None and "grammar" not in model.features:
@@ -64,7 +69,7 @@ def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Ref
 
 
 def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
-    """Say with all numbers that the request would not fit even if nothing else ran here; None when it would."""
+    """Return the refusal, with all numbers, of a request that would not fit even alone; None if it would."""
     if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
         return None
     needed = arithmetic.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
@@ -80,7 +85,8 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
 
 
 def admit(shape: Shape, memory: Memory, model: Model, cost: int, gate: Gate) -> Refused | None:
-    """Ask the gate whether `cost` bytes may be promised now. What can never fit is told from what does not fit now."""
+    """Check whether `cost` bytes may be committed now. The refusal distinguishes a request that can never fit from one
+    that does not fit now."""
     answer = gate.check(Site.PREFLIGHT, memory, cost)
     if not isinstance(answer, Refused):
         return None

@@ -1,4 +1,4 @@
-"""A request as the inference thread takes it: as tokens, or refused for good."""
+"""Prepared request for the inference thread: its tokens, or its final refusal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,48 +12,52 @@ if TYPE_CHECKING:
 
 
 class Follower(Protocol):
-    """Where one answer stands in what it has to follow; see `constraint.Constraint`."""
+    """State of one answer in its grammar; see `matcher.Constraint`."""
 
     @property
     def opener(self) -> int | None:
-        """The token that may begin a thought now, if it would be the model's own choice."""
+        """Token that may start a thought now, if the model chooses it."""
         ...
 
     def feed(self, token: int) -> None:
-        """Take the next id of the answer."""
+        """Advance by the next id of the answer."""
         ...
 
     def mask(self) -> bytes | None:
-        """Give the tokens that may come next, a bit for each; None where nothing matters any more."""
+        """Return the allowed next tokens, one bit each; None where any token is allowed."""
         ...
 
 
 class Rules(Protocol):
-    """What every answer of a request has to follow; see `grammar.Grammar`."""
+    """Grammar of all answers of a request; see `compiler.Grammar`."""
 
     def begin(self) -> Follower:
-        """Stand at the beginning of an answer."""
+        """Return the state at the start of an answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """`ids` are the whole prompt's tokens, `eos` those that end an answer; `voice(choice)` gives a new text pipeline.
-    `grammar` is what every answer has to follow. The first `shared` of the ids follow from a system prompt of all keys.
-
-    With `refused` there is nothing else.
-    """
+    """Tokenized request. With `refused` the other fields are unset."""
 
     request: Generate
+    """The request."""
     ids: tuple[int, ...] = ()
+    """Tokens of the whole prompt."""
     eos: frozenset[int] = frozenset()
+    """Tokens that end an answer."""
     voice: "Callable[[int], TextPipeline] | None" = None
+    """`voice(choice)` returns a new text pipeline."""
     token_bytes: Callable[[int], bytes] = lambda token: b""
+    """Returns the bytes of a token."""
     refused: Refused | None = None
+    """Refusal of the request; None: it is accepted."""
     grammar: Rules | None = None
+    """Grammar that every answer must match."""
     shared: int = 0
+    """Number of first ids that are a system prompt of all keys."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the prompt takes."""
+        """Number of prompt tokens."""
         return len(self.ids)

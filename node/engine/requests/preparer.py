@@ -1,8 +1,8 @@
-"""Puts a request's text into tokens, or refuses it for good: on the I/O thread, or on the threads of prompts.
+"""Request preparation: tokenize a request or refuse it for good, on the I/O thread or on the prompt threads.
 
-No MLX here. Several prompts are tokenized at the same time, on their threads. A lock is held only while a tokenizer is
-loaded or a grammar compiled, which the I/O thread never does (`inline`). A refusal is the fault of the request or of
-its model, and touches no other request. Whether there is room is decided on the inference thread.
+MLX is not used here. Several prompts are tokenized at the same time, on their threads. A lock is held only while a
+tokenizer is loaded or a grammar compiled, which the I/O thread never does (`inline`). A refusal concerns one request or
+its model, and affects no other request. The inference thread checks the memory.
 """
 
 import threading
@@ -27,13 +27,16 @@ from wire.frames import Count, Finished, Generate, Params, Refusal
 from wire.refusals import Code, Refused
 
 FEATURES = ("grammar", "logprobs", "sampling", "tools")
-"""What the engine can do for requests beyond the plain ones."""
+"""Features of the engine beyond plain requests."""
 log = structlog.get_logger("engine.door")
 
 
 class Door:
-    """Holds the tokenizers, loaded at the first request for their model, after a trial where there are `trials`.
-    `context(found)` returns the most tokens of a row of a model, `barred(found)` why it cannot be used now."""
+    """Tokenizers by model, loaded at the first request for their model, after a trial if `trials` is set.
+
+    `context(found)` returns the most tokens of a row of a model. `barred(found)` returns why the model cannot be used
+    now.
+    """
 
     def __init__(
         self, library: Library, context: Callable[[Found], int] = lambda found: found.context, *,
@@ -55,7 +58,7 @@ class Door:
         return self._tokenizers
 
     def inline(self, frame: Generate | Count) -> bool:
-        """Return whether the I/O thread may prepare this prompt itself: it is short, waits for no lock, and compiles no
+        """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
         grammar."""
         found = self._library.look(frame.model)
         if found is None or found.cause:
@@ -64,7 +67,7 @@ class Door:
         return not guided and _key(found) in self._tokenizers and not self.need(frame)
 
     def need(self, frame: Generate | Count) -> int:
-        """Give the bytes that it takes for a moment to put this prompt into tokens; 0: it may be done unasked."""
+        """Return the transient bytes of tokenizing this prompt; 0: no admission is needed."""
         found = self._library.look(frame.model)
         if found is None or found.cause:
             return 0
@@ -79,8 +82,8 @@ class Door:
         )  # fmt: skip
 
     def features(self, found: Found) -> tuple[str, ...]:
-        """Name what may be asked for with a model (wire.report.Model); all of it until the first request has read its
-        tokenizer, so that none is refused for what is not known."""
+        """Return the features of a model (wire.report.Model). Before the first request has loaded its tokenizer all
+        features are returned, because an unknown feature is no reason for a refusal."""
         tokenizer = self._tokenizers.get(_key(found))
         lacking: set[str] = set()
         if tokenizer is not None:
@@ -89,8 +92,7 @@ class Door:
         return tuple(one for one in FEATURES if one not in lacking)
 
     def prepare(self, request: Generate) -> Prepared:
-        """Put a request into tokens. Never raises: on the thread that is the engine's life line, and on one that it
-        waits for."""
+        """Tokenize a request. Never raises, because the calling threads must not end."""
         try:
             with self._reading(request.model, request.request):
                 return self._prepared(request)
@@ -99,7 +101,7 @@ class Door:
             return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
 
     def count(self, asked: Count) -> Finished | Refusal:
-        """Return the number of a prompt's tokens. Never raises either."""
+        """Return the number of a prompt's tokens. Never raises."""
         request = Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created,
                            tools=asked.tools, template=asked.template)  # fmt: skip
         try:
@@ -117,7 +119,7 @@ class Door:
             )
 
     def _for(self, request: Generate) -> Tokenizer | Refused:
-        """Return the tokenizer of a request's model, or why the request has none."""
+        """Return the tokenizer of a request's model, or the refusal if there is none."""
         found = self._library.look(request.model)
         if found is None:
             return Refused(Code.NO_MODEL, f"this node has no model {request.model}")
@@ -163,7 +165,7 @@ class Door:
         )
 
     def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: Prompt) -> Grammar | None:
-        """Compile what the answer has to be like; Unfit if it cannot be, whatever goes wrong."""
+        """Compile the grammar of a request. Raise `Unfit` on any error."""
         asked = request.params.grammar
         if asked is None:
             return None
@@ -177,7 +179,7 @@ class Door:
             raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
 
     def tokenizer(self, found: Found) -> Tokenizer:
-        """Return the tokenizer of a model, tried and loaded at the first call; TokenizerError where it cannot be."""
+        """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if that fails."""
         tokenizer = self._tokenizers.get(_key(found))
         if tokenizer is not None:
             return tokenizer
@@ -199,7 +201,7 @@ def _key(found: Found) -> str:
 
 
 def _files(folder: Path) -> int:
-    """Give the bytes of a tokenizer's files; 0 where none can be read, which loading it will say."""
+    """Return the bytes of a tokenizer's files; 0 if none can be read, which its load will report."""
     sizes = (path.stat().st_size for name in FILES if (path := folder / name).is_file())
     return sum(sizes)
 

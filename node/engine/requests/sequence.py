@@ -1,7 +1,7 @@
-"""What the text engine knows of a request: its rows, their ids, and the prefills that are under way.
+"""Admitted requests in the text engine: rows and their token ids.
 
-A row's whole past is `prompt + ids`. Everything else about it (cache, text, draws) follows from these, so a row can be
-rebuilt from them at any time, here or on another node.
+The whole past of a row is `prompt + ids`. All other state (cache, text, draws) follows from these ids. A row can
+therefore be rebuilt from them at any time, here or on another node.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,23 +18,33 @@ from wire.frames import Delta, Generate, Logprob
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One answer. `reason` once it has ended; `pieces`, `new` and `logprobs` are what has not been sent yet. The first
-    `heard` of its `ids` were heard from another node."""
+    """One answer."""
 
     sequence: "Sequence"
+    """Request of the answer."""
     choice: int
+    """Index of the answer in its request."""
     commitment: Commitment
+    """Memory commitment of the row."""
     pipeline: TextPipeline
+    """Text pipeline of the answer."""
     ids: list[int] = field(default_factory=list[int])
+    """Generated tokens."""
     reason: str = ""
+    """Reason of its end; empty while it is running."""
     rebuilt: int = 0
+    """Number of rebuilds after a broken batch."""
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Text not sent yet, as (channel, text)."""
     new: list[int] = field(default_factory=list[int])
+    """Tokens not sent yet."""
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
+    """Log probabilities not sent yet."""
     heard: int = 0
+    """Number of first `ids` that another node generated."""
 
     def replay(self, ids: Iterable[int]) -> None:
-        """Stand where the answer stood after these ids, which were heard: their text is not said again."""
+        """Restore the state after these ids, which another node has sent: their text is not sent again."""
         for token in ids:
             self.ids.append(token)
             self.read(token)
@@ -43,7 +53,7 @@ class Row:
         self.pieces, self.heard = [], len(self.ids)
 
     def read(self, token: int) -> None:
-        """Take the newest id into the text, and see whether the answer ends by it."""
+        """Add the newest id to the text, and end the answer if the id ends it."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
             self._finish("stop")
@@ -60,13 +70,13 @@ class Row:
         self.pieces += pieces
 
     def known(self) -> list[int]:
-        """Give all ids that are known: prompt and answer so far."""
+        """Return all known ids: prompt and answer so far."""
         return [*self.sequence.prompt, *self.ids]
 
     def gathered(self) -> list[Delta]:
-        """Return what has not been sent yet, neighbouring pieces of a channel as one, MAX_DELTAS pieces in a delta.
+        """Return unsent output as deltas of at most `MAX_DELTAS` pieces; adjacent pieces of a channel are joined.
 
-        A text that was held back until it was long (a call without an end) is cut into deltas of their own.
+        Text that was held back until it was long (a tool call without an end) is cut into deltas of its own.
         """
         pieces: list[tuple[int, str]] = []
         for channel, text in self.pieces:
@@ -92,7 +102,7 @@ class Row:
 
 
 _JOINABLE = frozenset({0, 1})
-"""Text of these channels (content, reasoning) can be joined; a tool call is a piece of its own."""
+"""Channels whose text can be joined (content, reasoning); a tool call is a piece of its own."""
 
 
 def _cut(channel: int, text: str) -> list[tuple[int, str]]:
@@ -103,49 +113,60 @@ def _cut(channel: int, text: str) -> list[tuple[int, str]]:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One admitted request. Times are monotonic seconds; `told` is when something was last sent. `cached` tokens of
-    what it began with were found in the prefix cache; without a `prompt_hash` nothing of it is kept there."""
+    """Admitted request. Times are monotonic seconds."""
 
     request: Generate
+    """The request."""
     prepared: Prepared
+    """Its tokens and grammar."""
     shape: Shape
+    """Its size."""
     sampling: Sampling
+    """Sampling parameters in force."""
     seed: int
+    """Seed of its draws."""
     arrived: float
+    """Time of arrival."""
     rows: list[Row] = field(default_factory=list[Row])
+    """Its answers."""
     begun: float = 0.0
+    """Start of its prefill; 0.0 before."""
     joined: float = 0.0
+    """Time of its first join; 0.0 before."""
     told: float = 0.0
+    """Time at which output was last sent."""
     cached: int = 0
+    """Tokens found in the prefix cache at its start."""
     prompt_hash: bytes = b""
+    """Hash of the prompt; empty: the prefix cache does not store it."""
     yielded: bool = False
-    """It was preempted for a key that held less, and takes its turn among all others."""
+    """Whether it was preempted for a key that held less memory; it then returns in turn with all other requests."""
 
     @property
     def number(self) -> int:
-        """The coordinator's number for it."""
+        """The coordinator's number of the request."""
         return self.request.request
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The prompt's tokens."""
+        """Tokens of the prompt."""
         return self.prepared.ids
 
     @property
     def cache_scope(self) -> str:
-        """Return whose cached prefixes it reuses, and whose its own become."""
+        """Return the scope of cached prefixes that it reuses and stores."""
         return self.request.cache_scope or self.request.owner.name
 
     @property
     def prompt_cached(self) -> int:
-        """Tokens of the prompt alone that were found in the prefix cache: of a resumed answer more may have been."""
+        """Cached tokens of the prompt alone: a resumed answer may have more."""
         return min(self.cached, self.shape.prompt)
 
     @property
     def delivered(self) -> bool:
-        """Whether any token of it has been sent from here."""
+        """Return whether any token was sent from here."""
         return any(len(row.ids) > len(row.new) + row.heard for row in self.rows)
 
     def writing(self) -> Iterator[Row]:
-        """Give the rows that are not at their end."""
+        """Return the rows that have not ended."""
         return (row for row in self.rows if not row.reason)

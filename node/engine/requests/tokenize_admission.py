@@ -1,15 +1,17 @@
-"""Prompts that are not in tokens yet, and what it takes to put them there.
+"""Admission of prompts to tokenization, with the memory that it takes.
 
-A tokenizer writes records of its own beside the tokens: measured up to 301 bytes a token, and no token is shorter than
-a byte of text. Loading one takes up to 34 times its files, the tables for grammars 14 times. No estimate of a forward
-sees these bytes. So a prompt for which `verdict.reading_bytes` counts any is judged on the inference thread before it
-is read, as a forward would be, and they are reserved until it is in tokens. Two threads read prompts meanwhile, one of
-them only long texts, so that a prompt of usual length never waits for a text of megabytes. Each takes turns between
-API keys. The I/O thread prepares
-short prompts itself (`Door.inline`): it answers pings, limits and cancels, and waits for nothing.
+A tokenizer keeps records of its own in addition to the tokens. They take up to 301 bytes a token (measured), and no
+token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
+times. No estimate of a forward covers these bytes.
 
-    I/O thread            inference thread              threads of prompts
-    not inline: Unread ──► judged, reserved ───────────► read
+A prompt for which `arithmetic.reading_bytes` counts any is therefore checked on the inference thread, as a forward
+would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long texts.
+A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys. The
+I/O thread prepares short prompts itself (`Door.inline`), because it must answer pings, limits and cancels without a
+wait.
+
+    I/O thread            inference thread              prompt threads
+    not inline: Unread ──► checked, reserved ──────────► tokenize
                             └ Refusal                      │
                            admitted, no longer reserved ◄──┘ Read
 """
@@ -30,12 +32,14 @@ LONG = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A prompt as it came. `need`: bytes that reading it takes for a moment; `read` puts it into tokens, on any thread,
-    and never raises. `long`: it is read on the thread of long texts."""
+    """Prompt before tokenization."""
 
     frame: Generate | Count
+    """The request, or the order to count its tokens."""
     need: int
+    """Transient bytes of its tokenization."""
     read: Callable[[], "Read"]
+    """Tokenizes the prompt, on any thread; never raises."""
 
     @property
     def key(self) -> str:
@@ -44,20 +48,20 @@ class Unread:
 
     @property
     def long(self) -> bool:
-        """Return whether this text may take longer than the prompts of usual length wait for each other."""
+        """Return whether this text belongs to the thread of long texts."""
         return text_bytes(self.frame) > LONG
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What became of an unread prompt; the promise for it ends here."""
+    """Result of a tokenization; its reservation ends here."""
 
     request: int
     work: Prepared | Finished | Refusal
 
 
 def text_bytes(frame: Generate | Count) -> int:
-    """Give the bytes of a request's text, a given token id counted as one."""
+    """Return the bytes of a request's text; a given token id counts as one."""
     texts = [frame.tools]
     for message in frame.messages:
         texts += (message.content, message.name, message.reasoning)
@@ -69,7 +73,8 @@ def text_bytes(frame: Generate | Count) -> int:
 
 
 def too_long(frame: Generate | Count, need: int, memory: Memory) -> Refused | None:
-    """Say with all numbers that this prompt could not be read here even if nothing else ran; None when it could."""
+    """Return the refusal, with all numbers, of a prompt that could not be tokenized here even alone; None if it
+    could."""
     holds = max(0, most_bytes(memory))
     if not memory.guard or need <= holds:
         return None

@@ -1,17 +1,19 @@
-"""The one place that knows mlx-lm's `GenerationBatch` (0.32.2): a padded batch of rows that decode together.
+"""Padded batch of rows that decode together: the only module that knows mlx-lm's `GenerationBatch` (0.32.2).
 
-What it does that its interface does not say (read and tried; tests/unit/node/engine/scheduling/test_decode_batch.py
-holds it to this)
-- Its constructor runs a forward over each row's last known token, unless it has no rows. So a batch is begun empty and
-  given its rows as that forward would have left them: their first token comes from the last forward of the prefill.
-- `next()` launches step N+1 before it gives the tokens of step N. A row that ended has one token too many in flight.
-- `extend` and `filter` are lazy: unevaluated they keep the old batch alive whole. Here each layer is evaluated by
-  itself, which frees its old arrays before the next layer is copied.
-- After an exception out of it nothing it holds may be trusted (going on gave wrong tokens, silently). The owner
-  discards the object and rebuilds the rows from their ids.
+`GenerationBatch` behaves in ways that its interface does not state. They were read and tried.
+tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
+- Constructor: Its constructor runs a forward over each row's last known token, unless it has no rows. A batch is
+  therefore created empty, and its rows are set to the state after that forward. Their first token comes from the last
+  forward of the prefill.
+- Lookahead: `next()` launches step N+1 before it returns the tokens of step N. A row that ended has one token too many
+  in flight.
+- Laziness: `extend` and `filter` are lazy: unevaluated, they keep the whole old batch alive. Here each layer is
+  evaluated alone, which frees its old arrays before the next layer is copied.
+- Exceptions: After an exception none of its contents can be trusted (continuing gave wrong tokens, silently). The
+  caller discards the object and rebuilds the rows from their ids.
 
-Stop sequences, limits and the cache that it extracts (lazily) at a row's end are not used: rows end by `drop`, and
-`extract` copies one out.
+Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop`, and `extract`
+copies one out.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,8 +34,10 @@ K = TypeVar("K")
 
 
 class Guard:
-    """Stands between a row's sampler and processors and the batch: what they raise fails that row alone. The `masker`
-    comes after all other processors, and hears each token before the step that follows on it."""
+    """Wrapper of a row's sampler and processors: their exceptions fail that row alone.
+
+    The `masker` runs after all other processors. It receives each token before the next step.
+    """
 
     def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: Masker | None = None) -> None:
         self.error: Exception | None = None
@@ -65,33 +69,41 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joining(Generic[K]):
-    """A row that joins: who it is, and its guarded sampler and processors."""
+    """Row that joins a batch."""
 
     row: K
+    """The caller's row."""
     guard: Guard
+    """Guarded sampler and processors of the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token(Generic[K]):
-    """One row's next token, and the log probabilities (vocabulary,) that it was drawn from."""
+    """Next token of one row."""
 
     row: K
+    """The caller's row."""
     token: int
+    """Token id."""
     logprobs: mx.array
+    """Log probabilities that the token was sampled from, shape (vocabulary,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Newcomers(Generic[K]):
-    """Rows ready to be admitted: a batch of their own, and who they are in it."""
+    """Rows ready to be admitted."""
 
     batch: GenerationBatch
+    """Batch of these rows alone."""
     rows: dict[int, Joining[K]]
+    """Rows by uid in that batch."""
 
 
 class DecodeBatch(Generic[K]):
     """Rows of one model that decode together.
 
-    A step is launched ahead: it takes as long as its call (`called`, the last in seconds) and the wait for it, if any.
+    A step is launched ahead. Its duration is the duration of its call plus the wait for it, if any. `called` is the
+    duration of the last call in seconds; None once it was awaited.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -101,9 +113,9 @@ class DecodeBatch(Generic[K]):
         self._rows: dict[int, Joining[K]] = {}
         self._next = 0
         self._told: set[int] = set()
-        """Rows whose next token is known to the outside: the first of an answer, or the last of a prompt."""
+        """Rows whose next token is known to the caller: the first of an answer, or the last of a prompt."""
         self._asked: set[int] = set()
-        """Of these the rows whose next token is the prompt's last, not the answer's first."""
+        """Those of `_told` whose next token is the prompt's last, not the answer's first."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -111,9 +123,10 @@ class DecodeBatch(Generic[K]):
     def join(
         self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers, logits: mx.array
     ) -> list[Token[K]]:
-        """Take in rows that share a past: `cache` holds all of `ids` and is used up, `logits` (1, vocabulary) are those
-        of the last. Give each row's first token; no step gives it again. After an exception the whole batch must be
-        discarded.
+        """Add rows that share a past and return each row's first token; no step returns it again.
+
+        `cache` holds all of `ids` and is consumed. `logits` (1, vocabulary) are those of the last id. After an
+        exception the whole batch must be discarded.
         """
         past, layers = list(ids), _merged(cache, len(joining))
         drawn = [_drawn(one.guard, mx.array(past), logits) for one in joining]
@@ -126,9 +139,11 @@ class DecodeBatch(Generic[K]):
         ]
 
     def ready(self, joining: Sequence[Joining[K]], ids: Sequence[Sequence[int]], cache: Layers) -> Newcomers[K]:
-        """Make rows ready to `admit` that were read together, each with a past of its own: a row's cache holds all of
-        its `ids` but the last, which is its input to the next step and gives its first token. The batch itself is not
-        touched: an exception costs these rows alone. `cache` is used up."""
+        """Prepare rows of one shared forward for `admit`, each with a past of its own.
+
+        A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
+        row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
+        """
         pasts = [list(one[:-1]) for one in ids]
         last = mx.array([one[-1] for one in ids], mx.uint32)
         layers = _aligned(cache, [len(past) for past in pasts])
@@ -137,12 +152,12 @@ class DecodeBatch(Generic[K]):
         return made
 
     def admit(self, newcomers: Newcomers[K]) -> None:
-        """Take in rows made ready. After an exception the whole batch must be discarded."""
+        """Add prepared rows. After an exception the whole batch must be discarded."""
         if self._batch is None:
             self._batch = newcomers.batch
         else:
             self._batch.extend(newcomers.batch)
-            newcomers.batch.prompt_cache = []  # the copies to come alone hold them, each until it is made
+            newcomers.batch.prompt_cache = []  # only the copies below hold the layers, each until it is evaluated
             self._settle()
         self._rows.update(newcomers.rows)
         self._told.update(newcomers.rows)
@@ -155,8 +170,8 @@ class DecodeBatch(Generic[K]):
         tokens: mx.array,
         logprobs: list[mx.array],
     ) -> Newcomers[K]:
-        """Make a batch that stands where its constructor's forward would have left it: its caches hold the `pasts`, the
-        `tokens` (rows,) come next."""
+        """Return a batch in the state after its constructor's forward: the caches hold `pasts`, and `tokens` (rows,)
+        come next."""
         count = len(joining)
         uids = list(range(self._next, self._next + count))
         self._next += count
@@ -173,13 +188,13 @@ class DecodeBatch(Generic[K]):
         return Newcomers(batch, dict(zip(uids, joining, strict=True)))
 
     def wait(self) -> None:
-        """Wait for the step that is launched already, so that what comes next can be timed."""
+        """Wait for the launched step. Later work can then be timed."""
         if self._batch is not None:
             evaluate(cast("Any", self._batch)._next_tokens)
 
     def step(self) -> list[Token[K]]:
-        """Give every row's next token, but not the first again, and launch the step after it. The first of those that
-        were read together is not kept back for that: it is waited for."""
+        """Return every row's next token, without repeating first tokens, and launch the following step. First tokens of
+        rows that were prefilled together are awaited and returned at once."""
         if self._batch is None:
             return []
         self._tell_maskers(self._batch)
@@ -189,15 +204,15 @@ class DecodeBatch(Generic[K]):
         return tokens + [one for uid, one in self._launched() if uid in self._told] if self._told else tokens
 
     def last(self) -> list[Token[K]]:
-        """Give what `step` gives, for rows that all end by it: no step is launched that nobody waits for."""
+        """Return the tokens of `step` for rows that all end with them. No further step is launched."""
         if self._batch is None or self._told:
             return self.step()
         self._told.update(self._batch.uids)
         return [token for _, token in self._launched()]
 
     def _launched(self) -> list[tuple[int, Token[K]]]:
-        """Wait for the step that is launched, and give its tokens by row."""
-        assert self._batch is not None  # noqa: S101  the callers have one
+        """Wait for the launched step; return its tokens with the uids of their rows."""
+        assert self._batch is not None  # noqa: S101 the callers have checked it
         state, uids = cast("Any", self._batch), self._batch.uids
         tokens = cast("list[int]", state._next_tokens.tolist())
         return [
@@ -206,7 +221,7 @@ class DecodeBatch(Generic[K]):
         ]
 
     def _tell_maskers(self, batch: GenerationBatch) -> None:
-        """Wait for the tokens of the step that is launched, and tell them to those who need them for the next."""
+        """Wait for the tokens of the launched step and pass them to the maskers, which need them for the next step."""
         maskers = [None if uid in self._asked else self._rows[uid].guard.masker for uid in batch.uids]
         if any(masker is not None for masker in maskers):
             tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
@@ -215,15 +230,15 @@ class DecodeBatch(Generic[K]):
                     masker.hear(token)
 
     def errors(self) -> list[tuple[K, Exception]]:
-        """Give the rows whose sampler or processors raised, and what."""
+        """Return the rows whose sampler or processors raised, with the exceptions."""
         return [(one.row, one.guard.error) for one in self._rows.values() if one.guard.error is not None]
 
     def rows(self) -> list[K]:
-        """Give the rows in it."""
+        """Return the rows of the batch."""
         return [one.row for one in self._rows.values()]
 
     def drop(self, rows: Collection[K]) -> None:
-        """Take rows out and give their memory back."""
+        """Remove rows and release their memory."""
         if self._batch is None:
             return
         gone = {uid for uid, one in self._rows.items() if one.row in rows}
@@ -238,33 +253,33 @@ class DecodeBatch(Generic[K]):
         self._settle()
 
     def ids(self, row: K) -> list[int]:
-        """Give the tokens that a row's cache holds: all that were given of it, the last included, but a first token
-        that came with the join and no step has taken in yet."""
+        """Return the tokens in a row's cache: all returned tokens, the last included. A first token that came with the
+        join is missing until a step has processed it."""
         assert self._batch is not None  # noqa: S101  a row is in it
         return list(self._batch.tokens[self._place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Copy a row's cache out, without padding, evaluated: it holds what `ids` says."""
+        """Return an evaluated copy of a row's cache without padding; it holds the tokens of `ids`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._place(row)
         return owned(layer.extract(place) for layer in self._batch.prompt_cache)
 
     def _place(self, row: K) -> int:
-        assert self._batch is not None  # noqa: S101  the callers have one
+        assert self._batch is not None  # noqa: S101 the callers have checked it
         return next(place for place, uid in enumerate(self._batch.uids) if self._rows[uid].row is row)
 
     def nbytes(self) -> int:
-        """Give the bytes of its caches."""
+        """Return the bytes of the caches."""
         return 0 if self._batch is None else nbytes_of(self._batch.prompt_cache)
 
     def _settle(self) -> None:
-        assert self._batch is not None  # noqa: S101  the callers have one
+        assert self._batch is not None  # noqa: S101 the callers have checked it
         for layer in self._batch.prompt_cache:
             evaluate(layer.state)
 
 
 def _drawn(guard: Guard, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Draw a row's first token, shape (1,), and give the log probabilities (vocabulary,) that it was drawn from."""
+    """Sample a row's first token; return it, shape (1,), with its log probabilities, shape (vocabulary,)."""
     for processor in guard.processors:
         logits = processor(ids, logits)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -272,7 +287,7 @@ def _drawn(guard: Guard, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.
 
 
 def _merged(cache: Layers, count: int) -> list[Layer]:
-    """Turn one row's cache into a batch of `count` equal rows, layer by layer, freeing as it goes."""
+    """Turn one row's cache into a batch of `count` equal rows, layer by layer, and free each layer after its copy."""
     merged: list[Layer] = []
     while cache:
         layer = cache.pop(0)
@@ -283,8 +298,8 @@ def _merged(cache: Layers, count: int) -> list[Layer]:
 
 
 def _aligned(cache: Layers, lengths: Sequence[int]) -> list[Layer]:
-    """Turn the plain caches of rows that are padded right into those of a batch, padded left, layer by layer, freeing
-    as it goes. Rows of one length are not copied at all."""
+    """Turn right-padded plain caches of rows into left-padded ones of a batch, layer by layer. Each layer is freed
+    after its copy. Rows of equal length are not copied."""
     longest = max(lengths)
     padding = [longest - length for length in lengths]
     aligned: list[Layer] = []

@@ -1,13 +1,13 @@
-"""The rules that rows, batches, prefills and the ledger obey between two turns. Pure.
+"""Invariants of rows, batches, prefills and the ledger between two iterations. Pure.
 
     a live request's row that has not ended is in exactly one place:
         one prefill            its commitment is in the ledger and has not joined
         one decode batch       its commitment is in the ledger, has joined, and names that batch
         a preempted request    its commitment is empty and in no ledger
 
-A broken rule means a row that is never served, memory that is never released, or an exception in a later turn, which
-ends the engine process with every request on it. Every engine test checks the rules after each turn; a running engine
-checks them when it has nothing to do, and logs what it finds.
+A violation means a row that is never served, memory that is never released, or an exception in a later iteration. That
+exception would end the engine process with all its requests. Every engine test checks the invariants after each
+iteration. A running engine checks them when it is idle, and logs violations.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ def violations(
     preempted: Iterable[Sequence],
     residents: Mapping[str, Resident],
 ) -> list[str]:
-    """Return one sentence for each broken rule; an empty list when all hold."""
+    """Return one sentence for each violation; an empty list if there is none."""
     prefilling = list(prefills)
     waiting = {id(sequence) for sequence in preempted}
     places = Counter[int]()

@@ -1,17 +1,19 @@
-"""Several short prompts in one forward.
+"""Packed prefill: several short prompts in one forward.
 
-A forward reads the weights once, however many rows it has, and rows that join at once copy the decode batch once; rows
-that begin together also decode together, so fewer steps are narrow ones. So whole prompts that wait are padded *right*
-and written into one cache. Attention is causal: no token sees what stands to its right, hence none of the padding, and
-what a row's cache then holds before its end is what it would hold by itself.
+A forward reads the weights once for any number of rows, and rows that join together copy the decode batch once. Rows
+that start together also decode together, which makes steps wider. Whole waiting prompts are therefore padded *right*
+and written into one cache. Attention is causal: no token attends to its right, hence to no padding. Up to its end a
+row's cache is the same as after a prefill of its own.
 
-- The last token of each is left out. It is the row's input to its first decode step, which computes the logits of all
-  rows at once; here logits would be computed of every token, a gigabyte with a large vocabulary.
-- Only plain caches take part (`cache.plain`): a window or a running state would take the padding in.
-- Who begins with much that is kept, or like another one of them, waits for its turn: that need not be read at all.
-- Who shares a forward shares the ledger's batch, so that rows × longest is promised already.
-- A fault here is nobody's: all are read again one by one, and the one that is guilty fails by itself. In the record of
-  calls, too, it serves many.
+- Last token: The last token of each prompt is left out. It is the input of the row's first decode step, which computes
+  the logits of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large
+  vocabulary.
+- Caches: Only plain caches take part (`kv_cache.plain`): a window or a running state would include the padding.
+- Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like another member. Its
+  prefix need not be computed again.
+- Ledger: Prompts of one forward share a ledger batch, and rows × longest is therefore committed already.
+- Faults: A fault here has no known culprit. All prompts are prefilled again one by one, and the faulty one fails alone.
+  The crash recorder, as well, names no request for a packed forward.
 """
 
 import time
@@ -31,11 +33,12 @@ from node.engine.scheduling.prefix_cache import Reuse
 
 PAD = 0
 MUCH = 0.5
-"""Of a prompt: where so much is kept it is read alone, for the rest only. With less, reading it whole costs less."""
+"""Share of a prompt: with at least this much cached it is prefilled alone, from there on. With less, a packed prefill
+costs less."""
 
 
 class Together:
-    """Chooses who is read together, and reads them. `most`: tokens of a forward, padding included."""
+    """Selection and prefill of packed prompts. `most`: tokens of a forward, padding included."""
 
     def __init__(self, forwards: Forwards, reuse: Reuse, most: int) -> None:
         self._forwards = forwards
@@ -43,7 +46,7 @@ class Together:
         self._most = most
 
     def company(self, first: Prefill, waiting: Sequence[Prefill], most: int) -> list[Prefill]:
-        """Choose who is read with the `first`, itself included, in at most `most` tokens."""
+        """Choose the prompts to prefill with `first`, itself included, in at most `most` tokens."""
         if not self._shares(first):
             return [first]
         batch, members = _batch(first), [first]
@@ -54,14 +57,14 @@ class Together:
         return [members[place] for place in places]
 
     def _shares(self, prefill: Prefill) -> bool:
-        """Whether a prompt may be read with others: it is whole, and little of it is kept."""
+        """Return whether a prompt may be packed: it is whole, and little of it is cached."""
         if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.resident.plain:
             return False
         self._reuse.find(prefill)
         return len(prefill.ids) > 1 and prefill.written < MUCH * len(prefill.ids)
 
     def fitting(self, members: list[Prefill]) -> list[Prefill]:
-        """Give the first of them that the gate lets through in one forward, by halving; none below two."""
+        """Return the first members that pass the gate in one forward, by halving; an empty list below two."""
         while len(members) > 1:
             estimate = members[0].resident.estimator.together(len(members), _longest(members))
             if self._forwards.passes(Site.PREFILL, estimate):
@@ -71,7 +74,7 @@ class Together:
         return []
 
     def read(self, members: Sequence[Prefill]) -> Layers:
-        """Write all but the last token of each; give the cache of all rows, in the order of `members`."""
+        """Prefill all but the last token of each member; return the cache of all rows, in the order of `members`."""
         resident, longest = members[0].resident, _longest(members)
         rows = [one.ids[:-1] + [PAD] * (longest + 1 - len(one.ids)) for one in members]
         cache, count = new_cache(resident.model), len(rows) * longest
@@ -89,7 +92,7 @@ class Together:
 
 
 def write(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
-    """Write rows of one length into a cache, without logits."""
+    """Prefill rows of equal length into a cache, without logits."""
     model(mx.array(rows), cache=cache)
     evaluate([layer.state for layer in cache])
 
@@ -103,7 +106,7 @@ def _batch(prefill: Prefill) -> int:
 
 
 def _alike(one: Prefill, other: Prefill) -> bool:
-    """Return whether much of a prompt will be kept for it once another one is read."""
+    """Return whether much of `one` will be cached after a prefill of `other`."""
     length = max(LEAST, int(MUCH * len(one.ids)))
     if one.past is None or other.past is None or len(one.ids) <= length or one.ids[:length] != other.ids[:length]:
         return False

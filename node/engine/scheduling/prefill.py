@@ -1,4 +1,4 @@
-"""A prompt on its way into its rows' decode batches."""
+"""Prefill of a prompt: state from admission to the join with its rows' decode batches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,62 +19,77 @@ NOTHING: Found[Layers] = Found()
 
 @dataclass(slots=True, eq=False)
 class Past:
-    """What a prefill needs to begin with something kept and to leave something behind. `scope`: whose sequences it may
-    reuse; the first `shared` tokens are a system prompt that all keys share."""
+    """Prefix cache state of a prefill."""
 
     key: bytes
+    """Packed ids of the prefill."""
     prompt_hash: bytes
+    """Hash of the prompt."""
     eos: frozenset[int]
+    """End-of-turn tokens."""
     scope: str = ""
+    """Scope of the cached sequences that it may reuse: the name of an API key."""
     shared: int = 0
+    """First tokens that are a system prompt of all keys."""
     found: Found[Layers] = NOTHING
+    """Result of the last lookup."""
     took: int = 0
+    """Tokens of the entry that it removed from the cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
+    """Places in the prompt at which a snapshot is wanted."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Rows whose shared past is being written: all of `ids` have to be in the cache, and `logits` are of the last.
-    Before its first chunk `written` is what was found of it in the prefix cache, and without a `past` nothing is. What
-    is `alone` is not read together with others."""
+    """Rows whose shared past is being prefilled."""
 
     resident: Resident
+    """Model of the rows."""
     sequence: Sequence
+    """Request of the rows."""
     rows: list[Row]
+    """Rows that share the past and have not joined yet."""
     ids: list[int]
+    """Tokens that the cache must hold."""
     cache: Layers | None = None
+    """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
+    """Logits of the last token."""
     written: int = 0
+    """Tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`."""
     retry_at: float = 0.0
+    """Time from which it may be tried again after a refusal."""
     past: Past | None = None
+    """Prefix cache state; None: the prefix cache is not used."""
     alone: bool = False
+    """Whether it must not be packed with other prompts."""
 
     @property
     def owner(self) -> Owner:
-        """Whose it is."""
+        """API key of the request."""
         return self.sequence.request.owner
 
     @property
     def answered(self) -> bool:
-        """Return whether its answer was begun, here or on another node, and it goes before new ones: not one that was
-        preempted for another key."""
+        """Return whether its answer was started, here or on another node. Such a prefill precedes new requests, unless
+        it was preempted for another key."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 
     @property
     def left(self) -> int:
-        """Tokens still to write."""
+        """Tokens still to prefill."""
         return len(self.ids) - self.written
 
     def again(self) -> None:
-        """Begin once more, alone: what was read with others could not be used."""
+        """Restart alone, because a packed prefill could not be used."""
         self.cache, self.written, self.alone = None, 0, True
         for row in self.rows:
             row.commitment.written = row.commitment.room = 0
 
 
 def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
-    """Part rows by what is known of their answers."""
+    """Group rows by the known tokens of their answers."""
     parts: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row.ids), []).append(row)
@@ -82,7 +97,7 @@ def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
 
 
 def by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
-    """Part rows by the batch that they were promised a place in."""
+    """Group rows by the batch of their commitment."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
         parts.setdefault(resident.ledger.batch_of(row.commitment), []).append(row)
@@ -90,7 +105,7 @@ def by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
 
 
 def guard_of(sequence: Sequence, row: Row) -> Guard:
-    """Give what stands between a row's sampler, processors and grammar, and its batch."""
+    """Return the guard of a row's sampler, processors and grammar."""
     grammar = sequence.prepared.grammar
     return Guard(
         sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),

@@ -1,27 +1,29 @@
-"""The prefix cache at work: what a row begins with, and what it leaves behind.
+"""Prefix cache in the scheduler: restore the start of a row, and store rows at their end.
 
     begin ─► find ─► (gate) ─► restore ─► prefill ─► reached ─► … ─► prompt_written ─► decode ─► row_ended
-             peeks             copies or     snapshots for caches    the prompt's own    the whole row,
+             looks up          copies or     snapshots for caches    the prompt's own    the whole row,
                                takes         that cannot be cut      state               copied out
 
 Rules
-- Found is not had: the gate is asked in between, and may give the cache back. `restore` uses only what is still kept.
-- A request pays for its whole prompt, found or not: a copy takes nothing until its first write, and then as much as if
-  it had been written anew. So `need`, ledger and gate know nothing of all this.
-- A conversation's next turn begins with *all* of a kept sequence, and will be kept itself. It takes the cache instead
-  of copying it. When it is cancelled before it has left anything, it leaves what it took.
-- Nothing is kept that does not fit by the same verdict as a request, and everything that is kept is evaluated at once.
-- Kept bytes are first to go (`make_room`). They never cause a refusal.
-- A request finds what its own key left behind, and of others only the system prompt that all keys share: the tokens of
-  that message alone are kept once more in a scope of all keys, as a snapshot.
-- After any fault of a model nothing of it is used again (`distrust`): the fault may lie in what was kept.
+- Lookup: A lookup guarantees nothing: the gate runs in between and may evict the entry. `restore` uses only live
+  entries.
+- Commitment: A request commits its whole prompt, cached or not. A copy takes no memory until its first write, and then
+  as much as a new cache. `need`, ledger and gate therefore ignore the prefix cache.
+- Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
+  cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
+- Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
+- Eviction: Cached bytes are evicted first (`make_room`). They never cause a refusal.
+- Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
+  The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
+- Faults: After any fault of a model none of its entries is used again (`distrust`), because the fault may be in an
+  entry.
 
-Where snapshots of a prompt are taken, for caches that cannot be cut
-- Behind the last end-of-turn token: the user's message is the last thing that the next turn's prompt is sure to repeat.
-  What follows (the opening of the answer, the marks of thinking) is the template's, and templates change it.
-- Where the prompt parts from a kept one: another request has begun in the same way, with a system prompt most likely.
-  The third finds it.
-- Behind a system prompt that all keys share.
+Snapshots of a prompt are taken in three places, for caches that cannot be cut
+- Turns: After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to
+  repeat. The rest (start of the answer, thinking marks) belongs to the template, and templates change it.
+- Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
+  system prompt. The third such request finds the snapshot.
+- System prompts: After a system prompt that all keys share.
 """
 
 import time
@@ -44,20 +46,20 @@ from wire.report import CacheState, Memory
 from wire.units import parse_size
 
 ENDING = 64
-"""Tokens from a prompt's end in which its last end-of-turn token is looked for."""
+"""Tokens from a prompt's end in which its last end-of-turn token is searched."""
 OPENING = 8
-"""Tokens that a template may put behind the user's message where no token ends a turn."""
+"""Tokens that a template may append to the user's message where no token ends a turn."""
 WORTH = 64
-"""Tokens more than what is kept already, from which a beginning shared with others is worth a snapshot."""
+"""Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
 AUTO, OFF = "auto", "off"
 AUTO_SHARE = 0.15
-"""Of the cap without the weights."""
+"""Share of the cap without the weights."""
 SURE = 7 / 8
-"""Share of the kept bytes that the system surely gets back: allocators keep parts of pages."""
+"""Share of the cached bytes that the system is certain to get back: allocators keep parts of pages."""
 
 
 def limit_of(setting: str | int, cap: int, weights: int) -> int:
-    """Give the most bytes that may be kept, from `engine.mlx.prefix_cache`; 0: nothing is. `weights` are the bytes of
+    """Return the limit of the prefix cache in bytes, from `engine.mlx.prefix_cache`; 0: off. `weights` are the bytes of
     all loaded models."""
     if setting == AUTO:
         return max(0, int(AUTO_SHARE * (cap - weights)))
@@ -65,7 +67,8 @@ def limit_of(setting: str | int, cap: int, weights: int) -> int:
 
 
 class Reuse:
-    """`limit(cap)` gives the most bytes that may be kept under a cap; `released()` hears that memory was given back."""
+    """Prefix cache of the scheduler. `limit(cap)` returns its limit in bytes under a cap; `released()` is called after
+    memory was freed."""
 
     def __init__(self, forwards: Forwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
         self._forwards = forwards
@@ -74,34 +77,34 @@ class Reuse:
         self._kept: PrefixCache[Layers] = PrefixCache()
         self._manners: dict[str, Manner] = {}
 
-    # what the engine asks
+    # for the engine
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all entries."""
         return self._kept.nbytes
 
     @property
     def entries(self) -> tuple[Entry[Layers], ...]:
-        """Kept entries, least recently used first."""
+        """Entries, least recently used first."""
         return self._kept.entries
 
     @property
     def reusable(self) -> int:
-        """Bytes that are surely free once all is given back."""
+        """Bytes that are certain to be free after all entries are evicted."""
         return int(self._kept.nbytes * SURE)
 
     def state(self) -> CacheState:
-        """Say what is kept and what it was good for."""
+        """Return the size and the counters of the cache."""
         return self._kept.state()
 
     def make_room(self, need: int) -> bool:
-        """Give back what was least recently used until `need` bytes fit, and no more than that; nothing at all if all
-        of it would not do. Say whether they fit."""
+        """Evict the least recently used entries until `need` bytes fit; return whether they fit. Evict nothing if all
+        entries would not suffice."""
         return _fits(self._memory(), need - self.nbytes) and self.give(need)
 
     def give(self, need: int) -> bool:
-        """Give back what was least recently used until `need` bytes fit or nothing is left; say whether they fit."""
+        """Evict the least recently used entries until `need` bytes fit or none is left; return whether they fit."""
         memory = self._memory()
         while self.nbytes and lacks(memory, need):
             self._kept.evict(max(1, need - (memory.headroom or 0)))
@@ -112,7 +115,7 @@ class Reuse:
         return _fits(memory, need)
 
     def relieve(self, enough: Callable[[], bool]) -> None:
-        """Give back what was least recently used until it is `enough` or nothing is left."""
+        """Evict the least recently used entries until `enough()` or none is left."""
         while self.nbytes and not enough():
             self._kept.evict(1)
             clear_pool()
@@ -120,20 +123,21 @@ class Reuse:
             self._released()
 
     def drop(self, model: str) -> None:
-        """Give back all of a model that leaves."""
+        """Evict all entries of a model that is unloaded."""
         self._kept.drop(model)
         self._manners.pop(model, None)
 
     def distrust(self, model: str) -> None:
-        """Use nothing again that was kept of a model before it failed."""
+        """Evict all entries of a model after a fault."""
         self._kept.drop(model)
 
-    # a prompt
+    # prompts
 
     def begin(self, prefill: Prefill) -> None:
-        """Look the prefill's tokens up, of a new request or of a row that was preempted or rebuilt.
+        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row.
 
-        `sequence.cached` is what a request began with: rows that come back do not change it."""
+        `sequence.cached` is the number of cached tokens at the start of a request; returning rows do not change it.
+        """
         if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is Manner.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
@@ -146,7 +150,7 @@ class Reuse:
             sequence.cached = prefill.written
 
     def find(self, prefill: Prefill) -> None:
-        """Look again, before the first chunk: what was kept when the request came may be gone, or better by now."""
+        """Repeat the lookup before the first chunk, because entries may have been evicted or stored since."""
         past, resident = prefill.past, prefill.resident
         if past is None or prefill.cache is not None:
             return
@@ -156,17 +160,17 @@ class Reuse:
         past.stops = [] if cut else stops(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
 
     def _find(self, model: str, past: Past, *, cut: bool) -> Found[Layers]:
-        """Find the longest beginning among the sequences of the request's own key and the shared system prompts."""
+        """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
         own = self._kept.find(model, past.key, cut=cut, scope=past.scope)
         if past.shared <= own.length:
             return own
-        opening = past.key[: (past.shared + 1) * WIDTH]  # of a prompt one token is left to compute
+        opening = past.key[: (past.shared + 1) * WIDTH]  # one token of a prompt must be computed
         common = self._kept.find(model, opening, cut=cut, scope=SHARED_SCOPE)
         return replace(common, shared=own.shared) if common.length > own.length else own
 
     def restore(self, prefill: Prefill) -> bool:
-        """Give a prefill the cache that it begins with, empty or not; False when what was found has been given back
-        since, so that the gate has to be asked for all of it."""
+        """Set the cache with which a prefill starts, empty or not. Return False if the entry was evicted since the
+        lookup: the gate must then check the whole prompt."""
         past = prefill.past
         found = NOTHING if past is None else past.found
         entry = found.entry
@@ -187,19 +191,19 @@ class Reuse:
         return True
 
     def begins_anew(self, prefill: Prefill) -> None:
-        """Hear that a prompt is read from its first token, whatever was found of it."""
+        """Record that a prompt is prefilled from its first token despite any entry."""
         if not prefill.sequence.joined:
             prefill.sequence.cached = 0
         if prefill.past is not None:
             prefill.past.found = NOTHING
 
     def until(self, prefill: Prefill, count: int) -> int:
-        """Shorten a chunk so that it ends where a snapshot is wanted."""
+        """Return the length of a chunk, shortened to end at the next wanted snapshot."""
         stops = () if prefill.past is None else prefill.past.stops
         return min([count, *(stop - prefill.written for stop in stops if stop > prefill.written)])
 
     def reached(self, prefill: Prefill) -> None:
-        """Take the snapshot that is wanted where a chunk has ended, if one is."""
+        """Take the snapshot that is wanted at the end of this chunk, if any."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or prefill.written not in past.stops:
             return
@@ -209,7 +213,7 @@ class Reuse:
             self._keep(prefill.resident, key, owned(cache), past.prompt_hash, scope, snapshot=True)
 
     def _share(self, prefill: Prefill, layers: Layers, transient: int) -> None:
-        """Keep the tokens of a shared system prompt for all keys, where caches can be cut."""
+        """Store the tokens of a shared system prompt for all keys, where caches can be cut."""
         past = prefill.past
         if past is None or not past.shared:
             return
@@ -219,8 +223,8 @@ class Reuse:
             self._keep(prefill.resident, key, owned(opening), b"", SHARED_SCOPE, snapshot=True)
 
     def prompt_written(self, prefill: Prefill, transient: int) -> None:
-        """Keep the state of a whole prompt while its rows decode, where it can be cut: the next prompt may begin like
-        it. The join copies it anyhow; `transient` is what it takes for that."""
+        """Store the state of a whole prompt while its rows decode, where it can be cut, because the next prompt may
+        start with it. The join copies the cache without this as well; `transient` is the bytes of that copy."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or self._manner(prefill.resident) is not Manner.CUT:
             return
@@ -232,8 +236,7 @@ class Reuse:
             self._keep(prefill.resident, past.key, cache.copy(), past.prompt_hash, scope)
 
     def read_together(self, prefill: Prefill, row: Layers, transient: int) -> None:
-        """Keep the state of a prompt that was read with others: `row` views it among theirs, all but its last token. To
-        be kept it is copied."""
+        """Store a copy of the state of a packed prompt. `row` views all its tokens but the last in the packed cache."""
         past = prefill.past
         if past is None:
             return
@@ -244,7 +247,7 @@ class Reuse:
             self._keep(prefill.resident, key, owned(row), past.prompt_hash, scope)
 
     def cancelled(self, prefill: Prefill) -> None:
-        """Put back what a prefill took, unless something else was kept that begins so."""
+        """Put back the cache that a prefill took, unless another sequence with the same prefix was stored."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.took:
             return
@@ -253,10 +256,10 @@ class Reuse:
         if self._manner(prefill.resident) is Manner.CUT and self._room(nbytes_of(layers)):
             self._keep(prefill.resident, key, owned(layers), past.prompt_hash, past.scope)
 
-    # an answer
+    # answers
 
     def row_ended(self, resident: Resident, row: Row, batch: DecodeBatch[Row]) -> None:
-        """Keep a row that has come to its end, before it is dropped. Raises what the batch raises."""
+        """Store an ended row before it is dropped. Raises the exceptions of the batch."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
@@ -276,7 +279,7 @@ class Reuse:
             self._kept.store(Entry(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
 
     def _room(self, size: int, transient: int = 0) -> bool:
-        """Whether `size` bytes may be kept; what is older goes for them."""
+        """Return whether `size` bytes may be stored; older entries are evicted for them."""
         memory = self._memory()
         limit = self._limit(memory.cap)
         if size > limit or not _fits(memory, size + transient - self.nbytes):
@@ -297,9 +300,12 @@ class Reuse:
 
 
 def stops(ids: list[int], eos: Collection[int], have: int, shared: int, system: int = 0) -> list[int]:
-    """Return the places in a prompt at which a cache that cannot be cut is worth a snapshot (see the module's text);
-    `have` tokens of it are there already, some kept sequence begins with `shared` of them, and the first `system` are a
-    system prompt of all keys."""
+    """Return the places in a prompt at which a cache that cannot be cut is worth a snapshot (see the module's
+    docstring).
+
+    `have` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
+    tokens are a system prompt of all keys.
+    """
     most = len(ids) - 1
     ends = (place for place in range(most, max(0, most - ENDING), -1) if ids[place - 1] in eos)
     turn = next(ends, most - OPENING)

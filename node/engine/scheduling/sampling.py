@@ -1,11 +1,11 @@
-"""From log probabilities to a token: penalties, bias, temperature, top-k, top-p, min-p, and draws that can be repeated.
+"""Sampling of a token from log probabilities: penalties, bias, temperature, top-k, top-p, min-p, repeatable draws.
 
-Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state, so a row that is
-rebuilt or resumed elsewhere draws what it would have drawn. The order is the field's (vLLM, Transformers): penalties
-and bias change the logits; then temperature; then top-k, top-p and min-p cut; then the draw.
+Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state. A row that is
+rebuilt or resumed on another node therefore draws the same tokens. The order is that of vLLM and Transformers.
+Penalties and bias change the logits; then temperature; then top-k, top-p and min-p cut; then the draw.
 
-Presence and frequency penalties count the answer's own tokens (OpenAI's definition), the repetition penalty those of
-the prompt too (the CTRL paper, as in Transformers).
+Presence and frequency penalties count the answer's own tokens (OpenAI's definition). The repetition penalty also counts
+those of the prompt (CTRL, arXiv:1909.05858, as in Transformers).
 
 All arrays are of one row: logits and log probabilities (1, vocabulary), tokens (length,). Nothing here is compiled: on
 Linux a compiled function costs a g++ run at first use.
@@ -27,7 +27,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The parameters in force for one answer; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
+    """Sampling parameters in force for one answer; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -40,13 +40,13 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token always wins."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0 or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a model's own `generation_config.json` asks for where a request says nothing."""
+    """Defaults of a model's own `generation_config.json`, for parameters that a request does not set."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -56,7 +56,7 @@ class Defaults:
 
 
 def defaults_of(config: Mapping[str, object]) -> Defaults:
-    """Read a generation config; what is no number in range is left out."""
+    """Return the defaults of a generation config; values that are no number in range are ignored."""
     if config.get("do_sample") is False:
         return Defaults(temperature=0.0)
     return Defaults(
@@ -76,7 +76,7 @@ def _number(config: Mapping[str, object], key: str, default: float, least: float
 
 
 def sampling_of(params: Params, defaults: Defaults) -> Sampling:
-    """Put a request's parameters over the model's own."""
+    """Combine a request's parameters with the model's defaults."""
     return Sampling(
         defaults.temperature if params.temperature is None else params.temperature,
         defaults.top_p if params.top_p is None else params.top_p,
@@ -90,12 +90,13 @@ def sampling_of(params: Params, defaults: Defaults) -> Sampling:
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """Give the likeliest token of each row; one function for all, so that a batch is sampled in one call."""
+    """Return the most likely token of each row. All rows share this function, because then a batch is sampled in one
+    call."""
     return mx.argmax(logprobs, axis=-1)
 
 
 def draw_key(seed: int, choice: int, position: int) -> int:
-    """Mix seed, choice and position into the key of one draw (splitmix64, so neighbours have nothing in common)."""
+    """Mix seed, choice and position into the key of one draw. Splitmix64 makes neighbouring keys independent."""
     mixed = _mix((seed & _MASK) + 0x9E3779B97F4A7C15 * (choice + 1))
     return _mix(mixed + 0x9E3779B97F4A7C15 * (position + 1))
 
@@ -108,7 +109,7 @@ def _mix(value: int) -> int:
 
 
 class Draws:
-    """Draws the tokens of one answer, from a position on."""
+    """Sampler that draws the tokens of one answer, from a position on."""
 
     def __init__(self, sampling: Sampling, seed: int, choice: int, position: int) -> None:
         self._sampling = sampling
@@ -117,19 +118,19 @@ class Draws:
         self._position = position
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Give the next token, shape (1,)."""
+        """Return the next token, shape (1,)."""
         key = mx.random.key(draw_key(self._seed, self._choice, self._position))
         self._position += 1
         return mx.random.categorical(cut(logprobs, self._sampling), key=key)
 
 
 def sampler_of(sampling: Sampling, seed: int, choice: int, position: int) -> Sampler:
-    """Give the sampler of an answer of which `position` tokens are known already."""
+    """Return the sampler of an answer of which `position` tokens are known."""
     return greedy if sampling.greedy else Draws(sampling, seed, choice, position)
 
 
 def cut(logprobs: mx.array, sampling: Sampling) -> mx.array:
-    """Apply the temperature, then leave out what top-k, top-p and min-p leave out; never all."""
+    """Apply the temperature, then set log probabilities outside top-k, top-p and min-p to −inf; at least one stays."""
     scaled = logprobs * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]
     if 0 < sampling.top_k < vocabulary:
@@ -145,7 +146,7 @@ def cut(logprobs: mx.array, sampling: Sampling) -> mx.array:
 
 
 def _nucleus(scaled: mx.array, top_p: float) -> mx.array:
-    """Give the smallest logit of the smallest set of tokens that holds `top_p` of the probability."""
+    """Return the smallest logit of the smallest set of tokens that holds `top_p` of the probability."""
     ordered = -mx.sort(-scaled, axis=-1)
     above = mx.cumsum(mx.softmax(ordered, axis=-1), axis=-1, inclusive=False)
     least = mx.min(mx.where(above < top_p, ordered, mx.inf), axis=-1, keepdims=True)
@@ -153,7 +154,7 @@ def _nucleus(scaled: mx.array, top_p: float) -> mx.array:
 
 
 def processors_of(sampling: Sampling, prompt_tokens: int) -> tuple[Processor, ...]:
-    """Give what changes an answer's logits; each is a pure function of the tokens so far and the logits."""
+    """Return the processors of an answer's logits. Each is a pure function of the tokens so far and the logits."""
     found: list[Processor] = []
     if sampling.repetition != 1:
         found.append(lambda tokens, logits: _repeated(tokens, logits, sampling.repetition))

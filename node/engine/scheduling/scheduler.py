@@ -1,27 +1,30 @@
-"""Rows from prompt to last token: written chunk by chunk, joined, decoded together, rebuilt when a batch breaks.
+"""Scheduler of rows from prompt to last token: prefill in chunks, join, decode in batches, rebuild after faults.
 
     begin ─► prefill, chunk by chunk ─► join ─► decode, all rows at once ─► Finished
                 └──── waits ◄─────────────┘        │
-                          ▲ └ gives way: Refusal   │ gives way
+                          ▲ └ no memory: Refusal   │ no memory
                           └────── preempted ◄──────┘
 
 Rules
-- The gate is asked before every prefill forward, before every join (which copies a batch) and before a row grows over
-  its promise. A chunk is made smaller before it is refused.
-- What does not fit waits as long as somebody else may end, and keeps newcomers out meanwhile (`wanted`). When all wait
-  for each other the newest request gives way; when a row has to grow, one that waits for its turn, else the newest, of
-  the owner who has most. It is refused if nothing of it was heard (the router places it anew), else preempted: its
-  memory is given back, and it is written anew from its ids once there is room. Alone and still without room it fails,
-  with the numbers.
-- Rows are shared fairly between keys (`wire.capacity.fairness`). Where none is free, and where memory is short at
-  admission, requests of the key that holds most are preempted for one that holds less. They come back in turn with all
-  others.
-- Short prompts that wait are read in one forward, asked of the gate as a whole (`together`). What could not be used of
-  it, for want of room or for a fault, is read again one by one.
-- After every forward the engine looks whether the forecast held. Over its cap, that request gives way at once.
-- An exception out of a decode batch costs the batch object, not its rows: they are written anew from their ids. The
-  second time it fails a row for good.
-- A request leaves by one door, `release` (or `_gone` when its last row ended): prefills, batches, ledger and all.
+- Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
+  its commitment. A chunk is made smaller before it is refused.
+- Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
+  (`wanted`). When all requests wait for memory, the newest loses its memory. When a row must grow, the request to lose
+  its memory is a waiting one, else the newest. It belongs to the key that holds most.
+- Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
+  is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
+  room fails, with the numbers.
+- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). A key that
+  holds less preempts requests of the key that holds most, if no row is free or memory is short at admission. Preempted
+  requests return in turn with all other requests.
+- Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
+  that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
+- Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
+  memory at once; after other forwards, the newest request does.
+- Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
+  ids. The second exception fails a row for good.
+- End: All ends of a request pass through `_release` (or `_gone` when its last row ended), which cleans prefills,
+  batches and ledger.
 """
 
 import math
@@ -56,39 +59,44 @@ from wire.frames import Delta, Failed, Finished, Frame, Refusal, Timings, delta_
 from wire.refusals import GRAMMAR_FAILED, Code, Refused
 
 GROWTH = 64
-"""Tokens promised at a time to an answer that outgrows what was expected."""
+"""Tokens by which a commitment is extended when an answer exceeds the expected length."""
 GATHERING = 0.5
-"""Seconds for which tokens of a request that is not streamed are gathered."""
+"""Seconds for which tokens of a request without streaming are gathered."""
 MOST_REBUILDS = 1
+"""Rebuilds of a row before its request fails."""
 ODD = 4
-"""Times the estimate above which a single step is not believed: what rows that ended left behind is freed late. What a
-step really takes shows in the next one, too."""
+"""Factor above the estimate at which a single step is ignored. Memory of ended rows is freed late, and a real increase
+shows in the next step as well."""
 RETRY = 0.1
-"""Seconds until the gate is asked again for what waits for memory."""
+"""Seconds until the gate is tried again for work that waits for memory."""
 LINGER, MOST_LINGER, CROWD = 0.01, 0.03, 30.0
-"""Seconds for which prompts wait for another one to be read with, again after each that comes, at most in all, and for
-how long that is worth it after there were several here at once: those who ask in waves come within moments."""
+"""Seconds for packing prompts while no row decodes. `LINGER`: wait after each arrival for the next prompt.
+`MOST_LINGER`: longest wait in all. `CROWD`: time after several concurrent requests during which waiting is worthwhile,
+because such clients send in bursts."""
 JOIN_EXPECTED = 10.0
-"""Seconds that a first join may take: kernels are compiled."""
+"""Seconds that a first join may take, because kernels are compiled."""
 
 log = structlog.get_logger("engine.generation")
 
 
 @dataclass(slots=True)
 class Out:
-    """What one turn has to say: deltas of all batches in one frame, then the ends."""
+    """Output of one iteration: deltas of all batches in one frame, then the ends of requests."""
 
     deltas: list[Delta] = field(default_factory=list[Delta])
     ends: list[Frame] = field(default_factory=list[Frame])
 
     def frames(self) -> list[Frame]:
-        """Give it in the order in which it must be heard."""
+        """Return the frames in the order in which they must be sent."""
         return [*delta_frames(self.deltas), *self.ends]
 
 
 class Generation:
-    """All rows of all models. `batch`: most rows that decode at once, `chunk`: most tokens of a forward, `floor`: those
-    of the smallest into which the gate may shrink one."""
+    """Scheduler of all rows of all models.
+
+    `batch`: most rows that decode at once. `chunk`: most tokens of a forward. `floor`: tokens of the smallest chunk to
+    which the gate may shrink one.
+    """
 
     def __init__(
         self,
@@ -112,15 +120,15 @@ class Generation:
         self._return_at = 0.0
         self._odd = False
         self._sample, self._grew = 0, False
-        """The mark of the last decode step, while nothing but it has taken or given back memory since, else 0; and
-        whether its caches grew."""
+        """Mark of the last decode step while no other call has allocated or freed memory since, else 0; and whether its
+        caches grew."""
         self._turn = 0
         self._reading = Reading()
         self._crowded = -math.inf
-        """When there last were several."""
+        """Time at which several requests were last live."""
         self._out = Out()
 
-    # what the engine asks
+    # for the engine
 
     @property
     def live(self) -> Mapping[int, Sequence]:
@@ -138,25 +146,25 @@ class Generation:
         return tuple(self._preempted)
 
     def begin(self, resident: Resident, sequence: Sequence) -> None:
-        """Take in an admitted request, whose rows are promised their memory. Rows of which the same is known, the
-        prompt alone most often, are written as one."""
+        """Start an admitted request whose rows have commitments. Rows with the same known tokens (mostly the prompt
+        alone) share a prefill."""
         resident.users += 1
         self._live[sequence.number] = sequence
         for ids, rows in by_past(sequence.writing()).items():
             self._prefills.append(self._prefill_of(resident, sequence, rows, [*sequence.prompt, *ids]))
 
     def _prefill_of(self, resident: Resident, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
-        """Return a prefill of `ids` that has looked into the prefix cache."""
+        """Return a prefill of `ids` after its lookup in the prefix cache."""
         prefill = Prefill(resident, sequence, rows, ids)
         self._reuse.begin(prefill)
         return prefill
 
     def holds(self, number: int) -> bool:
-        """Whether a request is here."""
+        """Return whether a request is live."""
         return number in self._live
 
     def cancel(self, number: int) -> bool:
-        """Drop a request in whatever phase it is, saying nothing more of it; whether it was here."""
+        """Cancel a request in any state without a further frame; return whether it was live."""
         sequence = self._live.get(number)
         if sequence is not None:
             for prefill in self._prefills:
@@ -166,13 +174,14 @@ class Generation:
         return sequence is not None
 
     def close(self) -> None:
-        """Give back what prompts hold that are being written: the process ends."""
+        """Release the memory of all prefills, because the process ends."""
         for sequence in self._live.values():
             self._leave(sequence)
         self._live.clear()
 
     def shed(self, refused: Refused) -> bool:
-        """End the newest request that holds memory, for this reason; whether there was one. What waits holds none."""
+        """End the newest request that holds memory, with this refusal; return whether there was one. Waiting requests
+        hold none."""
         newest = self._newest()
         if newest is None:
             return False
@@ -181,8 +190,8 @@ class Generation:
         return True
 
     def due(self, now: float) -> float | None:
-        """Say when the next step is due: at once while there is something to do or to say, later while all that is
-        left waits for memory, else never."""
+        """Return the time of the next step: now while there is work or output, later while all work waits for memory,
+        else None."""
         if self._decoding() or self._out.ends:
             return now
         choices = self._choices(now)
@@ -192,8 +201,8 @@ class Generation:
         return min([*waiting, self._return_at] if self._preempted else waiting, default=None)
 
     def wanted(self, key: str | None = None) -> int:
-        """Return the bytes that waiting requests need first, before a new one of `key` is admitted: not those that were
-        preempted for another key."""
+        """Return the bytes that waiting requests need before a new request of `key` is admitted. Requests preempted for
+        another key do not count."""
         waiting = [
             one.resident.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
         ]
@@ -202,25 +211,26 @@ class Generation:
         return max(waiting, default=0) + (0 if oldest is None else self._returning(oldest))
 
     def said(self) -> list[Frame]:
-        """Give what there is to say since the last time."""
+        """Return the output since the last call."""
         out, self._out = self._out, Out()
         return out.frames()
 
     def load(self) -> tuple[int, int, int]:
-        """Count the rows that decode, the prefills, and the prompt tokens that these have still to write."""
+        """Return the number of decoding rows, the number of waiting prefills, and their prompt tokens still to
+        prefill."""
         waiting = len(self._prefills) + len(self._preempted)
         return self._rows(), waiting, sum(prefill.left for prefill in self._prefills)
 
     def decode(self) -> None:
-        """Give every row of every batch one token."""
+        """Decode one token for every row of every batch."""
         for resident in list(self._residents().values()):
             for number in list(resident.batches):
-                # A row that grew in an earlier batch, or a forward over the cap, may have preempted this batch's last.
+                # An earlier batch's growth, or a forward over the cap, may have preempted this batch's last row.
                 if number in resident.batches:
                     self._decode(resident, number)
 
     def prefill(self) -> None:
-        """Write one chunk of one prompt, or several short ones at once; after the last chunk, let them join."""
+        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk."""
         now = time.monotonic()
         if self._preempted and now >= self._return_at:
             self._return_next(now)
@@ -238,18 +248,18 @@ class Generation:
                 self._reading.has_read(one.owner, max(0, left - one.left))
 
     def check(self) -> list[str]:
-        """Return the broken rules of the bookkeeping (`node.engine.scheduling.invariants`); empty when all hold."""
+        """Return the violated invariants (`node.engine.scheduling.invariants`); empty when all hold."""
         return violations(self._live, self._prefills, self._preempted, self._residents())
 
     def still(self) -> None:
-        """Wait for the steps launched before, so that what follows is measured by itself."""
+        """Wait for launched steps. The next call is then measured without them."""
         self._wait()
 
     # prefill
 
     def _choices(self, now: float) -> list[Prefill]:
-        """List the prefills that may go on: those begun, and of the others those whose turn it is, while the batch has
-        room; who needs much room is not passed over for ever. Those that wait for memory may not yet."""
+        """Return the prefills that may continue: those with a cache, and of the rest the next in turn while the batch
+        has room. A prefill that needs many rows is not overtaken. Prefills that wait for memory are left out."""
         found = [one for one in self._prefills if one.cache is not None]
         room = self._batch - self._rows() - sum(len(one.rows) for one in found)
         if room > 0 and len(found) < len(self._prefills):
@@ -261,7 +271,7 @@ class Generation:
         return [one for one in found if one.retry_at <= now]
 
     def _free_rows(self) -> int:
-        """Return how many rows may still begin beside those that decode or are prefilling."""
+        """Return how many more rows may start in addition to decoding and prefilling ones."""
         return self._batch - self._rows() - sum(len(one.rows) for one in self._prefills if one.cache is not None)
 
     def _share_rows(self) -> None:
@@ -287,8 +297,11 @@ class Generation:
             self._yield(sequence, keep=True)
 
     def make_way(self, owner: Owner, need: int, lacking: int) -> bool:
-        """Preempt requests of the keys that hold most memory, so that a request of another key which will hold `need`
-        bytes gets the `lacking` ones; False where the shares do not allow for so much, and nothing was done."""
+        """Preempt requests of the keys that hold most memory for a request of another key.
+
+        `need` is the memory of that request in bytes, `lacking` the part without room. Return False without a
+        preemption where the shares do not allow as much.
+        """
         live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
         places = giving_way(owner, need, lacking, [Holding(one.request.owner, self._promised(one)) for one in live])
         for place in places:
@@ -300,19 +313,19 @@ class Generation:
         return sum(row_bytes(kv, row.commitment.promised) for row in sequence.writing())
 
     def _yield(self, sequence: Sequence, *, keep: bool) -> None:
-        """Preempt a request for another key. Where that needs rows and no memory, what it has written is kept for its
-        return, and free buffers are not given back, which takes 70 ms."""
+        """Preempt a request for another key. With `keep` only rows are needed: its tokens are stored for its return.
+        Free buffers are then not returned, which would take 70 ms."""
         if keep:
             joined = [row for row in sequence.writing() if row.commitment.joined]
             self._keep(self._residents()[sequence.request.model], joined)
-        if sequence.number in self._live:  # a batch that broke meanwhile may have ended it
+        if sequence.number in self._live:  # a broken batch may have ended it meanwhile
             sequence.yielded = True
             self.preempt(sequence)
             if not keep:
                 give_back()
 
     def _unbegun(self) -> Iterator[Prefill]:
-        """Give the prefills that hold nothing yet in the order in which they get rows."""
+        """Yield the prefills without a cache in the order in which they get rows."""
         taken = Counter(
             row.sequence.request.owner.name
             for one in self._residents().values() for batch in one.batches.values() for row in batch.rows()
@@ -325,7 +338,8 @@ class Generation:
             yield unbegun[place]
 
     def _lingers(self, waiting: list[Prefill]) -> float:
-        """Say until when prompts wait for company: where nobody decodes meanwhile, and several were here lately."""
+        """Return the time until which prompts wait for packing; 0.0 without a wait. They wait if no row decodes and
+        several requests were live recently."""
         if self._decoding() or any(one.cache is not None or not one.resident.plain for one in waiting):
             return 0.0
         if sum(len(one.rows) for one in waiting) >= self._batch:
@@ -335,15 +349,15 @@ class Generation:
         return min(first + MOST_LINGER, last + LINGER) if first < self._crowded + CROWD else 0.0
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
-        """Choose who is read with the first, if there is time for all of that at once."""
+        """Choose the prompts to pack with `first`, if there is time for all of them at once."""
         if self._affordable(first) < first.left:
             return [first]
         seconds = shared_budget(self._step_seconds(), len(waiting), self._rows())
         return self._together.company(first, waiting, first.resident.pace.tokens(seconds, 0, self._chunk_most))
 
     def _advance_together(self, members: list[Prefill]) -> bool:
-        """Read prompts in one forward and let them join at once; False: no two of them have room for that. What could
-        not be used is read again, one by one."""
+        """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
+        cannot use the result are prefilled again one by one."""
         self._wait()
         members = self._together.fitting([one for one in members if one in self._prefills])
         if not members:
@@ -364,7 +378,7 @@ class Generation:
         return True
 
     def _join_together(self, members: list[Prefill], cache: Layers) -> bool:
-        """Let rows join that were read together; False where the gate refuses."""
+        """Join packed rows; return False if the gate refuses."""
         resident = members[0].resident
         longest = max(members, key=lambda one: one.written).rows[0].commitment
         grown, layers = resident.ledger.joining(longest, len(members)), len(cache)
@@ -397,13 +411,13 @@ class Generation:
         resident.batches[number] = batch
 
     def _look_over(self) -> None:
-        """After a forward, or a step: over its cap, the newest gives way at once."""
+        """Release the newest request's memory if the engine is over its cap after a forward or a step."""
         over, newest = self._forwards.over(), self._newest()
         if over is not None and newest is not None:
             self._give_way(newest, over)
 
     def _advance(self, prefill: Prefill) -> None:
-        """Write one chunk; after the last, join."""
+        """Prefill one chunk; join after the last."""
         sequence = prefill.sequence
         if not sequence.begun:
             sequence.begun = time.monotonic()
@@ -415,7 +429,7 @@ class Generation:
                 self._wait()
             if refused is None and prefill.logits is not None and prefill in self._prefills:
                 refused = self._join(prefill, prefill.logits)
-                if prefill not in self._prefills:  # a row that had joined failed, and its request with it
+                if prefill not in self._prefills:  # a joined row failed, and its request with it
                     refused = None
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
@@ -429,7 +443,7 @@ class Generation:
             self._give_way(sequence, over)
 
     def _held_up(self, prefill: Prefill, refused: Refused) -> None:
-        """Let a prefill wait that does not fit now, unless all wait for each other: then the newest gives way."""
+        """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
         now = time.monotonic()
         prefill.retry_at = now + RETRY
         if refused.code is Code.NO_ROOM and (self._moving(now) or self._forwards.falls_at() is not None):
@@ -438,7 +452,7 @@ class Generation:
         self._give_way(max(waiting, key=_age), refused)
 
     def _moving(self, now: float) -> bool:
-        """Whether anybody goes on, who will end and give its memory back."""
+        """Return whether any request can continue and will release its memory at its end."""
         return self._decoding() or bool(self._choices(now))
 
     def _chunk(self, prefill: Prefill) -> Refused | None:
@@ -458,7 +472,7 @@ class Generation:
         fresh = prefill.cache is not None or not prefill.written
         if prefill.cache is None and not self._reuse.restore(prefill):
             return self._chunk(prefill)
-        assert prefill.cache is not None  # noqa: S101  it was just given one
+        assert prefill.cache is not None  # noqa: S101 `restore` has set it
         piece = prefill.ids[prefill.written : prefill.written + count]
         speed = resident.reads.late or FIRST_SPEED
         before = extent_of(prefill.cache)
@@ -469,7 +483,7 @@ class Generation:
         resident.prefilled(count, time.monotonic() - call.since, prefill.written + count / 2)
         after = extent_of(prefill.cache)
         taken = self._forwards.height.above() - (after.size - before.size)
-        # The first write into a cache that is shared copies it, which the promise of its row covers.
+        # The first write into a shared cache copies it; the commitment of its row covers the copy.
         if fresh and not widened:
             resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
@@ -479,23 +493,24 @@ class Generation:
         return None
 
     def _chunk_tokens(self, prefill: Prefill) -> int:
-        """Size a chunk by time. The last one gives logits, so it has at most `tail` tokens, or is the last alone."""
+        """Return the tokens of the next chunk, sized by time. The last chunk returns logits: it has at most `tail`
+        tokens, or is split so that its last token is a chunk of its own."""
         count = min(self._affordable(prefill), prefill.left)
         return count - 1 if count == prefill.left > prefill.resident.tail else count
 
     def _affordable(self, prefill: Prefill) -> int:
-        """Give the tokens that the next chunk of a prompt has time for."""
+        """Return the tokens of a prompt that fit into the time of the next chunk."""
         pace = prefill.resident.pace
         seconds = budget(self._step_seconds(), pace.seconds(prefill.left, prefill.written))
         return pace.tokens(seconds, prefill.written, self._chunk_most)
 
     def _step_seconds(self) -> float:
-        """Give what a step of all batches takes, 0 where nobody decodes."""
+        """Return the seconds of a step of all batches; 0 while no row decodes."""
         return sum(one.step_seconds * len(one.batches) for one in self._residents().values())
 
     def _wait(self) -> None:
-        """Wait for the steps launched before. MLX does one thing after the other, so nothing is lost by it, and both
-        their time and the chunk's are known."""
+        """Wait for launched steps. MLX runs calls one after the other: the wait costs no time, and it separates the
+        times of step and chunk."""
         alone = sum(len(one.batches) for one in self._residents().values()) == 1
         for resident in self._residents().values():
             for number, batch in list(resident.batches.items()):
@@ -507,15 +522,15 @@ class Generation:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
                     continue
-                if batch.called is not None:  # else it was waited for already
+                if batch.called is not None:  # else it was awaited already
                     resident.stepped(batch.called + time.monotonic() - begun, len(batch))
                     if alone and self._sample == self._forwards.height.marks:
                         self._measure(resident, batch)
                     batch.called = None
 
     def _measure(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
-        """Learn from a step that has just ended, and that no other batch's step overlapped. One in which caches grew
-        says little of the others: what it copies follows from its size."""
+        """Record the memory of a step that has just ended and that no other batch's step overlapped. Steps in which
+        caches grew are left out, because their copies follow from the batch size."""
         if self._grew:
             return
         longest = max((row.commitment.written for row in batch.rows()), default=0)
@@ -526,8 +541,8 @@ class Generation:
         self._odd = odd
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
-        """Let the rows join their decode batches, each asked of the gate: a batch is copied layer by layer. Rows that
-        have no room join later."""
+        """Join the rows to their decode batches. Each join passes the gate, because it copies a batch layer by layer.
+        Rows without room join later."""
         resident, sequence, tokens = prefill.resident, prefill.sequence, list[Token[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
         if tokens and not sequence.joined:
@@ -539,9 +554,9 @@ class Generation:
         return refused
 
     def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[Token[Row]]) -> Refused | None:
-        """Let rows join batch by batch as long as there is room; their first tokens are added to `tokens`."""
+        """Join rows batch by batch while there is room; add their first tokens to `tokens`."""
         resident, cache, written = prefill.resident, prefill.cache, len(prefill.ids)
-        assert cache is not None  # noqa: S101  logits come from a forward, which has one
+        assert cache is not None  # noqa: S101 logits come from a forward, which has one
         parts = by_batch(resident, prefill.rows)
         for rows in parts:
             rows[0].commitment.written = written
@@ -581,7 +596,7 @@ class Generation:
         return any(one.batches for one in self._residents().values())
 
     def _decode(self, resident: Resident, number: int) -> None:
-        """Give every row of a batch one token."""
+        """Decode one token for every row of a batch."""
         batch = resident.batches[number]
         self._grow(resident, batch)
         if resident.batches.get(number) is not batch:
@@ -603,7 +618,7 @@ class Generation:
         self._look_over()
 
     def _take(self, resident: Resident, tokens: list[Token[Row]]) -> None:
-        """Take tokens into their rows' texts, and out the rows that failed or ended by them."""
+        """Add tokens to their rows' texts; remove rows that failed or ended."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
                 self.fail(row.sequence, *_failing(error))
@@ -614,27 +629,28 @@ class Generation:
         self._end_rows(resident, [token.row for token in tokens], now)
 
     def _grow(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
-        """Promise GROWTH tokens more to each row that has written all that it had."""
+        """Extend the commitment by at most `GROWTH` tokens for each row that has used all of it."""
         for row in batch.rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.written >= commitment.promised:
                 self._extend(resident, row, max(1, min(GROWTH, shape.prompt + shape.limit - commitment.promised)))
 
     def _extend(self, resident: Resident, row: Row, more: int) -> None:
-        """Promise `more` tokens to a row. Until they fit, others give way, or its own request does."""
+        """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
+        request does."""
         while row.commitment.joined and not row.reason:
             length = row.commitment.promised + more
             step = resident.estimator.widened_step(self._rows(), length)
             refused = self._forwards.ask(Site.GROW, resident.ledger.extension(row.commitment, more) + step)
             if refused is None or refused.code is Code.UNREADABLE:
-                # Nothing new is started on a memory that cannot be read; what runs goes on, and `over` looks after it.
+                # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
                 resident.ledger.extend(row.commitment, more)
                 return
             message = f"the answer outgrew what was expected: {refused.message}"
             self._give_way(self._least_loss() or row.sequence, replace(refused, message=message))
 
     def _token(self, token: Token[Row], now: float) -> None:
-        """Take one token into its row's text."""
+        """Add one token to its row's text."""
         row, sequence = token.row, token.row.sequence
         row.commitment.written += 1
         row.ids.append(token.token)
@@ -656,7 +672,7 @@ class Generation:
         row.read(token.token)
 
     def _end_rows(self, resident: Resident, rows: list[Row], now: float) -> None:
-        """Take out the rows that ended, and tell of the requests whose last row it was."""
+        """Remove ended rows, and report the requests whose last row ended."""
         ended = [row for row in rows if row.reason and row.sequence.number in self._live]
         if not ended:
             return
@@ -670,7 +686,7 @@ class Generation:
                 self._out.ends.append(finished(sequence, now))
 
     def _keep(self, resident: Resident, rows: list[Row]) -> None:
-        """Leave what ended rows have written to whoever goes on with it."""
+        """Store the tokens of ended rows in the prefix cache."""
         for row in rows:
             number = resident.ledger.batch_of(row.commitment)
             batch = resident.batches.get(number)
@@ -682,7 +698,7 @@ class Generation:
                 self._rebuild(resident, number, error)
 
     def _rebuild(self, resident: Resident, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
-        """Discard a batch whose object raised, and write its rows anew from their ids."""
+        """Discard a batch whose object raised; prefill its rows again from their ids."""
         batch = resident.batches.pop(number, None)
         if batch is None:
             return
@@ -701,16 +717,16 @@ class Generation:
                 self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.known()))
         give_back()
 
-    # giving way
+    # lack of memory
 
     def _newest(self) -> Sequence | None:
-        """Give the newest of the requests that hold memory."""
+        """Return the newest request that holds memory."""
         holding = (one for one in self._live.values() if any(row.commitment.written for row in one.writing()))
         return max(holding, key=_age, default=None)
 
     def _least_loss(self) -> Sequence | None:
-        """Give a request whose promise others may have: one that waits, of which nothing would be lost, or else one
-        that holds memory; of these the newest of the owner who has most for his weight."""
+        """Return the request whose commitment is released for another row. A waiting request loses no work and is
+        preferred, else one that holds memory. Of these it is the newest of the key with the highest load."""
         live = [one for one in self._live.values() if one not in self._preempted]
         rows, waiting, holding = Counter[str](), list[Sequence](), list[Sequence]()
         for one in live:
@@ -726,7 +742,7 @@ class Generation:
         return max(waiting or holding, key=loss, default=None)
 
     def _give_way(self, sequence: Sequence, refused: Refused) -> None:
-        """Give a request's memory back: the router places it again, or it comes back here."""
+        """Release a request's memory: the router places it again, or it returns here later."""
         unknown = refused.code is Code.UNREADABLE
         if sequence.delivered and (unknown or len(self._live) > 1 or self._forwards.falls_at() is not None):
             self.preempt(sequence)
@@ -735,7 +751,7 @@ class Generation:
             self._end(sequence, refused, "no_headroom")
 
     def _end(self, sequence: Sequence, refused: Refused, code: str) -> None:
-        """End a request for want of memory: refused, if nothing of it was heard."""
+        """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
         delivered = sequence.delivered
         self._release(sequence)
         log.warning("ended", request=sequence.number, request_id=sequence.request.request_id, code=code,
@@ -758,7 +774,7 @@ class Generation:
                     left=len(self._live))  # fmt: skip
 
     def _return_next(self, now: float) -> None:
-        """Bring back the oldest preempted request; one that was preempted for another key when rows are free again."""
+        """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
         free = self._free_rows() - sum(len(one.rows) for one in self._prefills if one.cache is None)
         ready = [one for one in self._preempted if not one.yielded or free >= sum(1 for _ in one.writing())]
         self._return_at = now + RETRY
@@ -766,7 +782,7 @@ class Generation:
             self._return(min(ready, key=_age), now)
 
     def _return(self, sequence: Sequence, now: float) -> None:
-        """Write a preempted request anew, if there is room by now; fail it if there never will be."""
+        """Prefill a preempted request again if there is room; fail it if there never will be."""
         self._return_at = now + RETRY
         resident = self._residents()[sequence.request.model]
         refused = self._forwards.ask(Site.PREFLIGHT, self._returning(sequence))
@@ -781,7 +797,7 @@ class Generation:
             self._end(sequence, refused, "no_headroom")
 
     def _returning(self, sequence: Sequence) -> int:
-        """Give the bytes that a preempted request takes when it comes back: each row by itself, and a forward."""
+        """Return the bytes that a preempted request needs to return: each row alone, and a forward."""
         resident = self._residents()[sequence.request.model]
         lengths = [self._length(row) for row in sequence.writing()]
         forward = max(resident.estimator.chunk(self._floor, length) for length in lengths)
@@ -791,10 +807,10 @@ class Generation:
         shape, known = row.sequence.shape, len(row.known())
         return max(known, min(known + GROWTH, shape.prompt + shape.limit))
 
-    # the way out
+    # end of a request
 
     def _release(self, sequence: Sequence) -> None:
-        """Take a request out of wherever it is, and give back all that it had."""
+        """Remove a request in any state and release all its memory."""
         resident = self._residents()[sequence.request.model]
         writing = list(sequence.writing())
         self._leave(sequence)
@@ -808,8 +824,8 @@ class Generation:
         give_back()
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take a request's prompts out. Who still holds one of them holds no memory with it: what is let go of after
-        the pool has been emptied would stay there."""
+        """Remove a request's prefills and clear their arrays. Memory released after the pool is emptied would stay in
+        the pool; a leftover reference to a prefill therefore holds none."""
         for prefill in [one for one in self._prefills if one.sequence is sequence]:
             prefill.cache = prefill.logits = None
             self._prefills.remove(prefill)
@@ -822,7 +838,7 @@ class Generation:
         resident.used_at = time.monotonic()
 
     def _drop(self, resident: Resident, rows: list[Row]) -> None:
-        """Take rows out of their batches and of the ledger."""
+        """Remove rows from their batches and from the ledger."""
         self._sample = 0
         for number in {resident.ledger.batch_of(row.commitment) for row in rows}:
             batch = resident.batches.get(number)
@@ -841,7 +857,7 @@ class Generation:
             del resident.batches[number]
 
     def fail(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request as broken, unless it has ended already: one fault may reach it by two ways."""
+        """End a request as failed, unless it has ended: one fault may reach it twice."""
         if sequence.number not in self._live:
             return
         self._release(sequence)
@@ -850,12 +866,12 @@ class Generation:
 
 
 def _age(sequence: Sequence) -> tuple[float, int]:
-    """Order requests, the newest last."""
+    """Return the sort key of a request's age, the newest last."""
     return sequence.arrived, sequence.number
 
 
 def finished(sequence: Sequence, now: float) -> Finished:
-    """Say how a request ended, with its exact usage."""
+    """Return the `Finished` frame of a request, with its exact usage."""
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
     stops = tuple(row.pipeline.stop for row in sequence.rows)
     return Finished(
@@ -866,17 +882,17 @@ def finished(sequence: Sequence, now: float) -> Finished:
 
 
 def _ends_next(row: Row) -> bool:
-    """Whether the next token is a row's last, whatever it is."""
+    """Return whether the next token is certainly a row's last."""
     return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
 def _failing(error: Exception) -> tuple[str, str]:
-    """Return the code and the message of what ended a row: its grammar, which the client sent, or its sampling."""
+    """Return the code and the message for a row's exception: its grammar, which the client sent, or its sampling."""
     if isinstance(error, GrammarFailed):
         return GRAMMAR_FAILED, f"the grammar of the request failed: {error}; make it smaller, or its patterns simpler"
     return "engine_error", f"its sampling failed: {text_of(error)}"
 
 
 def text_of(error: Exception) -> str:
-    """Put an exception into one bounded line."""
+    """Render an exception as one line of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,8 +1,8 @@
-"""What the scripted model counts and says: a pure function of the prompt and the position.
+"""Prompt counts and answers of the scripted model: a pure function of the prompt and the position.
 
-A prompt has one token per word (by white space, in the JSON of its tools, too) and four per message, so its count is
-exact and anybody can check it. The id of an answer's token is its position, plus the number of the choice in the words'
-mode.
+A prompt has one token per word (separated by white space, also in the JSON of its tools) and four per message. The
+count is therefore exact and easy to verify. The id of an answer's token is its position, plus the number of the choice
+in the words' mode.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from wire.frames import Generate, Message
 
 MESSAGE_TOKENS = 4
-"""What a chat template adds around each message."""
+"""Tokens that a chat template adds around each message."""
 _SLICE = 1 << 16
 _PIECE = re.compile(r"\s{1,64}\S{0,64}|\S{1,64}")
 
@@ -28,7 +28,7 @@ Voice = Callable[[int, float], tuple[int, str]]
 
 
 def prompt_tokens(request: Generate) -> int:
-    """Count a request's prompt exactly, whatever it is written in."""
+    """Return the exact token count of a request's prompt in any form."""
     if request.ids:
         return len(request.ids)
     if request.text:
@@ -37,12 +37,12 @@ def prompt_tokens(request: Generate) -> int:
 
 
 def said(request: Generate) -> Sequence[Message]:
-    """Give what a request says as messages, also where it has none."""
+    """Return a request's text as messages, also for a request without messages."""
     return (Message("user", request.text),) if request.text else request.messages
 
 
 def count_tokens(messages: Sequence[Message]) -> int:
-    """Count a prompt's tokens exactly."""
+    """Return the exact token count of messages."""
     return sum(MESSAGE_TOKENS + _count_words(message.content) for message in messages)
 
 
@@ -58,7 +58,7 @@ def _count_words(text: str) -> int:
 
 
 def mentions(messages: Sequence[Message], word: str) -> bool:
-    """Say whether any message contains a text."""
+    """Return whether any message contains a text."""
     return any(word in message.content for message in messages)
 
 
@@ -69,7 +69,7 @@ def echo_pieces(messages: Sequence[Message]) -> list[str]:
 
 
 def words_voice(choice: int) -> Voice:
-    """Say fixed words; each choice starts at another one."""
+    """Return a function that yields fixed words; each choice starts at another one."""
 
     def say(position: int, now: float) -> tuple[int, str]:
         place = (position + choice) % len(WORDS)
@@ -79,7 +79,7 @@ def words_voice(choice: int) -> Voice:
 
 
 def echo_voice(pieces: Sequence[str]) -> Voice:
-    """Say the pieces one after the other."""
+    """Return a function that yields the pieces one after the other."""
 
     def say(position: int, now: float) -> tuple[int, str]:
         return position, pieces[position]
@@ -88,5 +88,5 @@ def echo_voice(pieces: Sequence[str]) -> Voice:
 
 
 def clock_voice(position: int, now: float) -> tuple[int, str]:
-    """Say the time of the step in ns of the monotonic clock, for measuring what lies between here and a reader."""
+    """Return the time of the step in ns of the monotonic clock, for measuring the delay from here to a reader."""
     return position, f"{round(now * 1e9)} "

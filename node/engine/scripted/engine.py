@@ -1,17 +1,17 @@
-"""The scripted engine: real frames, real admission and real pace over a model that is only pretended.
+"""Scripted engine: real frames, real admission and real pace with a simulated model.
 
-Nothing is computed, everything else is meant: rows are committed in the ledger before they begin, every prefill, join
-and growth asks the gate, a decode step serves all rows at once and comes at absolute deadlines, so that delays never
-add up. It holds no clock and no socket; `loop` drives it.
+The model computes nothing; all other behaviour is real. Rows are committed in the ledger before they start, and every
+prefill, join and growth passes the gate. A decode step serves all rows at once. Steps have absolute deadlines, and
+delays therefore never add up. The engine has no clock and no socket; `loop` drives it.
 
     Generate ─► preflight ─► waiting ─► prefill, join ─► rows in decode ─► Finished
                    └ Refusal      └ Refusal                 └ Failed (no room to grow)
 
-Every request ends in exactly one of the three, unless it was cancelled: then nothing more is said about it. A Cancel
-that overtakes its Generate is remembered, and the Generate dropped.
+Every request ends in exactly one of the three frames. A cancelled request gets no frame. A `Cancel` that overtakes its
+`Generate` is remembered, and the `Generate` is ignored.
 
-A prefill takes no time and gives no token; the first token comes with the row's first decode step. A row may write
-what was promised for it and then asks for GROWTH tokens more; where the gate says no, that request ends.
+A prefill takes no time and returns no token; the first token comes with the row's first decode step. A row that has
+used its commitment requests `GROWTH` more tokens; if the gate refuses, that request ends.
 """
 
 from collections import Counter
@@ -56,32 +56,40 @@ from wire.report import Counts, Kv, Level, Memory, Model
 from wire.units import GIB, parse_size
 
 GROWTH = 64
-"""Tokens promised at a time to an answer that outgrows what was expected."""
+"""Tokens by which a commitment is extended when an answer exceeds the expected length."""
 GATHERING = 0.5
-"""Seconds for which tokens of a request that is not streamed are gathered."""
+"""Seconds for which tokens of a request without streaming are gathered."""
 REMEMBERED = 1024
-"""Cancelled requests that are remembered until their Generate comes."""
+"""Number of cancelled requests that are remembered until their `Generate` arrives."""
 LATE = 1.0
-"""Seconds behind after which steps are no longer made up for: the machine slept."""
+"""Delay in seconds after which missed steps are not made up for, because the machine slept."""
 PREFILL_SPEED = 100_000.0
-"""Tokens per second told to the router for prefills that take no time: it divides by it."""
+"""Tokens per second reported for prefills, which take no time: the router divides by this number."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One answer being written. The first `heard` of its tokens were heard from another node."""
+    """One answer."""
 
     choice: int
+    """Index of the answer in its request."""
     commitment: Commitment
+    """Memory commitment of the row."""
     stops: Stops
+    """Stop strings of the answer."""
     voice: answers.Voice
+    """Source of its tokens."""
     produced: int = 0
+    """Number of generated tokens."""
     reason: str = ""
+    """Reason of its end; empty while it is running."""
     gathered: list[Delta] = field(default_factory=list[Delta])
+    """Deltas not sent yet."""
     heard: int = 0
+    """Number of first tokens that another node generated."""
 
     def gather(self) -> Delta:
-        """Give what was gathered as one delta."""
+        """Return the gathered deltas as one."""
         gathered, self.gathered = self.gathered, []
         ids = tuple(token for delta in gathered for token in delta.ids)
         text = "".join(text for delta in gathered for _, text in delta.pieces)
@@ -90,29 +98,37 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One admitted request. `ends`: the token of its answers that is the last by itself, past the limit if none is."""
+    """Admitted request. Times are monotonic seconds."""
 
     request: Generate
+    """The request."""
     shape: Shape
+    """Its size."""
     ends: int
+    """Number of the last token of its answers, past the limit if they have no end of their own."""
     crashes: bool
+    """Whether it ends the process."""
     arrived: float
+    """Time of arrival."""
     rows: list[Row] = field(default_factory=list["Row"])
+    """Its answers."""
     begun: float = 0.0
+    """Start of its decode; 0.0 before."""
     told: float = 0.0
+    """Time at which output was last sent."""
 
     @property
     def number(self) -> int:
-        """The coordinator's number for it."""
+        """The coordinator's number of the request."""
         return self.request.request
 
     def writing(self) -> Iterator[Row]:
-        """Give the rows that are not at their end."""
+        """Return the rows that have not ended."""
         return (row for row in self.rows if not row.reason)
 
 
 class Scripted:
-    """See the module's text. The word that the settings name ends the process."""
+    """Scripted engine, described in the module's docstring. The word in `settings.crash` ends the process."""
 
     def __init__(self, settings: ScriptedSettings, recorder: Recording) -> None:
         self.gate = Gate()
@@ -132,11 +148,11 @@ class Scripted:
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Nothing is slow here."""
+        """Return the frame unchanged, because all work is fast."""
         return None if isinstance(frame, Ping) else frame
 
     def take(self, work: Work, now: float) -> list[Frame]:
-        """Take in one piece of work and return what is answered at once."""
+        """Process one piece of work; return immediate answers."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Cancel):
@@ -146,7 +162,7 @@ class Scripted:
         elif isinstance(work, Enforce):
             return self._enforce(work, now)
         elif isinstance(work, MakeRoom):
-            self._roomed = work.number  # nothing here could be given up
+            self._roomed = work.number  # nothing here could be freed
         elif isinstance(work, Load | Unload | Profile):
             return [self._ordered(work)]
         elif isinstance(work, Count):
@@ -154,7 +170,7 @@ class Scripted:
         return []
 
     def step(self, now: float) -> list[Frame]:
-        """Decode where a step is due, then try one prefill."""
+        """Decode if a step is due, then try one prefill."""
         frames: list[Frame] = []
         if self._running and now >= self._deadline:
             frames = self._decode(now)
@@ -168,7 +184,8 @@ class Scripted:
         return frames
 
     def due(self, now: float) -> float | None:
-        """Say when the next step is due, or when the recent height falls; None when nothing will change by itself."""
+        """Return the time of the next step, or of the fall of the recent height; None if only a frame can bring
+        work."""
         if self._next() is not None:
             return now
         if self._running:
@@ -176,11 +193,11 @@ class Scripted:
         return self._recent.falls_at(self._active(), now)
 
     def call(self) -> Call | None:
-        """No native call is ever made."""
+        """Return None, because there are no native calls."""
         return None
 
     def report(self, now: float) -> EngineReport:
-        """Give the snapshot."""
+        """Return the report."""
         return EngineReport(
             self._memory(now), (self._model(),), len(self._running), len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
@@ -191,15 +208,15 @@ class Scripted:
         )  # fmt: skip
 
     def halt(self) -> None:
-        """No native call is ever made."""
+        """Do nothing, because there are no native calls."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no resource is held."""
 
     # requests
 
     def _ordered(self, order: Load | Unload | Profile) -> Frame:
-        """Answer an order about models: there is one, and it is always loaded."""
+        """Return the answer to an order about models: there is one model, and it is always loaded."""
         name = self._settings.model
         if order.model != name:
             return Refusal(order.request, Refused(Code.NO_MODEL, f"this node serves {name}, not {order.model}"))
@@ -230,7 +247,7 @@ class Scripted:
         if refused is not None:
             return [Refusal(number, refused, prompt)]
         sequence = self._sequence(request, shape, pieces, now)
-        if not any(sequence.writing()):  # all was said before it came here, only its end was not heard
+        if not any(sequence.writing()):  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = now
             return [Admitted(number, prompt), self._finished(sequence, now)]
         self._waiting.append(sequence)
@@ -238,7 +255,7 @@ class Scripted:
         return [Admitted(number, prompt)]
 
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
-        """Give the tokens of an echo; none in the other modes, and none of a prompt that will be refused anyway."""
+        """Return the tokens of an echo; empty in the other modes, and for a prompt that will be refused."""
         echo = self._settings.text == "echo" and prompt < self._settings.context
         return answers.echo_pieces(answers.said(request)) if echo else []
 
@@ -272,7 +289,7 @@ class Scripted:
         return sequence
 
     def _replay(self, sequence: Sequence, row: Row, now: float) -> None:
-        """Let a row stand where it was after the ids that were heard: their text is not said again."""
+        """Restore a row after the ids that another node has sent: their text is not sent again."""
         for _ in sequence.request.known(row.choice):
             self._token(sequence, row, now)
             if row.reason:
@@ -296,7 +313,7 @@ class Scripted:
             del self._cancelled[next(iter(self._cancelled))]
 
     def _drop(self, sequence: Sequence) -> None:
-        """Forget a request and give back all that was promised to it."""
+        """Remove a request and release its commitments."""
         for row in sequence.writing():
             self._ledger.release(row.commitment)
         if sequence in self._running:
@@ -306,7 +323,7 @@ class Scripted:
             self._leave(sequence)
 
     def _enforce(self, order: Enforce, now: float) -> list[Frame]:
-        """End the newest request that runs, where the agent says so: nothing here could be given back otherwise."""
+        """End the newest running request on order of the agent, because no other memory can be freed."""
         self._enforced = order.poll
         if order.level < Level.OVER_HARD or not self._running:
             return []
@@ -327,7 +344,7 @@ class Scripted:
         self._wanted -= len(sequence.rows)
 
     def _next(self) -> Sequence | None:
-        """Give the request whose turn it is, if the batch has room for it."""
+        """Return the next request in turn, if the batch has room for it."""
         if not self._waiting or self._rows >= self._settings.batch:
             return None
         if self._rows + self._wanted <= self._settings.batch:  # there is room for all
@@ -338,7 +355,7 @@ class Scripted:
         return following if self._rows + len(following.rows) <= self._settings.batch else None
 
     def _prefill(self, sequence: Sequence, now: float) -> list[Frame]:
-        """Write the prompt, then join the decode batch; each asks the gate, and a no takes back all of it."""
+        """Prefill the prompt and join the decode batch. Both pass the gate; after a refusal all memory is released."""
         refused = self._checked(Site.PREFILL, now)
         if refused is None:
             self._forwards += 1
@@ -357,12 +374,12 @@ class Scripted:
         return []
 
     def _checked(self, site: Site, now: float) -> Refused | None:
-        """Ask the gate about rows whose bytes are all promised: the ledger holds the estimate already."""
+        """Check the gate for rows with commitments: the ledger already contains their estimate."""
         answer = self.gate.check(site, self._memory(now), 0)
         return answer if isinstance(answer, Refused) else None
 
     def _decode(self, now: float) -> list[Frame]:
-        """Give every row one token: one Deltas frame for all, then the ends."""
+        """Decode one token for every row: deltas of all rows first, then the ends."""
         deltas: list[Delta] = []
         ends: list[Frame] = []
         self._steps += 1
@@ -395,8 +412,8 @@ class Scripted:
         return self._finished(sequence, now)
 
     def _grow(self, sequence: Sequence, row: Row, now: float) -> Refused | None:
-        """Promise the next GROWTH tokens to a row that has written all that it had; a refusal when there is no room.
-        Where the memory cannot be read rows go on growing: only what is new is refused for that."""
+        """Commit the next `GROWTH` tokens for a row that has used its commitment; return the refusal if there is no
+        room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
         commitment = row.commitment
         if commitment.written < commitment.promised:
             return None
@@ -453,5 +470,5 @@ class Scripted:
 
 
 def build(settings: NodeSettings, recorder: Recording) -> Scripted:
-    """Make the scripted engine."""
+    """Return the scripted engine."""
     return Scripted(settings.engine.scripted, recorder)

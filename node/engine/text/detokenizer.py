@@ -1,20 +1,21 @@
-"""From token ids to what a client sees: content, reasoning and tool calls. A pure function of the ids.
+"""Text pipeline: from token ids to content, reasoning and tool calls for the client. A pure function of the ids.
 
     id ─► text (whole characters) ─► cut at markers ─┬─► reasoning   without newlines at its ends
-                                                     ├─► tool block ─► calls, or content as it was written
+                                                     ├─► tool block ─► calls, or content as it was generated
                                                      └─► content ─► stop strings
 
-Streams are resumed by feeding the same ids to a new pipeline and dropping what comes out; so nothing here may depend on
-anything else: no clock, no chance, no state shared between pipelines. Each stage holds back only what later text can
-still change: half a character, what may become a marker, newlines that may end a thought, the beginning of a stop
-string. `finish` gives all of it.
+To resume a stream, the same ids are fed to a new pipeline and its output is discarded. Output may therefore depend on
+the ids alone: no clock, no randomness, no state shared between pipelines. Each stage holds back only text that later
+text can still change. Examples are half a character, a possible marker, newlines that may end a thought, or the
+beginning of a stop string. `finish` returns all held text.
 
 Rules
-- Nothing of a stop string is ever shown, and nothing after it. Only content is searched: reasoning and calls are not.
-- Newlines beside a marker belong to it: a thought has none at its ends, content none after a marker. Once content
-  was shown, newlines after a marker part it from more content; they vanish where no more comes.
-- No text is lost: a block that is no call, or is not finished, becomes content with its markers.
-- Nothing raises, whatever the ids.
+- Stop strings: No part of a stop string is ever sent, and no text after it. Only content is searched for stop strings,
+  not reasoning or calls.
+- Newlines: Newlines next to a marker belong to it: a thought has none at its ends, content none after a marker. After
+  earlier content, newlines after a marker separate it from further content; without further content they are removed.
+- Blocks: No text is lost: a block that is no call, or is unfinished, becomes content with its markers.
+- Errors: No ids raise an exception.
 """
 
 from collections.abc import Sequence
@@ -30,26 +31,26 @@ Pieces = tuple[tuple[Channel, str], ...]
 
 
 class Decoder(Protocol):
-    """Token ids to text, whole characters only."""
+    """Decoder from token ids to text, whole characters only."""
 
     def feed(self, token: int) -> str:
-        """Take an id; give the text that became final."""
+        """Add an id; return the text that became final."""
         ...
 
     def flush(self) -> str:
-        """Give what was held back, broken characters replaced."""
+        """Return the held text, broken characters replaced."""
         ...
 
 
 class Cutter(Protocol):
-    """Text cut at markers, which are taken out."""
+    """Splitter of text at markers; the markers are removed."""
 
     def feed(self, text: str) -> Sequence[tuple[Place, str]]:
-        """Take text; give each place passed with the text in it, from the current place on."""
+        """Add text; return each place passed with its text, starting with the current place."""
         ...
 
     def flush(self) -> str:
-        """Give what was held back as the possible beginning of a marker: text of the current place."""
+        """Return the text held back as a possible start of a marker; it belongs to the current place."""
         ...
 
 
@@ -58,7 +59,7 @@ class AnswerFormat(Protocol):
 
     @property
     def tools(self) -> str:
-        """Tools as the parser of calls needs them, as JSON; empty for those of the request."""
+        """Tools in the form for the parser of calls, as JSON; empty for those of the request."""
         ...
 
     def beginning(self) -> Place:
@@ -72,15 +73,20 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one token gave. `stopped`: a stop string is complete, and no more will come."""
+    """Output of one token."""
 
     pieces: Pieces = ()
+    """Text by channel."""
     stopped: bool = False
+    """Whether a stop string is complete; no output follows then."""
 
 
 class TextPipeline:
-    """One choice's text; see the module's text. `place` is where the answer begins; with `one_call` it ends with its
-    first call. `thought` counts the tokens that were reasoning."""
+    """Text of one choice; see the module's docstring.
+
+    `place` is the start of the answer. With `one_call` the answer ends with its first call. `thought` counts the
+    reasoning tokens.
+    """
 
     def __init__(
         self, decoder: Decoder, cutter: Cutter, place: Place, stops: Stops, calls: Calls, *, one_call: bool = False
@@ -100,7 +106,7 @@ class TextPipeline:
         self._pieces: list[tuple[Channel, str]] = []
 
     def feed(self, token: int) -> Step:
-        """Take one token of the answer; the token that only ends it gives nothing."""
+        """Add one token of the answer; an end-of-answer token has no output."""
         if not self._stopped:
             self._take(self._decoder.feed(token))
             self.thought += self._place.state == REASONING
@@ -108,11 +114,11 @@ class TextPipeline:
 
     @property
     def stop(self) -> str:
-        """The stop string that ended the answer; empty if none did."""
+        """Stop string that ended the answer; empty if none did."""
         return self._stops.found
 
     def finish(self, reason: str) -> tuple[Pieces, str]:
-        """End the answer: give what was held back, and the reason (`stop` or `length`) as a client should read it."""
+        """End the answer: return the held text, and the reason (`stop` or `length`) in the form for the client."""
         if not self._stopped:
             self._take(self._decoder.flush())
             self._put(self._cutter.flush())
@@ -147,7 +153,7 @@ class TextPipeline:
             self._block = []
 
     def _put(self, text: str) -> None:
-        """Add text of the current place. Text of places that only a model's own format knows is not for the client."""
+        """Add text of the current place. Text of states outside the common ones is not for the client."""
         if not text or self._stopped:
             return
         if self._place.state == NORMAL:
@@ -168,7 +174,8 @@ class TextPipeline:
             self._read_block(body, left.marker, place.marker)
 
     def _end_block(self) -> None:
-        """Take the block that the end of the answer cut off; it is whole only for parsers that know no end."""
+        """Handle the block that the end of the answer cut off. It is complete only for parsers without an end
+        marker."""
         if self._stopped or self._place.state not in (TOOL, INNER):
             return
         body = "".join(self._block)
@@ -187,7 +194,7 @@ class TextPipeline:
         else:
             self._add_content(start + body + end)
 
-    # what is shown
+    # output
 
     def _add_content(self, text: str) -> None:
         if self._gap is not None:
@@ -210,7 +217,7 @@ class TextPipeline:
 
 
 class _Thoughts:
-    """Reasoning without newlines at either end, in one block or several; a newline parts two blocks."""
+    """Reasoning without newlines at either end, in one block or several; a newline separates two blocks."""
 
     def __init__(self) -> None:
         self._fresh = True
@@ -218,12 +225,12 @@ class _Thoughts:
         self._held: str = ""
 
     def open(self) -> None:
-        """Begin a block: what the last one held back was its end."""
+        """Start a block: the held newlines of the last one were its end."""
         self._fresh = True
         self._held = "\n" if self._shown else ""
 
     def feed(self, text: str) -> str:
-        """Take text of the block; give what is certainly not its end."""
+        """Add text of the block; return the part that cannot be its end."""
         if self._fresh:
             text = text.lstrip("\n")
         if not text:

@@ -1,4 +1,4 @@
-"""Log probabilities as the dialects want them: the token drawn and the likeliest others, as bytes."""
+"""Log probabilities of a token for the API dialects: the sampled token and the most likely alternatives, as bytes."""
 
 import math
 from collections.abc import Callable
@@ -9,13 +9,14 @@ import mlx.core as mx
 from wire.frames import Logprob
 
 MOST = 20
+"""Most alternatives of a token."""
 LEAST_LOGPROB = -9999.0
-"""The value that clients of OpenAI's API know for a probability of 0; only finite numbers cross the wire."""
+"""Value for a probability of 0 in OpenAI's API; only finite numbers cross the wire."""
 
 
 def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
-    """Read one token's log probability and the `count` (0 to MOST) highest, from an array (vocabulary,); what a grammar
-    forbids is none of them."""
+    """Return a token's log probability and the `count` (0 to `MOST`) highest, from an array (vocabulary,). Tokens that
+    a grammar forbids are left out."""
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()
     count = min(count, MOST, logprobs.shape[-1])

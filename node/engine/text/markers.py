@@ -1,15 +1,15 @@
-"""Which markers part a model's text, and what each of them begins.
+"""Markers that split a model's text, and the state after each of them.
 
-mlx-lm's state machine cuts text at markers, but drops their words and says only the state that comes after. Here every
-destination is a Place: the state together with the marker that led to it, so that whoever reads the cut text can put a
-block together again exactly as it was written.
+The state machine of mlx-lm splits text at markers, but drops the markers and returns only the next state. Here every
+destination is a `Place`: the state together with the marker that led to it. A reader of the split text can therefore
+rebuild a block exactly as generated.
 
     normal ──think start──► reasoning ──think end──► normal
     normal ──call start───► tool ──────call end────► normal
     reasoning ──call start► inner ─────call end────► normal      a call without the end of the thought
-                            inner ─────think end───► normal      no call: the thought only spoke of the marker
+                            inner ─────think end───► normal      no call: the thought only mentioned the marker
 
-A model's own response format adds states and edges; text in states that are not named here is never shown.
+A model's own response format adds states and edges; text in other states is never sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ NORMAL: Final = "normal"
 REASONING: Final = "reasoning"
 TOOL: Final = "tool"
 INNER: Final = "inner"
-"""States. The first three are mlx-lm's own names, which response formats use; INNER is a tool block in a thought."""
+"""States. The first three are mlx-lm's own names, which response formats use; `INNER` is a tool block in a thought."""
 
 
 class Place(NamedTuple):
-    """A state and the marker that led to it, empty at the beginning."""
+    """State and the marker that led to it; the marker is empty at the beginning."""
 
     state: str
     marker: str = ""
@@ -32,22 +32,26 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """A model's markers: pairs of start and end, empty where it has none. A call's end may be empty alone: such a call
-    ends with the answer. `structure` is dropped wherever it stands; `edges` and `initial` are the response format."""
+    """Markers of a model."""
 
     think: tuple[str, str] = ("", "")
+    """Start and end of a thought; empty without thoughts."""
     call: tuple[str, str] = ("", "")
+    """Start and end of a call; empty without calls. If only the end is empty, a call ends with the answer."""
     structure: tuple[str, ...] = ()
+    """Markers that are removed everywhere."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])
+    """Edges of the response format, by state."""
     initial: str = ""
+    """Initial state of the response format."""
 
     def beginning(self, thinking: bool) -> Place:
-        """Give the place where an answer begins. `thinking`: the prompt left a thought open."""
+        """Return the place where an answer starts. `thinking`: the prompt left a thought open."""
         return Place(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def transitions(self, tools: bool) -> dict[Place, list[tuple[str, Place]]]:
-        """Give every reachable place and its edges. Without `tools` a call's markers are words like any others, except
-        in a response format, whose blocks cannot be told apart without them."""
+        """Return every reachable place and its edges. Without `tools` a call's markers are ordinary words. Response
+        formats are an exception, because their blocks can only be separated by those markers."""
         edges = self._edges(tools)
         waiting = [self.beginning(False), self.beginning(True)]
         reached: dict[Place, list[tuple[str, Place]]] = {}

@@ -1,14 +1,14 @@
-"""Stop strings over a stream: nothing of a stop string is ever shown, wherever the pieces are cut.
+"""Stop strings over a stream: no part of a stop string is ever sent, wherever the pieces are cut.
 
-Text that may be the beginning of a stop string is held back until it is one, or is not. The stop string that is
-complete first counts, and of several that end together the longest; so the cut never depends on the pieces.
+Text that may start a stop string is held back until this is decided. The first completed stop string counts; of several
+that end together, the longest. The cut therefore never depends on the pieces.
 """
 
 from collections.abc import Iterable
 
 
 class Stops:
-    """The stop strings of one row and the text held back for them. `found` is the one that was completed."""
+    """Stop strings of one row with the text held back for them. `found` is the completed one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -16,7 +16,7 @@ class Stops:
         self.found = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; give what may be shown now, and whether a stop string was completed."""
+        """Add the next piece; return the text that may be sent now, and whether a stop string was completed."""
         if not self._stops:
             return text, False
         text = self._held + text
@@ -30,14 +30,14 @@ class Stops:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """Give what was held back: the row ends and no stop string came of it."""
+        """Return the held text at the end of the row, because no stop string followed."""
         held = self._held
         self._held = ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of the text that begin the stop string."""
+    """Return the number of characters at the end of the text that start the stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,18 +1,19 @@
-"""A time limit for Python code of others that runs on a thread of ours, such as a model's chat template."""
+"""Time limit for foreign Python code on a thread of this process, such as a model's chat template."""
 
 import ctypes
 import threading
 
 
 class DeadlineError(Exception):
-    """The code took longer than it may."""
+    """The code exceeded its time limit."""
 
 
 class Deadline:
-    """Raises DeadlineError in the thread that entered the context, once `seconds` have passed.
+    """Context that raises `DeadlineError` in its thread after `seconds`.
 
-    It interrupts Python code between two instructions, and no native call. Outside the context nothing is raised: an
-    exception that is still pending at the end is taken back."""
+    It interrupts Python code between two instructions, but no native call. No exception is raised outside the context:
+    one that is pending at the end is withdrawn.
+    """
 
     def __init__(self, seconds: float, message: str) -> None:
         self._timer = threading.Timer(seconds, self.expire)
@@ -35,7 +36,7 @@ class Deadline:
             raise DeadlineError(self._message) from None
 
     def expire(self) -> None:
-        """Raise DeadlineError in the thread inside the context; do nothing outside it."""
+        """Raise `DeadlineError` in the thread inside the context; do nothing outside it."""
         with self._lock:
             if not self._over:
                 self._raised = True

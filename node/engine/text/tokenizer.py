@@ -1,14 +1,14 @@
-"""A model's tokenizer: prompts out of requests, text out of tokens. What mlx-lm and transformers know of it stays here.
+"""Tokenizer of a model: from requests to prompts, from tokens to text. It encapsulates mlx-lm's and transformers' APIs.
 
-Loading is strictly local, and code that a model brings along is never run. Chat templates come with the models too:
-they run in transformers' sandbox, see the request's clock instead of the wall's (else a resumed request could get
-another prompt), and whatever they raise fails only the request.
+Loading is strictly local, and code that comes with a model is never run. Chat templates come with the models and run in
+transformers' sandbox. They see the time of the request instead of the present, because a resumed request must get the
+same prompt. An exception of a template fails only the request.
 
-`prompt`, `count` and `pipeline` may be called on several threads at the same time: they read only tables that never
-change, and a pipeline holds its own decoding state. Grammars (`guide`, `calling`, `single`) are for one thread at once.
+`prompt`, `count` and `pipeline` may be called on several threads at the same time. They read only immutable tables, and
+a pipeline holds its own decoding state. Grammars (`guide`, `calling`, `single`) are for one thread at once.
 
-A long text is put into tokens by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single
-call holds the lock, and so stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
+A long text is tokenized by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single call
+holds the lock and thus stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
 """
 
 import ast
@@ -54,35 +54,35 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 LONGEST_MESSAGE: Final = 300
-"""Characters of an error's text that are told: templates can raise with a whole conversation in it."""
+"""Most characters of an error's text in a message: templates can raise with a whole conversation in it."""
 RESERVED: Final = frozenset({
     "messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template", "strftime_now",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs", "sanitize_control_tokens",
 })  # fmt: skip
-"""What a request's template variables may not be called: it would change the call, not the template's world."""
+"""Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
-"""What a tokenizer is read from, as models have it."""
+"""Files of tokenizers in model folders."""
 LONG_TEXT: Final = 16 * 1024
-"""Characters from which a text is put into tokens without the interpreter's lock."""
+"""Characters from which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
 """Questions that have no token in common."""
 CLOCK_SECONDS: Final = 3600
-"""For so long a template that writes the date is taken to write the same one."""
+"""Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
-"""Shared system prompts whose tokens are remembered."""
+"""Number of shared system prompts whose tokens are remembered."""
 RENDER_SECONDS: Final = 5.0
-"""Seconds that a chat template may take. A conversation of 8 MB takes less than one."""
+"""Time limit of a chat template in seconds. A conversation of 8 MB takes less than one."""
 TAIL: Final = 32
-"""Tokens at a prompt's end among which the mark of an open thought is looked for, with the blanks after it."""
+"""Tokens at a prompt's end that are searched for the mark of an open thought, with the blanks after it."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
-"""The clock of the request whose template is being rendered, in seconds."""
+"""Time of the request whose template is being rendered, in seconds."""
 
 
 def _byte_signs() -> dict[str, bytes]:
-    """Give the byte that each sign of a byte-level vocabulary stands for (the table of GPT-2's encoder): printable
-    ones for themselves, all others for signs from 256 on in their order."""
+    """Return the byte of each sign of a byte-level vocabulary (the table of GPT-2's encoder). Printable bytes are their
+    own signs; all other bytes have the signs from 256 on, in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     signs = {chr(byte): bytes([byte]) for byte in printable}
@@ -93,30 +93,33 @@ BYTES: Final = _byte_signs()
 
 
 class TokenizerError(ValueError):
-    """This folder gives no tokenizer; the text says why and ends with no path but the folder's name."""
+    """A folder has no usable tokenizer. The text states the reason and contains no path but the folder's name."""
 
 
 class TemplateFailed(ValueError):
-    """This request gives no prompt; the text is one line, for the client."""
+    """No prompt can be made of a request; the text is one line for the client."""
 
 
 class TooLong(ValueError):
-    """A prompt has more tokens than it may; the text is one line, for the client."""
+    """A prompt has too many tokens; the text is one line for the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as token ids. `thinking`: it ends inside a thought, so the answer begins with reasoning; `thought`: it
-    ends with the end of one. `plain`: no template wrote it."""
+    """Tokenized prompt."""
 
     ids: tuple[int, ...]
+    """Token ids."""
     thinking: bool
+    """Whether the prompt ends inside a thought; the answer then starts with reasoning."""
     thought: bool = False
+    """Whether the prompt ends with the end of a thought."""
     plain: bool = False
+    """Whether it was made without a template."""
 
 
 def load(folder: Path) -> "Tokenizer":
-    """Load the tokenizer of a model's folder, with nothing but what lies in it; TokenizerError if that fails."""
+    """Load the tokenizer of a model's folder, from that folder alone. Raise `TokenizerError` if that fails."""
     if not folder.is_dir():
         raise TokenizerError(f"{folder.name}: there is no such folder")
     try:
@@ -130,18 +133,17 @@ def load(folder: Path) -> "Tokenizer":
 
 
 class Tokenizer:
-    """One model's tokenizer.
-
-    `eos` are the ids that end an answer, `size` is one more than the highest id, `features` what the model can do:
-    `tools` where its calls can be read. `wrapper` is mlx-lm's tokenizer, `rust` the tokenizer below it, None where
-    that is written in Python; `markup` are the marks of thoughts and calls.
-    """
+    """Tokenizer of one model."""
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self.wrapper = wrapper
+        """Tokenizer of mlx-lm."""
         self.eos = frozenset(wrapper.eos_token_ids)
+        """Ids that end an answer."""
         self.size = max(len(wrapper), max(wrapper.get_vocab().values(), default=-1) + 1)
+        """Highest id plus one."""
         self.features = ("tools",) if wrapper.has_tool_calling else ()
+        """Features of the model: `tools` if its calls can be parsed."""
         self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
         self._detokenizer = wrapper.detokenizer
@@ -149,20 +151,24 @@ class Tokenizer:
         self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._special = re.compile("")
         self.markup = _markup(wrapper)
+        """Markers of thoughts and calls."""
         self._machines = {tools: TextStateMachine(self.markup.transitions(tools)) for tools in (False, True)}
         self._plainly = cast(
             "Callable[[str], list[int]]", partial(cast("Any", wrapper).encode, add_special_tokens=False)
         )
         fast = cast("Any", wrapper)._tokenizer
         self.rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
-        # a truncation set in the tokenizer's file is taken off at its first use, and must not be while others read
+        """Tokenizer below `wrapper`; None if that is written in Python."""
+        # The first use removes a truncation set in the tokenizer's file; it must not happen during another thread's
+        # call.
         wrapper.encode("")
 
     def prompt(self, request: Generate, most: int = 0) -> Prompt:
-        """Put a request into tokens: its prompt as it is, or rendered by the model's template.
+        """Tokenize a request: its prompt unchanged, or rendered by the model's template.
 
-        A text that is clearly longer than `most` tokens (0: any) raises TooLong once so many are counted. Raises
-        TemplateFailed where template or tokenizer fail."""
+        If a text is clearly longer than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted. Raise
+        `TemplateFailed` if template or tokenizer fail.
+        """
         plain = bool(request.text or request.ids)
         try:
             ids = request.ids or self.encode(self._text(request), plain=plain, most=most)
@@ -176,10 +182,11 @@ class Tokenizer:
             raise TemplateFailed(_line(error)) from error
 
     def shared(self, request: Generate, prompt: Prompt) -> int:
-        """Return how many of a prompt's first tokens follow from its shared system prompt alone; 0 where it has none,
-        or where something else stands before its end.
+        """Return the number of a prompt's first tokens that follow from its shared system prompt alone. Return 0
+        without one, or if its end depends on other text.
 
-        They are what two prompts have in common that share the system prompt and nothing else."""
+        They are the common tokens of two prompts that share only the system prompt.
+        """
         if not request.shared or not request.messages:
             return 0
         system = request.messages[0]
@@ -192,7 +199,7 @@ class Tokenizer:
         return len(opening) if prompt.ids[: len(opening)] == opening else 0
 
     def _opening(self, request: Generate, system: Message) -> tuple[int, ...]:
-        """Return the tokens in which prompts begin that share this system prompt; none where a template fails."""
+        """Return the common first tokens of prompts with this system prompt; empty if the template fails."""
         try:
             one, other = (self._probe(request, system, word) for word in PROBES)
         except Exception:
@@ -204,7 +211,7 @@ class Tokenizer:
         return self.encode(self._text(probe), plain=False)
 
     def count(self, request: Generate) -> int:
-        """Return the number of a request's prompt tokens; TemplateFailed where template or tokenizer fail."""
+        """Return the number of a request's prompt tokens. Raise `TemplateFailed` if template or tokenizer fail."""
         try:
             text = self._text(request)
             if self.rust is not None and len(text) > LONG_TEXT:
@@ -225,7 +232,7 @@ class Tokenizer:
         return self._render(request)
 
     def encode(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
-        """Put a text into tokens; with `plain` with those that the tokenizer adds to every text."""
+        """Tokenize a text; `plain` includes the tokens that the tokenizer adds to every text."""
         if self.rust is None or len(text) <= LONG_TEXT:
             return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
         if most and len(text) > max(2 * most, READ_SLICE):
@@ -233,7 +240,7 @@ class Tokenizer:
         return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
 
     def _bound(self, rust: "RustTokenizer", text: str, most: int) -> None:
-        """Raise TooLong as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
+        """Raise `TooLong` as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
         counted = 0
         for start in range(0, len(text), READ_SLICE):
             part = text[start : start + READ_SLICE]
@@ -253,8 +260,8 @@ class Tokenizer:
         one_call: bool = False,
         grammar: AnswerFormat | None = None,
     ) -> TextPipeline:
-        """Begin the text of one choice. `tools` as in the request; `thinking` as the prompt said. What follows a
-        `grammar` has its markers where that puts them, and nowhere else."""
+        """Return the text pipeline of one choice. `tools` as in the request; `thinking` as in the prompt. With a
+        `grammar`, markers are recognized only where the grammar puts them."""
         given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
         calls = Calls(prefix, self.wrapper.tool_parser if given else None, ways(given), self.markup.call[1])
@@ -266,19 +273,19 @@ class Tokenizer:
         return TextPipeline(self._decoder(), cutter, place, Stops(stops), calls, one_call=one_call)
 
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
-        """Begin the text of one choice of a request without a template: content, whatever it looks like."""
+        """Return the text pipeline of one choice without a template: all text is content."""
         return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, (), ""))
 
     # grammars
 
     @property
     def think(self) -> tuple[str, str]:
-        """The markers around a thought, empty where there are none."""
+        """Markers around a thought; empty without thoughts."""
         return self.markup.think
 
     @property
     def calling(self) -> Calling | None:
-        """How calls are written; None where the model makes none."""
+        """Format of calls; None if the model makes none."""
         if not self.markup.call[0]:
             return None
         parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
@@ -286,18 +293,18 @@ class Tokenizer:
         return Calling(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
 
     def single(self, text: str) -> int | None:
-        """Give the one token that a marker is, if it is one."""
+        """Return the token of a marker if it is a single token, else None."""
         ids = self._plainly(text)
         return ids[0] if len(ids) == 1 else None
 
     @property
     def constrainable(self) -> bool:
-        """Whether answers can follow a grammar: not where they have a format of their own, into which no other can be
-        put, and not with a tokenizer that llguidance cannot read."""
+        """Whether answers can follow a grammar. They cannot if the model has its own format of answers, or if
+        llguidance cannot read the tokenizer."""
         return not self.markup.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def guide(self) -> LLTokenizer | None:
-        """Give the tokenizer as llguidance has it; None where it cannot be. Takes a second for a large vocabulary."""
+        """Return the tokenizer in llguidance's form; None if there is none. Takes a second for a large vocabulary."""
         fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:
             return None
@@ -306,13 +313,13 @@ class Tokenizer:
         return guide
 
     def _mark(self, marker: str) -> tuple[str, bool]:
-        """Write text in Lark, the special tokens in it as tokens; and whether it begins with one."""
+        """Return text in Lark's notation, with special tokens as tokens; and whether it starts with one."""
         parts = [part for part in self._special.split(marker) if part] if self._special.pattern else [marker]
         written = [f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts]
         return " ".join(written), bool(parts) and parts[0] in self._ids
 
     def _learn_special(self, guide: LLTokenizer) -> None:
-        """Learn which tokens are no text to llguidance."""
+        """Record the tokens that llguidance does not treat as text."""
         self._ids = {text: token for token, text in self._added.items() if text and guide.is_special_token(token)}
         longest = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})" if longest else "")
@@ -321,7 +328,8 @@ class Tokenizer:
         return _Decoder(self.wrapper.detokenizer, self.size, self.eos)
 
     def token_bytes(self, token: int) -> bytes:
-        """Give a token's bytes: exactly where tokens are bytes, else the text that it has alone; none out of range."""
+        """Return a token's bytes: exact for byte-level tokens, else the text of the token alone; empty if out of
+        range."""
         if not 0 <= token < self.size:
             return b""
         if token in self._added:
@@ -365,12 +373,13 @@ class Tokenizer:
             raise TemplateFailed(f"the tokenizer gives token {wrong}, and there are only {self.size}")
 
     def _ends_with(self, ids: tuple[int, ...], marker: str) -> bool:
-        """Look at the very end only: the marker may also stand in what a user wrote."""
+        """Return whether the prompt's last tokens end with a marker. Only the end counts, because a user's text may
+        contain the marker."""
         return bool(marker) and self.wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(marker)
 
 
 class _Decoder:
-    """mlx-lm's streaming detokenizer for one pipeline, held to our rules: no id raises, endings have no text."""
+    """mlx-lm's streaming detokenizer for one pipeline: no id raises, and end-of-answer tokens have no text."""
 
     def __init__(self, detokenizer: StreamingDetokenizer, size: int, silent: frozenset[int]) -> None:
         self._detokenizer = detokenizer
@@ -389,37 +398,37 @@ class _Decoder:
         try:
             advance()
             segment = self._detokenizer.last_segment
-        except Exception:  # an id in a gap of the vocabulary has no text, and no more can be said of it
+        except Exception:  # an id in a gap of the vocabulary has no text
             segment = ""
         return segment
 
 
 class MarkCutter:
-    """mlx-lm's state machine for one pipeline, beginning at a place of the machine."""
+    """mlx-lm's state machine for one pipeline, starting at a place of the machine."""
 
     def __init__(self, machine: "TextStateMachine[Place]", place: Place) -> None:
         self._state = machine.make_state(place)
 
     def feed(self, text: str) -> list[tuple[Place, str]]:
-        """See `Cutter`."""
+        """Split text at markers, as in `Cutter`."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def flush(self) -> str:
-        """See `Cutter`."""
+        """Return held text, as in `Cutter`."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
 
 
 class Uncut:
-    """A cutter for text in which nothing is a mark."""
+    """Cutter for text without markers."""
 
     def feed(self, text: str) -> list[tuple[Place, str]]:
-        """See `Cutter`."""
+        """Return the text unsplit, as in `Cutter`."""
         return [(Place(NORMAL), text)]
 
     def flush(self) -> str:
-        """See `Cutter`."""
+        """Return held text, as in `Cutter`: none."""
         return ""
 
 
@@ -433,10 +442,11 @@ def _wrapper(folder: Path) -> TokenizerWrapper:
 
 
 def defaults(kind: object) -> dict[str, object] | None:
-    """Read what mlx-lm presumes of a type of model whose folder says too little about its tokenizer.
+    """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings.
 
-    It stands in the model's module, which is read here and not imported: that would make kernels on this thread, and
-    MLX belongs to another."""
+    They are in the model's module. The module is parsed and not imported, because an import would create kernels on
+    this thread, and only the inference thread may use MLX.
+    """
     name = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else ""
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}") if name.isidentifier() else None
     if spec is None or spec.origin is None:
@@ -472,7 +482,7 @@ def _equal(pair: tuple[int, int]) -> bool:
     return pair[0] == pair[1]
 
 
-# the template's world
+# template variables
 
 
 def _now(form: str) -> str:
@@ -480,18 +490,19 @@ def _now(form: str) -> str:
 
 
 def _set_clock(source: str) -> None:
-    """Give a template the request's clock.
+    """Set the request's clock in a template.
 
-    Variables cannot bring it: transformers turns every value into plain data first. So it goes where the template's own
-    clock is, into the globals of the compiled template, which transformers keeps by source."""
+    Variables cannot carry it, because transformers turns every value into plain data first. It therefore replaces the
+    template's own clock in the globals of the compiled template, which transformers caches by source.
+    """
     module = importlib.import_module("transformers.utils.chat_template_utils")
     compiled = cast("Callable[[str], Template]", module._compile_jinja_template)
     compiled(source).globals["strftime_now"] = _now
 
 
 def _written(message: Message, own_renderer: bool) -> dict[str, object]:
-    """Write a message as templates know it. Arguments are objects, as most templates iterate over them; renderers in
-    Python parse the text themselves."""
+    """Return a message in the form of templates. Arguments are objects, because most templates iterate over them;
+    renderers in Python parse the text themselves."""
     written: dict[str, object] = {"role": message.role, "content": message.content}
     if message.name:
         written["name"] = message.name
@@ -541,7 +552,7 @@ def _variables(text: str) -> dict[str, object]:
 
 
 def _line(error: Exception) -> str:
-    """Tell an exception in one line: its name and the beginning of its text."""
+    """Render an exception as one line: its name and the beginning of its text."""
     words = " ".join(str(error).split())
     told = f"{type(error).__name__}: {words}" if words else type(error).__name__
     return told if len(told) <= LONGEST_MESSAGE else told[: LONGEST_MESSAGE - 1] + "…"

@@ -1,9 +1,9 @@
-"""Try the chat template and the tokenizer of a model in a separate process before the engine uses them.
+"""Trial of a model's chat template and tokenizer in a separate process, before the engine uses them.
 
-Both come with the model. A template that never ends, or a regular expression of a tokenizer with unbounded time, would
-block a thread of the engine and every request on it. The process loads the tokenizer and tokenizes some prompts
-(`tokenizer_trial_main`), with a limit of CPU time and of memory. Results are kept by fingerprint: a model is tried once
-on a machine.
+Both come with the model. An endless template, or a tokenizer's regular expression with unbounded time, would block an
+engine thread and every request on it. The process loads the tokenizer and tokenizes some prompts
+(`tokenizer_trial_main`), with a limit of CPU time and of memory. Results are stored by fingerprint: a model is tried
+once on a machine.
 """
 
 import os
@@ -20,24 +20,26 @@ from node.memory.sensor import footprint_of
 from wire.units import MIB, show_size
 
 CPU_SECONDS = 30
-"""Seconds of CPU for the trial. Importing transformers takes 2, a tokenizer of 262,000 tokens 4, the prompts 1."""
+"""Limit of CPU seconds. Importing transformers takes 2, a tokenizer of 262,000 tokens 4, the prompts 1."""
 CLOCK_SECONDS = 120.0
-"""Seconds of the clock, for a machine that is busy."""
+"""Limit of elapsed seconds, for a busy machine."""
 MEMORY = 768 * MIB
-"""Bytes that the process may take beside 40 times the files of the tokenizer. It takes 350 MB with a small one."""
+"""Limit of bytes of the process, in addition to 40 times the tokenizer's files. It takes 350 MB with a small
+tokenizer."""
 PER_FILE_BYTE = 40
 LOOK = 0.02
+"""Seconds between two checks of the process."""
 FILE = "trials.json"
 MOST = 1024
-"""Models that are kept; of more the oldest are tried again."""
+"""Most stored models; beyond it, the oldest are tried again."""
 FAILED = 3
-"""The exit code of a process whose tokenizer cannot be loaded: `load` says why."""
+"""Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 
 log = structlog.get_logger("engine.trial")
 
 
 class Trials:
-    """What was tried, in a file of `folder`; None: kept in memory only."""
+    """Results of trials, in a file of `folder`; None: in memory only."""
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_SECONDS, memory: int = MEMORY) -> None:
         self._file = None if folder is None else folder / FILE
@@ -48,7 +50,7 @@ class Trials:
 
     def run(self, folder: Path, fingerprint: str, files: int) -> None:
         """Try the model in `folder`, unless its fingerprint was tried before; `files` are the bytes of its tokenizer.
-        Raises TokenizerError with the reason where the model may not be used."""
+        Raise `TokenizerError` with the reason if the model may not be used."""
         if fingerprint in self._passed:
             return
         if fingerprint not in self._failed:
@@ -62,16 +64,16 @@ class Trials:
         raise TokenizerError(f"{folder.name}: {self._failed[fingerprint]}")
 
     def cause(self, fingerprint: str) -> str:
-        """Return why the model with this fingerprint may not be used; empty when it passed or was not tried yet."""
+        """Return why the model with this fingerprint may not be used; empty if it passed or was not tried yet."""
         return self._failed.get(fingerprint, "")
 
     def need(self, fingerprint: str, files: int) -> int:
-        """Return the bytes that a trial of this model may take; 0 where none is needed."""
+        """Return the bytes that a trial of this model may take; 0 if none is needed."""
         tried = fingerprint in self._passed or fingerprint in self._failed
         return 0 if tried else self._memory + PER_FILE_BYTE * files
 
     def _try(self, folder: Path, files: int) -> str:
-        """Run the process; return what is wrong with the model, empty if nothing is."""
+        """Run the process; return the fault of the model, empty if there is none."""
         most, deadline = self._memory + PER_FILE_BYTE * files, time.monotonic() + CLOCK_SECONDS
         with subprocess.Popen(
             [sys.executable, "-P", "-m", "node.engine.text.tokenizer_trial_main", str(folder), str(self._cpu)],

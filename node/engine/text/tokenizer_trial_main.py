@@ -1,9 +1,9 @@
-"""Loads a model's tokenizer and puts prompts into tokens, as the process that `trial` starts:
+"""Trial process: load a model's tokenizer and tokenize prompts. Started by `tokenizer_trial`:
 
     python -P -m node.engine.text.tokenizer_trial_main FOLDER CPU_SECONDS
 
-It ends itself by a timer of CPU time, which no native call delays. Errors of the template or the tokenizer are no
-reason to refuse the model: each fails the request that meets it.
+A timer of CPU time ends the process; no native call delays it. Errors of the template or the tokenizer are no reason to
+refuse the model: each fails only its own request.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from node.engine.text.tokenizer_trial import FAILED
 from wire.frames import Generate, Message, Params
 
 LENGTH = 20_000
-"""Characters of the longest texts: more than an expression with exponential time needs to show it."""
+"""Characters of the longest texts: more than enough to reveal an expression with exponential time."""
 PIECES = (
     "a", " ", "\n", "1", "!", "a ", "aA1!", "\u00e9", "\u6f22", "\U0001f44d\U0001f3fd", ". ", "\t \n", "_-",
     "'s ", "\r\n", "<|", "{{", "a" * 63 + "!",
 )  # fmt: skip
-"""Texts are repetitions of these, alone and with another end: what expressions of tokenizers match greedily."""
+"""Texts are repetitions of these, with and without another end: tokenizers' expressions match them greedily."""
 TOOLS = '[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]'
 
 
@@ -40,7 +40,7 @@ def prompts() -> Iterator[Generate]:
 
 
 def main() -> int:
-    """Try the model in the folder that the command line names; return the exit code."""
+    """Try the model in the folder of the command line; return the exit code."""
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)

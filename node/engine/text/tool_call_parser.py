@@ -1,8 +1,8 @@
-"""Tool calls out of a block of model text: one parser for each model family, one form for all.
+"""Tool calls from a block of model text: one parser for each model family, one result format.
 
-Parsers are mlx-lm's. They raise whatever they like at text that they do not understand, and some give lists, tuples,
-sets or text for arguments. A block counts as read only if every call in it has a name and an object of arguments that
-can be written as JSON; else it gives nothing, and the caller shows the block as it was written.
+The parsers are mlx-lm's. They raise any exception on text that they do not understand. Some return lists, tuples, sets
+or text as arguments. A block is accepted only if every call has a name and an object of arguments that can be written
+as JSON. Otherwise the result is empty, and the caller sends the block as content.
 """
 
 import json
@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 Parse = Callable[[str, list[object]], object]
-"""Takes a block without its markers and the request's tools; gives a call or a list of them; may raise anything."""
+"""Parser of a block without its markers, given the request's tools. Returns a call or a list of calls; may raise any
+exception."""
 
 LONGEST: Final = 1 << 18
-"""Characters of a block that a parser is shown. Some of their patterns take time with the square of the length."""
+"""Most characters of a block for a parser. Some patterns take time with the square of the length."""
 
 
 class Calls:
-    """Reads and counts the calls of one choice. `prefix` begins their ids; without `parse` no block is a call. `tools`
-    may be given in several ways: a block that the parser cannot read by one is read by the next."""
+    """Parser and counter of the calls of one choice.
+
+    `prefix` starts their ids. Without `parse` no block is a call. `tools` may have several forms: if the parser fails
+    with one, the next is used. `end` is the marker at the end of a call.
+    """
 
     def __init__(self, prefix: str, parse: Parse | None, tools: Sequence[list[object]], end: str) -> None:
         self.count = 0
@@ -28,7 +32,7 @@ class Calls:
         self._tools = tools
 
     def read(self, block: str) -> list[str]:
-        """Give each call of the block as JSON text (see wire.frames.Delta); nothing if the block cannot be read."""
+        """Return each call of the block as JSON text (see `wire.frames.Delta`); empty if the block cannot be parsed."""
         if self._parse is None or len(block) > LONGEST:
             return []
         for tools in self._tools:
@@ -43,7 +47,7 @@ class Calls:
             parsed = parse(block, tools)
             found = cast("list[object]", parsed) if isinstance(parsed, list) else [parsed]
             return [self._written(self.count + at, call) for at, call in enumerate(found)]
-        except Exception:  # whatever a parser does to text of a model is no reason to lose its answer
+        except Exception:  # a parser's failure on model text must not lose the answer
             return []
 
     def _written(self, index: int, call: object) -> str:
@@ -58,7 +62,8 @@ class Calls:
 
 
 def _text(arguments: object) -> str:
-    """Write arguments as the JSON text of an object; text must be one already, and nothing is an empty one."""
+    """Return arguments as the JSON text of an object. Text must be an object already; empty arguments become an empty
+    object."""
     if isinstance(arguments, str):
         arguments = cast("object", json.loads(arguments or "{}"))
     if not isinstance(arguments, dict | None):
@@ -67,7 +72,7 @@ def _text(arguments: object) -> str:
 
 
 def _json(found: object) -> str:
-    """Write JSON that can be sent: half a surrogate pair, which JSON can spell and UTF-8 cannot, stays escaped."""
+    """Return JSON that can be sent: an unpaired surrogate, which JSON can express and UTF-8 cannot, stays escaped."""
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
