@@ -178,9 +178,13 @@ class Chain:
                     yield psutil.Process(worker.ppid())
             case _:
                 words = {
-                    "worker": "node/video/worker/worker.py", "launcher": "node.video.ray.ray_child", "raylet": "raylet/raylet",
-                    "engine": "node.engine.process.main", "driver": "node.video.ray.driver", "gcs_server": "gcs_server",
-                }[victim]  # fmt: skip
+                    "worker": "node/video/worker/worker.py",
+                    "launcher": "node.video.ray.ray_child",
+                    "raylet": "raylet/raylet",
+                    "engine": "node.engine.process.main",
+                    "driver": "node.video.ray.driver",
+                    "gcs_server": "gcs_server",
+                }[victim]
                 for process in node.children():
                     with suppress(psutil.Error):
                         if any(words in word for word in process.cmdline()[:8]):
