@@ -33,7 +33,7 @@ def prompt_tokens(request: Generate) -> int:
         return len(request.ids)
     if request.text:
         return _count_words(request.text)
-    return _count_words(request.tools) + count_tokens(request.messages)
+    return count_tokens(request.messages, request.tools)
 
 
 def said(request: Generate) -> Sequence[Message]:
@@ -41,9 +41,9 @@ def said(request: Generate) -> Sequence[Message]:
     return (Message("user", request.text),) if request.text else request.messages
 
 
-def count_tokens(messages: Sequence[Message]) -> int:
-    """Return the exact token count of messages."""
-    return sum(MESSAGE_TOKENS + _count_words(message.content) for message in messages)
+def count_tokens(messages: Sequence[Message], tools: str = "") -> int:
+    """Return the exact token count of messages and tools (JSON)."""
+    return _count_words(tools) + sum(MESSAGE_TOKENS + _count_words(message.content) for message in messages)
 
 
 def _count_words(text: str) -> int:

@@ -230,7 +230,7 @@ class Scripted:
         if asked.model != self._settings.model:
             text = f"this node serves {self._settings.model}, not {asked.model}"
             return Refusal(asked.request, Refused(Code.NO_MODEL, text))
-        return Finished(asked.request, (), answers.count_tokens(asked.messages), 0)
+        return Finished(asked.request, (), answers.count_tokens(asked.messages, asked.tools), 0)
 
     def _generate(self, request: Generate, now: float) -> list[Frame]:
         self._acked = max(self._acked, request.seq)

@@ -18,6 +18,7 @@ from wire.codec import encode
 from wire.frames import (
     Admitted,
     Cancel,
+    Count,
     Deltas,
     EngineReport,
     Failed,
@@ -174,6 +175,16 @@ def test_several_choices_are_several_rows_of_one_request():
     assert bench.finished(number).reasons == ("length",) * 3
     assert bench.finished(number).completion_tokens == 12
     assert bench.finished(number).prompt_tokens == 6
+
+
+def test_a_count_is_the_prompt_tokens_of_the_same_request():
+    bench, tools = Bench(), '[{"type": "function", "function": {"name": "weather of a town"}}]'
+    number = bench.ask("hello there", tools=tools, max_tokens=1)
+    bench.run()
+    asked = Count(99, bench.settings.model, (Message("user", "hello there"),), 0, tools)
+    (counted,) = bench.engine.take(asked, bench.now)
+    assert isinstance(counted, Finished)
+    assert counted.prompt_tokens == bench.finished(number).prompt_tokens
 
 
 def test_a_stop_string_across_deltas_ends_one_choice_and_is_not_shown():
