@@ -14,7 +14,7 @@ capabilities of a node (`cluster.registry`).
 
 Invariants
 - A node is alive if its link and its reports are, by the receiver's clock. `now` is monotonic seconds.
-- The caller numbers links upwards. Events of an older link are ignored, because the late end of a replaced link must
+- The caller numbers links upwards. Events of an older link are ignored: the late end of a replaced link must
   not mark a node lost that is already back.
 - One `Tick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets before it
   acts on silence.
