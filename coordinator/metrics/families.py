@@ -18,9 +18,9 @@ from wire.histogram import Buckets, Tally
 
 PREFIX = "macpool_"
 MOST_MODELS = 32
-"""Models of a node that have series of their own, ever, while the coordinator runs."""
+"""Most models of a node with their own series over the coordinator's run."""
 OTHER = "other"
-"""A label's value outside its closed set."""
+"""Label value for every value outside a closed set."""
 
 P = TypeVar("P")
 
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 
 class Histogram(NamedTuple):
-    """A histogram's value: bounds without the infinite one, and what was counted."""
+    """Value of a histogram: bounds without the infinite one, and the counts."""
 
     bounds: Sequence[float]
     tally: Tally

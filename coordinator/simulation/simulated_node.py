@@ -1,14 +1,14 @@
-"""A modelled Mac: it hears the frames of the link and answers with the same, in virtual time.
+"""Simulated Mac: receives the frames of the link and answers with the same frames, in virtual time.
 
-What is modelled, after the real engine: whole prompts and expected answers are promised before they begin; prefills
-take turns (the shortest; the oldest, or fairly) and leave decode its share; all rows decode in one step, slower with
-each row and with what their caches hold; an answer that outgrows its promise asks for GROWTH tokens at a time, and
-where there is no room the newest request gives way; models are loaded one by one, idle ones given back for them; chats
-that ended stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
+Modelled after the engine: memory for complete prompts and expected answers is committed before they begin. Prefills
+take turns (the shortest; the oldest, or fairly) and leave decode its share. All rows decode in one step, which is
+slower with each row and with the size of their caches. An answer that outgrows its commitment requests `GROWTH` tokens
+at a time. Without room, the newest request is preempted. Models load one at a time, and idle models are unloaded for
+them. Ended chats stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
 every decision.
 
-What is not: single tokens (between two events all rates are constant, so everything is a straight line), the transient
-of a forward beyond the model's one number, chunks, preflight on a second thread, other programs on the Mac.
+Not modelled: single tokens (between two events all rates are constant, hence progress is linear), the transient of a
+forward beyond the model's one number, chunks, preflight on a second thread, other programs on the Mac.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ from wire.units import parse_size
 
 GROWTH = 64
 PREFILL_STEPS = 1.6
-"""While rows decode, a chunk takes this many of their steps."""
+"""Duration of a prefill chunk while rows decode, in decode steps."""
 CACHE_SHARE = 0.15
-"""Of the cap without weights, for ended chats."""
+"""Share of the cap without weights that is used for ended chats."""
 EVICTED_TOLD = 64
 RETRY = 0.5
-"""Seconds between two tries to bring a preempted request back."""
+"""Seconds between two attempts to resume a preempted request."""
 _EPSILON = 1e-6
 
 
@@ -66,7 +66,7 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One admitted request. `left` prompt tokens to write, `known` were decoded before it came, or came back, here."""
+    """One admitted request."""
 
     request: int
     owner: Owner
@@ -75,19 +75,25 @@ class Sequence:
     row: Row
     age: int
     left: float
+    """Prompt tokens still to prefill."""
     cached: int
     known: int = 0
+    """Tokens that were generated before the request came, or returned, to this node."""
     told: int = 0
     decoding: bool = False
 
     def produced(self, steps: float) -> float:
-        """Give the answer's tokens so far."""
+        """Return the number of generated tokens."""
         return self.known + (steps - self.row.start if self.decoding else 0.0)
 
 
 class Machine:
-    """See the module. `say` sends a frame towards the router, `turn_of` knows what a request will come to, `changed`
-    is called when something ended or was given back."""
+    """Simulated Mac.
+
+    - `say` sends a frame towards the router.
+    - `turn_of` returns a request's turn, which has its true output.
+    - `changed` is called after a request ended or memory was released.
+    """
 
     def __init__(
         self,
@@ -145,7 +151,7 @@ class Machine:
     # what comes
 
     def take(self, frame: Frame) -> None:
-        """Hear a frame of the router."""
+        """Handle a frame of the router."""
         self._advance()
         if isinstance(frame, Generate):
             self._generate(frame)
@@ -173,7 +179,8 @@ class Machine:
         self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 
     def _refused(self, resident: Resident, prompt: int, output: int) -> Refused | None:
-        """Ask for room, giving back what can be had again; None when there is room."""
+        """Check for room, after evicting caches and unloading idle models. Return None if there is room, else the
+        refusal."""
         model = self._model(resident)
         need = request_need(model, prompt, output) - (model.weights if resident.loading else 0)
         answer = judge(self.memory(), need)
@@ -212,24 +219,24 @@ class Machine:
                 return
 
     def here(self) -> list[Sequence]:
-        """Give every request that is on this node."""
+        """Return every request on this node."""
         return [*self.decoding, *self.prefills, *self._line, *self._preempted]
 
     def flush(self) -> None:
-        """Tell every token that was decoded and not told yet: tokens travel as they come, only not in the model."""
+        """Send all generated tokens that were not sent yet. A real node sends each token at once."""
         self._advance()
         for sequence in self.decoding:
             self._tell(sequence)
 
     def forget(self) -> None:
-        """Drop every request without a word: the link of their router is gone."""
+        """Delete every request without a message, because the link of its router is gone."""
         self._advance()
         for sequence in self.here():
             self._drop(sequence)
         self._settle()
 
     def lease(self, size: int) -> bool:
-        """Give memory to a video for as long as it takes, if the verdict says so; a negative size takes it back."""
+        """Lease `size` bytes to a video if they fit; a negative size returns them. Return whether the lease was made."""
         self._advance()
         if size > 0:
             self._make_room(size, None)
@@ -241,7 +248,7 @@ class Machine:
         return True
 
     def stop(self) -> None:
-        """Let no timer be left."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -249,7 +256,7 @@ class Machine:
     # memory
 
     def memory(self, *, reported: bool = False) -> Memory:
-        """Give the reading of this moment. Unreported, rows count as promised: the sum is the same."""
+        """Return the current memory. Unless `reported`, rows count as reserved only: the sum is the same."""
         written = promised = 0
         now = self._loop.time()
         for resident in self.residents.values():
@@ -276,8 +283,10 @@ class Machine:
         return 1.0 if whole <= 0 else min(1.0, max(0.0, 1 - (resident.ready_at - now) / whole))
 
     def _make_room(self, need: int, keep: Resident | None) -> None:
-        """Give back ended chats, oldest first, then idle models, longest unused first, until `need` bytes fit. Nothing
-        of it when all of it would not be enough."""
+        """Evict ended chats, oldest first, then unload idle models, least recently used first, until `need` bytes fit.
+
+        Release nothing if all of it would not be enough.
+        """
         idle = sorted(
             (one for one in self.residents.values() if one.loaded and not len(one.rows) and one is not keep),
             key=lambda one: one.used,
@@ -299,7 +308,7 @@ class Machine:
         self._evicted.append(session.encode()[-32:])
 
     def _keep(self, sequence: Sequence) -> None:
-        """Keep an ended chat for its next turn, in place of its last one."""
+        """Cache an ended chat for its next turn, in place of its last turn."""
         turn, kv = sequence.turn, sequence.resident.model.kv
         if not turn.session:
             return
