@@ -46,7 +46,7 @@ class Subject(Protocol):
     """A module of routes."""
 
     def routes(self) -> tuple[Route, ...]:
-        """Give them."""
+        """Return the routes."""
         ...
 
 
@@ -62,7 +62,8 @@ class Seen:
 
 
 class Api:
-    """The subjects and what each of them acts on. `paths` describes what is served beside: the routes that generate."""
+    """All groups of control routes with their dependencies. `paths` describes the routes that generate, for the OpenAPI
+    document."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the page shows, in sections that change by themselves."""
+"""Sections of the live page, each updated separately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Sections:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Give every section as it is now."""
+        """Return the current content of every section."""
         names = self.ring.names()
         stories = self.traffic.history.newest(STORIES_SHOWN)
         return {
@@ -49,7 +49,7 @@ class Sections:
 
 
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a node's row what changes with every look and means nothing: silence counts from three seconds."""
+    """Remove volatile values without meaning from a node's row: silence below three seconds."""
     heard = row["heard_seconds"]
     return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
 

@@ -1,4 +1,4 @@
-"""Logs as answers: text as it comes, for as long as somebody reads it."""
+"""Log responses: text that is streamed as it arrives."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)]
 
 
 async def log_text(pieces: AsyncIterator[bytes]) -> Response:
-    """Answer with text as it comes; a failure before the first of it is told as one."""
+    """Stream text. An error before the first piece becomes an error response."""
     try:
         first = await anext(pieces, b"")
     except (LookupError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""Routes for Prometheus, who scrapes nodes through the coordinator: their own doors stay shut."""
+"""Routes for Prometheus, which scrapes nodes through the coordinator, because nodes have no open port for it."""
 
 import msgspec
 from fastapi import Request
@@ -20,7 +20,7 @@ class PrometheusRoutes:
         self._registry = registry
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/metrics", "metrics", self.metrics, content=TEXT),
             Route("GET", "/prometheus/sd", "metrics", self.targets, content=LIST),
