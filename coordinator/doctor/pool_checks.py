@@ -29,7 +29,7 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster jo
 
 
 def settings(here: Here) -> Finding:
-    """Both halves of config.toml and the environment, as a start would read them; beside them, what runs here uses."""
+    """Check config.toml and the environment as a start would read them, and compare with the running processes."""
     from coordinator.client.config_inspect import in_force, look
 
     told = here.examined()
@@ -203,7 +203,7 @@ def _until(end: float, now: float) -> str:
 
 
 def _lives(here: Here) -> dict[str, float]:
-    """Give the end of every certificate, Unix seconds, by whose it is."""
+    """Return the expiry of every certificate by its owner, in Unix seconds."""
     found: dict[str, float] = {}
     if here.has_cluster:
         import ssl
@@ -224,7 +224,7 @@ def _lives(here: Here) -> dict[str, float]:
 
 
 def clock(here: Here) -> Finding:
-    """This clock beside the coordinator's: as it tells it, or as the node last saw it."""
+    """Compare this machine's clock with the coordinator's: from its API, or from the node's last record."""
     if here.session.running:
         skew = _told_time(here)
         where = "the coordinator's endpoint"

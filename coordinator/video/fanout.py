@@ -1,4 +1,4 @@
-"""What the registry tells, to both who listen: the dispatcher, and the conductor of videos."""
+"""Forwards the registry's callbacks to both the dispatcher and the video controller."""
 
 from coordinator.cluster.registry import Placing
 from coordinator.video.controller import HEARD, Conductor

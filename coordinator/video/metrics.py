@@ -1,4 +1,4 @@
-"""What is counted of video jobs, and how they stand at one moment; the coordinator exports it. Pure."""
+"""Counters of video jobs, and their state in a metrics snapshot. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,14 +35,14 @@ class VideoCounters:
     confirmed: Buckets = field(default_factory=lambda: Buckets(CONFIRM_BOUNDS))
 
     def moved(self, old: Job, job: Job, now: float) -> None:
-        """Count what became of a job."""
+        """Count the state transition of a job."""
         if old.state == State.LEASING and job.state == State.IN_PROGRESS:
             self.waited.observe(max(0.0, now - job.created))
         if not job.open and old.open:
             self._ended(job)
 
     def granted(self, seconds: float) -> None:
-        """Count a lease that its node confirmed, so many seconds after it was asked for."""
+        """Count a lease that its node granted `seconds` after the request."""
         self.confirmed.observe(max(0.0, seconds))
 
     def _ended(self, job: Job) -> None:
@@ -60,9 +60,14 @@ class VideoCounters:
 
 @dataclass(frozen=True, slots=True)
 class VideoPicture:
-    """Video at one moment: open jobs by state, the wait of the head of the line in seconds, the bytes of all files that
-    are kept, and what share is done of the job on each node. `used`: a node makes
-    videos, or a job is known, or was."""
+    """Video jobs at one moment, for metrics.
+
+    - open jobs by state
+    - wait of the first queued job, in seconds
+    - size of all kept files, in bytes
+    - progress of the job on each node, as a share
+    - `used`: whether a node offers video models, or there is or was a job
+    """
 
     counters: VideoCounters = field(default_factory=VideoCounters)
     states: Mapping[str, int] = field(default_factory=dict[str, int])

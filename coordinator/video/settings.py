@@ -13,7 +13,7 @@ Size = Annotated[str, Meta(pattern=r"^\s*\d+(\.\d+)?\s*[A-Za-z]*\s*$")]
 
 
 class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Videos: what may be asked for, what is lent, what is kept."""
+    """Settings of video jobs: limits of requests, leases and retention."""
 
     enabled: Annotated[
         bool, Meta(description="Make videos on nodes that can. Without such nodes nothing of it runs, on or off.")

@@ -1,19 +1,20 @@
-"""All video jobs and the memory that they hold. Pure; `coordinator.video.state.transitions` moves it on.
+"""Table of all video jobs and their memory. Pure; `coordinator.video.state.transitions` advances it.
 
-Theory. A job at the head of the line is given a lease on one node, and from then on three parties talk about it: the
-node, which lends the memory and watches the worker; Ray, which starts it; and whoever wants it cancelled. Messages
-cross, nodes vanish and come back, this process is restarted in between. Two things keep that simple:
+The first queued job gets a lease on one node. From then on three parties act on it: the node, which leases the memory
+and watches the worker; Ray, which starts the worker; and a client that may cancel. Messages cross, nodes vanish and
+return, and this process may restart. Two concepts keep this simple:
 
-- The generation. Every lease of a job has the next number, and so has the job once it is taken off that lease. What is
-  said of an older one changes nothing of the job; a node that still holds it is told to give it back.
-- The hold. Memory that was asked of a node counts as lent until the node says that it ended or refused it, no longer
-  tells of it, or is itself gone. A job may end before: then its hold outlives it, and nothing else is sent there.
+- The generation. Every lease of a job has the next number, and the job's number grows again when it leaves that lease.
+  A message about an older generation does not change the job. A node that still holds such a lease is told to release
+  it.
+- The hold. Memory requested from a node counts as leased until the node reports its end, refuses it, no longer lists
+  it, or is gone. If the job ends earlier, its hold remains, and no job is sent to that node.
 
-Rules that nobody may break
-- Only the head of the line is placed, and only while no other job waits for a node's answer: first come, first served.
-- At most one hold on a node.
-- Nothing follows an end.
-- What a node lends and this board does not know is given back at once.
+Invariants
+- Only the first queued job is placed, and only while no other job waits for a node's answer (FIFO).
+- A node has at most one hold.
+- An ended job has no further transitions.
+- A lease that a node holds and this table does not know is released at once.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from coordinator.video.state.jobs import Job, State
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings, in seconds, bytes and counts. `records` are the ended jobs that are told of."""
+    """Settings in seconds, bytes and counts. `records` is the number of ended jobs that are kept."""
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
     attempts: int = 2
@@ -75,5 +76,5 @@ class Board:
         return next(iter(self.waiting), None)
 
     def held(self, node: str) -> Hold | None:
-        """Give what a node has lent."""
+        """Return the hold of a node."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)

@@ -66,15 +66,15 @@ class Profile:
         return self.measured > 0
 
     def peak(self, tokens: int) -> int:
-        """Give the expected peak of a frame of so many tokens."""
+        """Return the predicted peak in bytes for a frame of `tokens` tokens."""
         return math.ceil(self.base + self.slope * tokens)
 
     def need(self, tokens: int) -> int:
-        """Give the peak with its margin: what has to fit into a lease."""
+        """Return the peak plus the margin: the size that a lease must have."""
         return self.peak(tokens) + self.margin
 
     def after(self, tokens: int, peak: int) -> "Profile":
-        """Take in the measured peak of a job: a higher one than expected moves the line up."""
+        """Return the profile after a measured peak. A peak above the prediction raises the base."""
         return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
 
 
