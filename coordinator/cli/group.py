@@ -67,7 +67,7 @@ def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
 
 
 def print_error(error: click.ClickException) -> None:
-    """Print an error: what happened and the next step, then for a usage error the usage line and where the help is."""
+    """Print an error and the next step. For a usage error, add the usage line and the help command."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return

@@ -83,7 +83,7 @@ def headroom_of(node: dict[str, Any]) -> str:
 
 
 def bar(node: dict[str, Any], width: int) -> str:
-    """Draw a node's ceiling as a bar of so many letters: current, reserved, margin, and free."""
+    """Render a node's ceiling as a bar of `width` characters: current, reserved, margin and free."""
     ceiling = node["ceiling"] or 0
     if not ceiling or node["current"] is None or node["state"] in SILENT:
         return "?" * width

@@ -1,4 +1,4 @@
-"""What the verbs share: which coordinator, with which key, and how answers are printed."""
+"""Client of the coordinator's API for the commands: selection of coordinator and key, and output of answers."""
 
 import http.client
 import json
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import ssl
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
-"""What a Mac that is a node reads with its own certificate."""
+"""Paths that a node's Mac reads with its certificate."""
 LOGIN = "login.json"
-"""File in the state folder (0600) with what `cluster login` keeps."""
+"""File in the state folder (0600) with the data of `cluster login`."""
 
 
 def default_state() -> Path:
-    """Give the state folder that is used when none is named."""
+    """Return the default state folder."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))
@@ -81,7 +81,7 @@ class Session:
 
     @property
     def kept_login(self) -> dict[str, Any] | None:
-        """What `cluster login` kept: url, key and authority (PEM) of a coordinator elsewhere."""
+        """Data of `cluster login`: URL, key and authority (PEM) of a remote coordinator."""
         return self._read(LOGIN)
 
     def _read(self, name: str) -> dict[str, Any] | None:
@@ -151,7 +151,7 @@ class Session:
             raise Problem(DENIED, f"the key file cannot be read: {error}") from None
 
     def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
-        """Send a request and return the response, whatever its status. Problem when there is no answer."""
+        """Send a request and return the response with any status. Raise `Problem` without a response."""
         return send(self.reached(), method, path, body, timeout)
 
     def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Session:
 
 
 def _trust(authority: str) -> "ssl.SSLContext":
-    """Return whom this command trusts: what the system does, and the coordinator's own authority."""
+    """Return a TLS context that trusts the system's authorities and the coordinator's own."""
     import ssl
 
     context = ssl.create_default_context()
@@ -189,7 +189,7 @@ def _trust(authority: str) -> "ssl.SSLContext":
 def send(
     reached: Reached, method: str, path: str, body: object = None, timeout: float = 30.0
 ) -> http.client.HTTPResponse:
-    """Send a request to a coordinator and return the response, whatever its status. Problem when there is no answer."""
+    """Send a request to a coordinator and return the response with any status. Raise `Problem` without a response."""
     base, parts = reached.url, urlsplit(reached.url)
     if parts.scheme == "https":
         context = _trust(reached.authority)
@@ -211,7 +211,8 @@ def send(
 
 
 def unreached(base: str, error: OSError) -> tuple[int, str]:
-    """Give exit code and text for a connection that failed; errno 65 on macOS is privacy, not the network."""
+    """Return exit code and message for a failed connection. Errno 65 on macOS means a privacy block, not a network
+    fault."""
     if sys.platform == "darwin" and error.errno == 65:
         return BLOCKED, (
             f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
@@ -254,7 +255,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def wide_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add what `options` adds, where -o knows a third form, `wide`."""
+    """Add the options of `options`, with `wide` as a third form of -o."""
     return _with_session(command, ("text", "wide", "json"))
 
 
@@ -289,9 +290,13 @@ def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = (), *,
     numbers: Collection[str] = (), fold: Collection[str] = (), whole: bool = False,
 ) -> None:  # fmt: skip
-    """Print a table. On a terminal that is too narrow the columns `fold`, or else all long ones, are folded, so that no
-    cell is cut; elsewhere, and with `whole`, each row is one line. Cells with one of the `alarming` texts are red; the
-    columns `numbers` are flush right."""
+    """Print a table.
+
+    - `fold`: columns that wrap on a narrow terminal; by default all long ones. No cell is truncated.
+    - `whole`: each row is one line, as always if the output is not a terminal.
+    - `alarming`: texts of cells that are printed in red.
+    - `numbers`: columns that are right-aligned.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -32,8 +32,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What the processes of a state folder use now: which of them run ("coordinator", "node"), their settings as rows,
-    and those that their file tells differently by now (host.settings_loader.Drift, as dictionaries)."""
+    """Settings in use by the processes of a state folder.
+
+    - the running processes ("coordinator", "node")
+    - their settings as rows
+    - settings whose file has changed since the start (`host.settings_loader.Drift`, as dictionaries)
+    """
 
     who: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
@@ -41,7 +45,7 @@ class Running:
 
     @property
     def given(self) -> list[dict[str, Any]]:
-        """Give the rows of what no file and no default says: flags and environment of the processes."""
+        """Return the rows from flags and environment of the processes, without those from files and defaults."""
         from host.settings_loader import GIVEN
 
         return [row for row in self.rows if row["origin"] in GIVEN]

@@ -51,7 +51,7 @@ def host_of(member: Member) -> str:
 
 
 def query(member: Member, path: str) -> dict[str, Any]:
-    """Return what a path of the API shows. Problem when no address answers, or the coordinator refuses."""
+    """Return the content of an API path. Raise `Problem` if no address answers, or the coordinator refuses."""
     failures: list[str] = []
     for address in member.addresses:
         try:

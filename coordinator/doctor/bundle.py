@@ -47,7 +47,7 @@ no answer. Look through it before you send it: names of machines and models are 
 
 @cache
 def own_events() -> frozenset[str]:
-    """Return the names of all events that this project logs, read from its source code, which keeps the list current."""
+    """Return the names of all events that this project logs. They are read from its source code, to stay current."""
     found: set[str] = set()
     for name in OURS:
         package = find_spec(name)

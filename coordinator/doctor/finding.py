@@ -48,7 +48,7 @@ def not_here(why: str) -> Finding:
 
 
 def exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
-    """Return the exit code for findings by id. The privacy block and the wrong peer come first, with their own codes."""
+    """Return the exit code for findings by id. The privacy block and the wrong peer come first, with their codes."""
     found = list(findings)
     failed = {name for name, one in found if one.result == "fail"}
     if LOCAL_NETWORK in failed:

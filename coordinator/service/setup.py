@@ -32,7 +32,7 @@ TAIL = 2000
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """Unit at the place of the service: nothing, or its text with user and state folder."""
+    """Existing unit of this program: none, or its text with user and state folder."""
 
     text: str = ""
     user: str = ""
@@ -155,7 +155,7 @@ def _take_back(host: Host, before: Existing) -> None:
 
 
 def _folders(host: Host, plan: Plan) -> list[str]:
-    """Create the folders that launchd writes to before the program starts, owned by the user."""
+    """Create the folders that launchd writes to before the program starts. Their owner is the service's user."""
     uid, gid, _ = account(plan.user)
     done: list[str] = []
     for folder in [Path(plan.state), *([host.logs] if host.mac else [])]:

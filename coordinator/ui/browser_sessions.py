@@ -1,8 +1,8 @@
-"""Who may use the page: `cluster open` gives a link that works once, and the page changes it for a key of its own.
+"""Sign-in to the page: `cluster open` prints a one-time link, which the page exchanges for a key of its own.
 
-The code stands behind the `#` of the link, so it is sent to no server and stands in no log; it is good for two minutes
-and for one use. The key is an administrator's, lives twelve hours and in memory only, and the page keeps it for its own
-origin: there is no cookie, so no other site and no other port of this machine can make use of it.
+The code is in the link's fragment (after `#`), which browsers send to no server and write to no log. It is valid for
+two minutes and one use. The key has administrator scope, is valid for twelve hours, and exists in memory only. The page
+keeps it for its own origin. There is no cookie, hence no foreign site and no other port of this machine can use it.
 """
 
 import hashlib

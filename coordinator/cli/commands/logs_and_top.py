@@ -1,4 +1,4 @@
-"""Looking on: logs, events, the pool as it is now, and what Prometheus needs to look on by itself."""
+"""Commands for observation: logs, events, live view of the pool, and Prometheus' configuration."""
 
 import codecs
 import itertools
@@ -49,7 +49,7 @@ def print_log(session: Session, response: HTTPResponse) -> None:
 
 
 def log_line(line: str) -> str:
-    """Return a line of a log for a person; what is no JSON stays as it is."""
+    """Format a log line for people. A line that is not JSON is unchanged."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Models: where they are, and what should be in memory."""
+"""Commands for models: where they are stored and loaded."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ from coordinator.client.terminal_text import raw_output
 from wire.units import show_size
 
 PATIENCE = 3700.0
-"""Seconds: the coordinator itself gives up a load after an hour, and says so."""
+"""Timeout in seconds. The coordinator abandons a load after an hour, and reports it."""
 SPINNER_AFTER = 1.0
 
 
@@ -112,7 +112,7 @@ def _speeds(node: dict[str, Any]) -> str:
 
 
 def _measured(found: dict[str, Any]) -> str:
-    """Write what a model was measured to take."""
+    """Format the measured memory of a model."""
     sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
     return (
         f"rows of up to {found['max_context']} tokens, {found['max_batch']} usual ones at once; "

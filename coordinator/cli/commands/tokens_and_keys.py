@@ -152,7 +152,7 @@ def key() -> None:
 
 
 def limits(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say what a key may take."""
+    """Add the options for a key's limits."""
     for option in reversed((
         click.option("--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."),
         click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
@@ -169,7 +169,7 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def limits_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Give the limits that were named, as the API takes them."""
+    """Return the given limits in the API's form."""
     return {name: value for name, value in given.items() if value not in (None, ())}
 
 

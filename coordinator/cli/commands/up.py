@@ -164,7 +164,7 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSett
 
 
 def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
-    """Give the settings that belong to the node on this machine."""
+    """Return the settings of the node on this machine."""
     from coordinator.state.settings import OTHERS
 
     return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]

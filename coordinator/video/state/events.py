@@ -30,7 +30,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The first queued job cannot be placed. `busy`: only because of other running jobs, which is no reason to fail it."""
+    """The first queued job cannot be placed. `busy`: only because of running jobs, which is no reason to fail it."""
 
     job: str
     phase: str

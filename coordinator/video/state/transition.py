@@ -42,7 +42,7 @@ class Turn:
         return job
 
     def give_back(self, lease: str, cause: str) -> None:
-        """Tell the node of a hold to release it. The hold remains until the node confirms."""
+        """Request the release of a hold from its node. The hold remains until the node confirms."""
         hold = self.holds.get(lease)
         if hold is not None:
             self.actions.append(GiveBack(hold.node, lease, hold.generation, cause))
